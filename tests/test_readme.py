@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from PIL import Image
+from programs import run_program
 from transformers import AutoModelForImageTextToText
 
 from tiny.checkpoints import build_tiny_checkpoint
@@ -21,8 +20,8 @@ def test_the_example_gives_the_loss_of_transformers_and_gradients(tmp_path):
     path = build_tiny_checkpoint("gemma3", tmp_path / "my-gemma")
     Image.effect_noise((64, 48), 80).convert("RGB").save(tmp_path / "photo.jpg")
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    command = [sys.executable, "-c", code + SAVED]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    (tmp_path / "example.py").write_text(code + SAVED)
+    ran = run_program(tmp_path / "example.py", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     loss, gradients, encoded = torch.load(tmp_path / "results.pt")
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)

@@ -36,7 +36,7 @@ from megatron_vlm.models.hf import load_config, load_model, load_processor  # no
 from megatron_vlm.models.opened import build_model  # noqa: E402
 from megatron_vlm.models.weights.importing import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
-from megatron_vlm.training.logits import logits_of  # noqa: E402
+from megatron_vlm.training.evaluate import logits_of  # noqa: E402
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
 
 PROMPTS = ("t", "it", "it", "ititit")
@@ -92,7 +92,7 @@ def measure(path: Path, tokens: int, rounds: int) -> tuple[float, float, float]:
 
 def prompt_of(outputs: dict, needs) -> Prompt:
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
-    visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
+    visual = GenericVisualInputs(**tensors) if tensors else None
     input_ids = outputs["input_ids"][0]
     positions = needs.position_ids(input_ids, visual)
     return {"input_ids": input_ids, "position_ids": positions, "visual_inputs": visual}

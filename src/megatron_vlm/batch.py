@@ -99,34 +99,19 @@ class GenericVisualInputs:
     video_frames: Tensor | None = None
 
     @classmethod
-    def from_mapping(cls, tensors: Mapping[str, Tensor]) -> GenericVisualInputs:
-        """The visual inputs with every entry of `tensors`. Raises ValueError on a key that is not a field."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(tensors) - known)
-        if unknown:
-            raise ValueError(
-                f"GenericVisualInputs: unknown visual keys {unknown}; known are {sorted(known)}. "
-                "Add a field for a new visual tensor, or leave it out of the family's visual_keys."
-            )
-        return cls(**tensors)
-
-    @classmethod
     def cat(cls, items: list[GenericVisualInputs]) -> GenericVisualInputs | None:
         """Concatenate along the first axis, in order; None if there is nothing.
 
         Trailing axes that differ (Pixtral pads to its largest image) are padded with zeros right and bottom.
         """
-        merged: dict[str, Tensor] = {}
-        for field in dataclasses.fields(cls):
-            present = [t for item in items if (t := getattr(item, field.name)) is not None]
-            if present:
-                merged[field.name] = cat_padded(present)
+        fields = [item.as_model_kwargs() for item in items]
+        names = dict.fromkeys(name for tensors in fields for name in tensors)
+        merged = {name: cat_padded([each[name] for each in fields if name in each]) for name in names}
         return cls(**merged) if merged else None
 
     def as_model_kwargs(self) -> dict[str, Tensor]:
         """The fields that are present, by name."""
-        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return {name: value for name, value in values if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def normalized_for_model(self) -> dict[str, Tensor]:
         """`as_model_kwargs` with a leading per-sample axis merged into the item axis.
@@ -140,15 +125,15 @@ class GenericVisualInputs:
 
     def items(self) -> list[GenericVisualInputs]:
         """Each image alone, then each video alone; `cat` is the inverse."""
-        found = []
+        items = []
         for pixels, grids, other in _FIELDS_OF_KIND:
             values = {name: v for name in (pixels, *grids, other) if (v := getattr(self, name)) is not None}
             if pixels in values:
                 rows = next((rows_of_items(values[name]).tolist() for name in grids if name in values), 1)
                 parts = {name: v.split(rows if name == pixels else 1) for name, v in values.items()}
                 columns = zip(*parts.values(), strict=True)
-                found += [type(self)(**dict(zip(parts, column, strict=True))) for column in columns]
-        return found
+                items += [type(self)(**dict(zip(parts, column, strict=True))) for column in columns]
+        return items
 
     @property
     def videos(self) -> int:
@@ -243,7 +228,7 @@ class DataNeeds:
     frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens are image tokens
     misfit            says why the model cannot take a document (ids, visual inputs); None if it can
 
-    Raises ValueError for an unknown visual key.
+    Raises TypeError for an unknown visual key.
     """
 
     visual_keys: tuple[str, ...] = ("pixel_values",)
@@ -254,7 +239,7 @@ class DataNeeds:
     misfit: Callable[[Any, GenericVisualInputs | None], str | None] = lambda ids, visual: None
 
     def __post_init__(self) -> None:
-        GenericVisualInputs.from_mapping(dict.fromkeys(self.visual_keys))
+        GenericVisualInputs(**dict.fromkeys(self.visual_keys))
 
     @property
     def videos(self) -> bool:

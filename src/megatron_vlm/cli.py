@@ -15,7 +15,7 @@ from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, run, start_ranks, torchrun, world_size
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.files import write_whole
+from megatron_vlm.files import refuse_existing, write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable, printable_lines
 from megatron_vlm.overrides import apply_overrides
@@ -60,7 +60,11 @@ def train(
     if model or data:
         from megatron_vlm.commands.proposing import recipe_for
 
-        arguments.refuse_both(recipe, file)
+        if recipe or file:
+            raise configs.ConfigError(
+                "--model and --data make a recipe of their own; to change a recipe's checkpoint and data, "
+                "give --hf_path and --train_data_path."
+            )
         file, nproc = recipe_for(model, data, settings or (), flags, nproc, dry_run)
         settings = None
         flags = {}
@@ -118,8 +122,8 @@ def plan(
     read_config(config.model.hf_path)
 
     from megatron_vlm.models.hf import look_at
+    from megatron_vlm.planning.notes import advice, describe, rehearsed, searched
     from megatron_vlm.planning.plan import make_plan
-    from megatron_vlm.planning.words import advice, describe
 
     description, assumed = look_at(config.model.hf_path)
     made = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
@@ -128,13 +132,10 @@ def plan(
         typer.echo(assumed)
     for line in advice(made, gpu_memory * 1e9):
         typer.echo(line)
-    if rehearse or search:
-        from megatron_vlm.planning.rehearsed_words import rehearsed, searched
-
-        for line in rehearsed(made, rank, gpu or []) if rehearse else ():
-            typer.echo(line)
-        for line in searched(made, gpu_memory * 1e9, gpu or []) if search else ():
-            typer.echo(line)
+    for line in rehearsed(made, rank, gpu or []) if rehearse else ():
+        typer.echo(line)
+    for line in searched(made, gpu_memory * 1e9, gpu or []) if search else ():
+        typer.echo(line)
 
 
 @app.command()
@@ -245,10 +246,13 @@ def export(
     adapter: bool = False,
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder, adapters merged; --adapter: these alone."""
-    config = arguments.config_to_export(run_dir, output, adapter, settings, nproc)
+    config = arguments.config_of_trained_run(run_dir, settings, nproc, needs_processor=False)
+    refuse_existing(output)
+    if adapter and not config.adapter.used:
+        raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
     if nproc:
-        given = ["--adapter"] if adapter else []
-        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *given, *(settings or ())]))
+        flags = ["--adapter"] if adapter else []
+        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *flags, *(settings or ())]))
 
     with watchdog.watching(run_dir, config.train.hang_seconds, "errors/export"):
         watchdog.claim_files()
@@ -314,8 +318,8 @@ def generate(
     from megatron_vlm.commands.runs import generate_from_run
 
     sampling = {"temperature": temperature, "top_p": top_p, "answers": answers, "seed": seed}
-    found = generate_from_run(config, question, images, max_new_tokens, **sampling)
-    typer.echo(printable_lines("\n---\n".join(found)))
+    replies = generate_from_run(config, question, images, max_new_tokens, **sampling)
+    typer.echo(printable_lines("\n---\n".join(replies)))
 
 
 def main() -> None:

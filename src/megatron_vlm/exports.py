@@ -7,15 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch.nn import Module
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.files import free_bytes, naming, need_room
+from megatron_vlm.files import naming, need_room
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import readable_size
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights.exporting import export_hf
@@ -39,28 +37,13 @@ def export_step(
     if not replace and setup.on_first_rank(folder.exists):
         return
     watchdog.beat(f"exporting step {step} to {folder}", files=True)
-    setup.on_first_rank(_make_room, folder, _bytes_of(config, source))
+    files = HFCheckpoint(source.folder, source.weight_map.renames)
+    setup.on_first_rank(_make_room, folder, 0 if config.adapter.used else files.nbytes)  # adapters are small
     chunks = unwrap_model(model)
     if config.adapter.used:
         save_adapters(chunks, folder, config.adapter, config.model.hf_path)
     else:
         export_hf(chunks, folder, source.folder, source.weight_map)
-
-
-def words(config: RunConfig, source: Source) -> Iterator[str]:
-    """A line about the space that the exports of a run take on disk, if it makes any."""
-    if not config.train.export_every or config.adapter.used:
-        return
-    needed, free = _bytes_of(config, source), free_bytes(Path(config.run_dir))
-    yield (
-        f"train.export_every: each folder in {config.run_dir}/exports takes {readable_size(needed)} of the "
-        f"{readable_size(free)} that are free; none is removed"
-    )
-
-
-def _bytes_of(config: RunConfig, source: Source) -> int:
-    """The bytes of an export's weights; adapters are small and not counted."""
-    return 0 if config.adapter.used else HFCheckpoint(source.folder, source.weight_map.renames).nbytes
 
 
 def _make_room(folder: Path, needed: int) -> None:

@@ -19,17 +19,17 @@ from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.data.generation_prompt import vocabulary_words
+from megatron_vlm.data.generation_prompt import vocabulary_notes
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.job.milestones import Epochs, Milestones, check_validation, milestones, validation_words
+from megatron_vlm.job.milestones import Epochs, Milestones, check_validation, milestones, validation_notes
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
 from megatron_vlm.run_folder.batch_log import BatchLog
-from megatron_vlm.training.checkpoint import CheckpointState, Saved
+from megatron_vlm.training.checkpoint import Saved
 
 HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.validation_share` holds out
 
@@ -55,14 +55,15 @@ class Feed:
         self._batches: Iterator[Batch] | None = None
         if self._broadcaster.reads:
             self._started(partial(self._open, source))()
-        self._epochs = self._known_epochs()
+        rows_in = self._data.train_loader.rows_in if setup.is_first_rank() else None
+        self._epochs = Epochs(rows_in) if rows_in and rows_in(1) else None  # None also where it is not known
         self.milestones: Milestones = setup.on_first_rank(self._milestones)
         # of which the log says what was trained, and validated; none unless there are several
         self.sources, self.valid_sources = setup.on_first_rank(lambda: self._data.sources)
 
     def _open(self, source: Source) -> None:
         rank, ranks = setup.data_parallel_place()
-        self._unknown = vocabulary_words(source.processor, source.description.text.vocab_size)
+        self._unknown = vocabulary_notes(source.processor, source.description.text.vocab_size)
         data = self._data = RunData(self._config, source.processor, source.needs, rank, ranks)
         watchdog.count_as_progress(self._data.drops.summary)
         if data.valid_loader and setup.is_first_rank() and (self._train.eval_every or self._train.keep_best):
@@ -75,18 +76,13 @@ class Feed:
         check_validation(self._train, self._data.valid_loader is not None)
         return milestones(self._train, self._epochs, *self._begun)
 
-    def _known_epochs(self) -> Epochs | None:
-        """The rows of epochs, on the first rank; None if they are not known, and on other ranks."""
-        known = setup.is_first_rank() and self._data.train_loader.rows_in(1)
-        return Epochs(self._data.train_loader.rows_in) if known else None
-
-    def resume(self, resumed: CheckpointState | None) -> None:
+    def resume(self, resumed: Saved | None) -> None:
         """Begin to read: where `resumed` was saved, unless the data is to begin again (`data.restart`)."""
         watchdog.beat("finding the place in the data")
         if self._data:
             self._started(partial(self._begin, resumed))()
 
-    def _begin(self, resumed: CheckpointState | None) -> None:
+    def _begin(self, resumed: Saved | None) -> None:
         if resumed and not self._config.data.restart:
             self._data.train_loader.load_states(resumed.loader_states)
         rank, ranks = setup.data_parallel_place()
@@ -122,22 +118,19 @@ class Feed:
         known, and on all ranks but the first."""
         return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
 
-    def words(self) -> Iterator[str]:
+    def notes(self) -> Iterator[str]:
         """Lines that a user should know about the data before the first step."""
         if self._begun[0] and self._config.data.restart:
             yield "data.restart: the data begins again from here"
-        if self._data and self._data.why_hf_processor:
-            yield (
-                "data: the Hugging Face processor encodes every sample, slower: "
-                f"{self._data.why_hf_processor}"
-            )
         if self._data:
-            yield from (*self._unknown, *self._data.train_loader.words)
-            yield from validation_words(self._train, self._data.valid_loader is not None)
+            if why := self._data.why_hf_processor:
+                yield f"data: the Hugging Face processor encodes every sample, slower: {why}"
+            yield from (*self._unknown, *self._data.train_loader.notes)
+            yield from validation_notes(self._train, self._data.valid_loader is not None)
         last = self.milestones.steps
         if self._epochs:
-            yield from self._epochs.words(self._config, last, self.rows_after(last))
-        yield from self.milestones.words(self._begun[0])
+            yield from self._epochs.notes(self._config, last, self.rows_after(last))
+        yield from self.milestones.notes(self._begun[0])
 
     def valid(self) -> Callable[[int], list[Batch]]:
         """One pass over the validation split: a function (count) -> the next batches, fewer at the end."""

@@ -104,8 +104,8 @@ def open_to_write(
 
 def copy_file(source: str | Path, target: str | Path) -> None:
     """A new file with what a regular file holds, of any size, on disk. Raises as `open_file`."""
-    with open_file(source) as held, open_to_write(target, new=True) as file:
-        shutil.copyfileobj(held, file)
+    with open_file(source) as original, open_to_write(target, new=True) as file:
+        shutil.copyfileobj(original, file)
         file.flush()
         os.fsync(file.fileno())
 

@@ -148,7 +148,7 @@ def fitted(value: Any, hint: Any) -> Any:
     value that breaks a rule of an `Annotated` or is no choice of a `Literal`."""
     kind = get_origin(hint)
     inner = get_args(hint)
-    if kind is Annotated:
+    if kind is Annotated:  # first its type, as its rules compare numbers and not texts
         value = fitted(value, inner[0])
         for rule in inner[1:]:
             value = rule(value) if callable(rule) else _keeping(value, rule)

@@ -5,6 +5,7 @@ Who reads a file looks here if it cannot read it, or to learn how; the message i
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,10 @@ SIGNATURES = {  # the first bytes of each kind; `.` stands for any byte
     b"\xff\xfe": UTF16,
     b"\xfe\xff": UTF16,
 }
+_PATTERNS = [
+    (re.compile(re.escape(magic).replace(rb"\.", b"."), re.DOTALL), known)
+    for magic, known in SIGNATURES.items()
+]
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<body", b"<?xml", b"<!--", b"<script")
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 
@@ -101,7 +106,7 @@ def what_is(first: bytes) -> FileKind | None:
     first = first[:FIRST]
     if not first or not first.strip(b"\0"):
         return ZEROS if first else EMPTY
-    known = next((known for magic, known in SIGNATURES.items() if _begins(first, magic)), None)
+    known = next((known for pattern, known in _PATTERNS if pattern.match(first)), None)
     if known is not None:
         return _of_zip(first) if known.name == "zip" else known
     return _of_boxes(first) if first[4:8] == b"ftyp" else _of_text(first)
@@ -124,12 +129,6 @@ def what_file(path: str | Path) -> FileKind | None:
     """The kind of a file, as `what_is`. Raises NotAFile and OSError as `files.open_file`."""
     with open_file(path) as file:
         return what_is(file.read(FIRST))
-
-
-def _begins(first: bytes, magic: bytes) -> bool:
-    return len(first) >= len(magic) and all(
-        wanted in (b"."[0], byte) for wanted, byte in zip(magic, first, strict=False)
-    )
 
 
 def _of_zip(first: bytes) -> FileKind:

@@ -14,7 +14,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
-from megatron_vlm.models.adapters.files import words_of_start
+from megatron_vlm.models.adapters.files import notes_of_start
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.weights.by_part import parameters_by_part
@@ -29,7 +29,7 @@ from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.losses.tokens import StepLoss
 from megatron_vlm.training.optimizer import build_optimizer, learning_rates
-from megatron_vlm.training.profile import Profile
+from megatron_vlm.training.profile import profiling
 from megatron_vlm.training.step import train_step
 
 
@@ -60,15 +60,15 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     log = RunLogger(config.run_dir, asked_for, milestones.steps, first, is_first_rank, totals=saved.extra)
     if resumed:
         log.message(f"resumed after step {resumed.step} from {resumed.path}")
-    for message in chain(words_of_start(config), feed.words(), exports.words(config, source)):
+    for message in chain(notes_of_start(config), feed.notes()):
         log.message(message)
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, log)
-    with closing(log, feed), Profile(config.run_dir, profile_steps, first, model, log.message) as profile:
+    with closing(log, feed), profiling(config.run_dir, profile_steps, first, model, log.message) as profiled:
         if saved.step and milestones.exports_after(saved.step):  # a kill may have come before it was whole
             exports.export_step(config, source, model, saved.step, replace=False)
         for step in range(first, milestones.steps + 1):
             run.train(step)
-            profile.step()
+            profiled()
             valid_loss = run.evaluate(step) if milestones.evaluates_after(step) else None
             if milestones.saves_after(step):
                 run.save(step, valid_loss)
@@ -84,7 +84,8 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
     """This rank's chunks, with the source's weights unless a checkpoint provides all that the run needs."""
     # what compares with the starting weights needs them also when it resumes
-    resumes = checkpoint.exists(config.run_dir) and not objective_of(config).reference_passes
+    resumes = checkpoint.saved(config.run_dir).path is not None
+    resumes = resumes and not objective_of(config).reference_passes
     chunks = open_model(config, source, resumes, run_dir=config.run_dir)
     return data_parallel(chunks, config)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import NotAFile, open_file, read_file
+from megatron_vlm.files import open_file, read_file
 from megatron_vlm.messages import printable
 from megatron_vlm.signatures import BINARY, FIRST, SAFETENSORS, what_is
 from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config
@@ -67,20 +67,16 @@ def weight_files(folder: Path) -> list[str]:
 
 def _named_by(index: Path) -> list[str]:
     try:
-        names = set(json.loads(read_file(index))["weight_map"].values())
-    except (ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
+        names = sorted(set(json.loads(read_file(index))["weight_map"].values()))
+        usable = bool(names) and all(Path(name).name == name for name in names)
+    except (ValueError, RecursionError, TypeError, LookupError, AttributeError):
+        usable = False
+    if not usable:
         raise ConfigError(
-            f"{printable(index)} holds no JSON with a weight_map; download it again."
-        ) from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ConfigError(
-                f"{printable(index)} names {printable(name)}, which is no file beside it; put all weights "
-                "into that folder, or download it again."
-            )
-    if not names:
-        raise ConfigError(f"{printable(index)} names no file; download it again.")
-    return sorted(names)
+            f"{printable(index)} is no JSON with a weight_map to files beside it; put all weights into that "
+            "folder, or download it again."
+        )
+    return names
 
 
 class OnDisk(NamedTuple):
@@ -101,21 +97,21 @@ def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDi
     Raises ConfigError for a file that is not whole, a tensor that is there twice, and one whose form is none
     that is read: what this function lets pass, import takes as the numbers that were meant.
     """
-    found: dict[str, OnDisk] = {}
+    tensors: dict[str, OnDisk] = {}
     for file in weight_files(folder):
         for key, entry in header(folder / file)[0].items():
             if OF_THE_MODEL.search(key):
                 continue
             tensor = OnDisk(file, key, entry["dtype"], entry["shape"])
-            if (twin := found.setdefault(name(key), tensor)) is not tensor:
+            if (twin := tensors.setdefault(name(key), tensor)) is not tensor:
                 raise ConfigError(
                     f"{printable(folder)}: {printable(key)} of {file} and {printable(twin.key)} of "
                     f"{twin.file} are the same tensor of the model; remove one of them."
                 )
-    scaled = {key: of for key in found if (of := _scaled(key, found))}
-    scales = {of: found[key] for key, of in scaled.items() if not key.endswith(tuple(UNREAD))}
+    scaled = {key: of for key in tensors if (of := _scaled(key, tensors))}
+    scales = {of: tensors[key] for key, of in scaled.items() if not key.endswith(tuple(UNREAD))}
     size = _block_size(folder) if scales else None
-    return {key: _read(folder, found[key], scales.get(key), size) for key in found if key not in scaled}
+    return {key: _read(folder, tensors[key], scales.get(key), size) for key in tensors if key not in scaled}
 
 
 def _scaled(key: str, found: Mapping[str, OnDisk]) -> str | None:
@@ -126,30 +122,28 @@ def _scaled(key: str, found: Mapping[str, OnDisk]) -> str | None:
 
 def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: list[int] | None) -> OnDisk:
     """The tensor with its scale; raises ConfigError unless both have a form that is read."""
-    key, shape = printable(tensor.key), tensor.shape
     if tensor.dtype in FLOATS:
         return tensor
-    if tensor.dtype != FP8:
-        problem = f"{key!r} is stored as {printable(tensor.dtype)}"
-    elif scale is None:
-        problem = f"{key!r} is stored as {FP8} without a scale ({key + '_scale_inv'!r})"
-    elif scale.dtype not in (*FLOATS, *EXPONENTS):
-        problem = f"{printable(scale.key)!r}, the scale of {key!r}, is stored as {printable(scale.dtype)}"
-    elif math.prod(scale.shape) == 1:
-        return tensor._replace(scale=scale)
-    else:
-        sizes = [*[1] * (len(shape) - 2), *(size or [None, None])]
-        if len(shape) == len(scale.shape) == len(sizes):
-            fused = [axis > 0 and len(shape) == 3 for axis in range(len(shape))]
-            blocks = tuple(map(_blocks, shape, scale.shape, sizes, fused))
+    stored = f"{printable(tensor.key)!r} is stored as {printable(tensor.dtype)}"
+    if tensor.dtype == FP8 and scale is not None and scale.dtype in (*FLOATS, *EXPONENTS):
+        if math.prod(scale.shape) == 1:
+            return tensor._replace(scale=scale)
+        axes = len(tensor.shape)
+        sizes = [*[1] * (axes - 2), *(size or [None, None])]
+        if axes == len(scale.shape) == len(sizes):
+            fused = [axis > 0 and axes == 3 for axis in range(axes)]
+            blocks = tuple(map(_blocks, tensor.shape, scale.shape, sizes, fused))
             if None not in blocks:
                 return tensor._replace(scale=scale, blocks=blocks)
-        problem = (
-            f"{printable(scale.key)!r} is {scale.shape}, and {key!r} {shape} in blocks of "
-            f"{size or 'equal sizes'} (weight_block_size in {CONFIG_FILE})"
+    if scale is not None:
+        stored += f" {tensor.shape}, its scale {printable(scale.key)!r} as {printable(scale.dtype)}"
+        stored += (
+            f" {scale.shape}, for blocks of {size or 'equal sizes'} (weight_block_size in {CONFIG_FILE})"
         )
+    elif tensor.dtype == FP8:
+        stored += " without a scale"
     raise ConfigError(
-        f"{printable(folder)}: {problem}; only floating-point numbers, and FP8 with scales, are trained: "
+        f"{printable(folder)}: {stored}; only floating-point numbers, and FP8 with scales, are trained: "
         "take the checkpoint in bf16 that it was made from."
     )
 
@@ -173,17 +167,9 @@ def _blocks(length: int, count: int, size: int | None, fused: bool) -> tuple[int
 def _block_size(folder: Path) -> list[int] | None:
     """The sizes of the blocks that have a scale each, as config.json says; None if it says none."""
     config = any_config(folder)
-    for part in (config, config.get("text_config")):
-        how = part.get("quantization_config") if isinstance(part, dict) else None
-        size = how.get("weight_block_size") if isinstance(how, dict) else None
-        if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
-            return size
-        if size is not None:
-            raise ConfigError(
-                f"{printable(folder)}: weight_block_size {printable(size)} in {CONFIG_FILE} is not the two "
-                "sizes of a block; download it again."
-            )
-    return None
+    parts = config, config.get("text_config") or {}
+    sizes = ((part.get("quantization_config") or {}).get("weight_block_size") for part in parts)
+    return next(filter(None, sizes), None)
 
 
 def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
@@ -214,13 +200,9 @@ def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 def description_problems(folder: Path) -> Iterator[str]:
     """A line for each wrong file among those that describe tokenizer, processor and generation.
-    Transformers' own messages do not name them."""
+    Transformers' own messages do not name them. Raises as `read_file`."""
     for file in (folder / name for name in DESCRIPTIONS if os.path.lexists(folder / name)):
-        try:
-            content = read_file(file)
-        except (NotAFile, OSError) as error:
-            yield f"{printable(file)} cannot be read ({printable(error)}); download it again."
-            continue
+        content = read_file(file)
         known = what_is(content)
         if known is not None and (known is not BINARY or file.suffix != ".model"):
             yield f"{printable(file)} is {known}."

@@ -56,6 +56,10 @@ def _runs_in_folders(root: str) -> dict:
 
     saved("pruned", 1, 2, 3, 3)
     out["pruned"] = listing("pruned")
+    state = Path(root, "pruned/checkpoints/step_00000003/state.json")
+    before = state.stat().st_ino
+    saved("pruned", 3)
+    out["same"] = state.stat().st_ino == before
 
     os.makedirs(os.path.join(root, "half", "checkpoints", "step_00000007.tmp"))
     out["half_loaded"] = checkpoint.load_latest(os.path.join(root, "half"), *run) is not None
@@ -121,6 +125,11 @@ def test_a_folder_without_checkpoints_loads_nothing(folders):
 
 def test_old_checkpoints_are_pruned(folders):
     assert folders[1]["pruned"] == ["latest", "step_00000002", "step_00000003"]
+
+
+def test_a_step_that_latest_names_is_not_written_again(folders):
+    """For a moment, no folder would have its name."""
+    assert folders[1]["same"]
 
 
 def test_a_half_written_folder_is_not_loaded_and_goes_at_the_next_save(folders):

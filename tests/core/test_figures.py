@@ -8,6 +8,7 @@ from typing import Any
 
 import parity
 import pytest
+import saved_cases
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,7 +39,7 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     setup.init_distributed(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
     description, found = describe(hf_config), {}
-    for name, (freeze, recompute, batch) in torch.load(cases, weights_only=False).items():
+    for name, (freeze, recompute, batch) in saved_cases.read(cases).items():
         run = RunConfig(model=ModelConfig(dtype="fp32", freeze=freeze, recompute=recompute))
         chunks = build_model(run, description, setup.device())
         ddp, again = gradients.data_parallel(chunks, run), name == "pairs"
@@ -122,7 +123,7 @@ def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
     setup.init_distributed(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
     description, found = describe(hf_config), {}
-    rows = torch.load(cases, weights_only=False)
+    rows = saved_cases.read(cases)
     for name, (layout, recompute) in LAYOUTS.items():
         setup.reset_layout(layout, seed=1)
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="fp32", recompute=recompute))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from prepared_shards import prepare
 from programs import COMMAND, run_program
 from sources import image_bytes, write_sharegpt
 
@@ -16,7 +17,6 @@ from megatron_vlm import files
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.media.files import read_media
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.files import NotAFile, read_file
 from megatron_vlm.models.weights.exporting import copy_side_files
@@ -207,7 +207,7 @@ def test_a_page_on_a_full_disk_is_named(tmp_path):
 def test_preparing_where_there_is_no_room_names_the_output(tmp_path, output):
     source, out = write_sharegpt(tmp_path / "source", 4), tmp_path / output
     with small_files(3000), pytest.raises(OSError) as caught:
-        prepare_energon_dataset(source, out, workers=1, progress=False)
+        prepare(source, out)
     why = "No such file or directory; give another path."
     if output == "out":
         why = "File too large; the limit of a file's size (`ulimit -f`) is reached; raise it and start again."

@@ -15,11 +15,10 @@ from transformers.activations import ACT2FN
 from megatron_vlm.models.layers import feed_forward, fused
 from megatron_vlm.models.layers.feed_forward import gated
 from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on, of_channels, rotate
-from megatron_vlm.models.layers.kernel_checks import FusedSizes, check_fused, fused_disagreement
+from megatron_vlm.models.layers.kernel_checks import check_fused, fused_disagreement
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
-SIZES = FusedSizes(WIDTH, HEAD, 24, silu, zero_centered=True)
 FUNCTIONS = (
     *(fused.norm, fused._norm_backward, fused.turned),
     *(feed_forward._gate, feed_forward._gate_backward),
@@ -158,6 +157,17 @@ def test_it_keeps_as_little_as_it_can(dtype):
     }
 
 
+CONFIG = SimpleNamespace(
+    hidden_size=WIDTH,
+    kv_channels=HEAD,
+    ffn_hidden_size=24,
+    activation_func=silu,
+    layernorm_zero_centered_gamma=False,
+    tensor_model_parallel_size=1,
+    params_dtype=torch.bfloat16,
+)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
 def test_compiled_once_it_gives_the_same_for_every_length():
@@ -166,7 +176,10 @@ def test_compiled_once_it_gives_the_same_for_every_length():
 
     counters.clear()
     with torch.compiler.set_stance("default"), compiled_on("cpu"):
-        assert fused_disagreement(SIZES._replace(activation=GELU), CPU, torch.float32) is None
+        config = SimpleNamespace(**vars(CONFIG))
+        config.activation_func, config.params_dtype = GELU, torch.float32
+        config.layernorm_zero_centered_gamma = True
+        assert fused_disagreement(config, CPU) is None
     # more graphs: of the gate's two with weights, and of both rotaries, where their input needs no gradient
     assert counters["stats"]["unique_graphs"] == len(FUNCTIONS) + 5 and not counters["graph_break"]
 
@@ -181,17 +194,6 @@ def without_compiler(monkeypatch):
         monkeypatch.setitem(vars(function), "compiled", function.written)
     with compiled_on("cpu"):
         yield monkeypatch
-
-
-CONFIG = SimpleNamespace(
-    hidden_size=WIDTH,
-    kv_channels=HEAD,
-    ffn_hidden_size=24,
-    activation_func=silu,
-    layernorm_zero_centered_gamma=False,
-    tensor_model_parallel_size=1,
-    params_dtype=torch.bfloat16,
-)
 
 
 def test_the_check_leaves_what_agrees(without_compiler, recwarn):

@@ -12,6 +12,7 @@ from typing import Any
 
 import parity
 import pytest
+import saved_cases
 import torch
 from adapter_runs import Run, digest
 
@@ -49,7 +50,7 @@ def every_case(folder: str, processes: int) -> dict[str, dict[str, Any]]:
     )
     start, found = gradients.Buckets.start_param_sync, {}
     for name, (family, layout, settings) in TRAINED[processes].items():
-        case = torch.load(f"{folder}/{family}.pt", weights_only=False)
+        case = saved_cases.read(f"{folder}/{family}.pt")
         run = run_of(f"{folder}/{family}", layout, **settings)
         found[name] = {"waiting": trained(run, case, False), "in flight": trained(run, case, True)}
         gradients.Buckets.start_param_sync = partialmethod(late, start)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import parity
 import pytest
+import saved_cases
 import torch
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
@@ -25,7 +26,7 @@ def on_two_ranks(path: str, cases: str) -> dict:
 
     layout = ParallelConfig(distributed_optimizer=False)
     setup.init_distributed(layout, seed=1)
-    case = torch.load(cases, weights_only=False)
+    case = saved_cases.read(cases)
     return {
         "per token": parity.compare(layout, path, case),
         "mean of means": parity.compare(layout, path, case, per_token_loss=False),
@@ -53,7 +54,7 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
     chunks[0].requires_grad_(True)  # also of layers that no feature depends on
     ddp = gradients.data_parallel(chunks, run)
     rank, ranks = setup.data_parallel_place()
-    rows = torch.load(cases, weights_only=False)["rows"][rank::ranks]
+    rows = saved_cases.read(cases)["rows"][rank::ranks]
     optimizer, scheduler = build_optimizer(ddp, run)
     for _ in range(3):
         step.train_step(ddp, optimizer, scheduler, rows)
@@ -70,7 +71,7 @@ def in_one_process(path: str, cases: str) -> dict:
     from megatron_vlm.training.gradients import data_parallel
 
     setup.init_distributed(ParallelConfig(), seed=1)
-    case = torch.load(cases, weights_only=False)
+    case = saved_cases.read(cases)
     hf_config = AutoConfig.from_pretrained(path)
     description = describe(hf_config)
 
@@ -105,7 +106,7 @@ def gradients(ddp: list, micro_batches: list[dict]) -> dict:
 
 def leak(chunks: list, rows: list[dict]) -> dict:
     """Largest change of the logits of document 1 and of document 2 when a token of document 1 changes."""
-    from megatron_vlm.training.logits import logits_of
+    from megatron_vlm.training.evaluate import logits_of
 
     packed = parity.pack(rows[:2])
     changed = packed["input_ids"].clone()

@@ -253,7 +253,7 @@ def test_a_rank_beyond_the_gpus_is_refused():
 
 
 def test_an_unknown_number_of_the_gpu_is_refused():
-    from megatron_vlm.planning.rehearsed_words import gpu_with
+    from megatron_vlm.planning.notes import gpu_with
 
     with pytest.raises(ConfigError, match="--gpu peek=1: no such number; did you mean peak"):
         gpu_with(["peek=1"])

@@ -148,12 +148,6 @@ def test_settings_that_do_not_go_with_adapters_are_refused(settings, said):
         validate(apply_overrides(RunConfig(), settings))
 
 
-def test_the_best_of_one_checkpoint_is_refused():
-    with pytest.raises(ConfigError, match="train.keep_best: with train.save_every=0 only the end is saved"):
-        validate(apply_overrides(RunConfig(), GOOD | {"train.keep_best": "true"}))
-    validate(apply_overrides(RunConfig(), GOOD | {"train.keep_best": "true", "train.save_every": "epoch"}))
-
-
 def test_modules_of_adapters_are_a_regex_or_a_list_and_come_back_from_yaml():
     for text, value in {
         "[q_proj,v_proj]": ["q_proj", "v_proj"],

@@ -1,9 +1,7 @@
 """Processes are laid out and seeded alike on every rank; tests of many ranks say what went wrong."""
 
-import subprocess
-import sys
-
 import pytest
+from programs import run_program
 
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.parallel.layout import megatron_settings
@@ -60,16 +58,14 @@ def test_layouts_follow_one_another_in_the_same_processes():
     assert pp[0]["draws"] != pp[1]["draws"]  # stages hold other weights
 
 
-def _alone() -> str:
-    code = (
+def test_a_single_process_needs_no_torchrun(tmp_path):
+    program = tmp_path / "alone.py"
+    program.write_text(
         "from megatron_vlm.parallel import setup; from megatron_vlm.config import ParallelConfig as P\n"
         "setup.init_distributed(P(), 1); print(setup.dist.get_world_size()); setup.shutdown()\n"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-
-
-def test_a_single_process_needs_no_torchrun():
-    assert _alone().strip() == "1"
+    ended = run_program(program)
+    assert ended.stdout.strip() == "1", ended.stderr
 
 
 def _fails_on_rank_1() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import parity
 import pytest
+import saved_cases
 import torch
 
 from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
@@ -31,7 +32,7 @@ def every_case(path: str, file: str) -> dict[str, dict[str, float]]:
     from megatron_vlm.parallel import setup, weight_gradients
 
     setup.init_distributed(ParallelConfig(tp=2), seed=1)
-    case, found, calls = torch.load(file, weights_only=False), {}, []
+    case, found, calls = saved_cases.read(file), {}, []
     product = weight_gradients.wgrad_gemm_accum_fp32
     weight_gradients.wgrad_gemm_accum_fp32 = lambda *given: calls.append(given) or product(*given)
     for name, settings in CASES.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.checks.data_on_disk import data_problems
@@ -17,7 +18,6 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.energon_safety import check_dataset
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 ROWS = 8
 SECONDS = 30
@@ -103,8 +103,7 @@ def whole(tmp_path_factory):
     """One dataset in every form that a run opens."""
     folder = tmp_path_factory.mktemp("whole")
     source = write_sharegpt(folder, ROWS)
-    options = {"samples_per_shard": 4, "workers": 1, "progress": False}
-    prepare_energon_dataset(source, folder / "shards", splits={"train": ROWS}, **options)
+    prepare(source, folder / "shards", splits={"train": ROWS}, samples_per_shard=4)
     reference = "splits:\n  train:\n    blend_epochized:\n      - {path: shards}\n"
     (folder / "meta.yaml").write_text("__module__: megatron.energon\n__class__: MetadatasetV2\n" + reference)
     write_hf_folder(folder / "saved", source)

@@ -292,7 +292,7 @@ def test_errors_of_the_set_up_are_not_drops(processor):
 
 
 def test_unknown_visual_keys_are_refused():
-    with pytest.raises(ValueError, match="unknown visual keys"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'pixels'"):
         DataNeeds(("pixels",))
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from loaders import content, take
+from prepared_shards import prepare
 from sources import reply_numbers, write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
+from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
@@ -30,14 +30,7 @@ def dataset(tmp_path_factory):
     """50 training samples in 5 shards and 10 for validation."""
     folder = tmp_path_factory.mktemp("energon")
     source = write_sharegpt(folder / "source", 60)
-    prepare_energon_dataset(
-        source,
-        folder / "dataset",
-        splits={"train": 50, "val": 10},
-        samples_per_shard=10,
-        workers=1,
-        progress=False,
-    )
+    prepare(source, folder / "dataset", splits={"train": 50, "val": 10}, samples_per_shard=10)
     return folder / "dataset"
 
 
@@ -55,17 +48,6 @@ def train_loader(dataset, encoder, num_workers=0, rank=0, world_size=1, seed=7, 
     return provider(dataset, num_workers, **kwargs).train_loader(
         encoder, micro_batch_size=batch, rank=rank, world_size=world_size, seed=seed
     )
-
-
-def take(loader, count):
-    """What is in each of the next batches: keys, tokens and pixels."""
-    return [content(next(loader)) for _ in range(count)]
-
-
-def content(batch):
-    visual = batch["visual_inputs"]
-    pixels = 0.0 if visual is None else visual.pixel_values.double().sum().item()
-    return [batch["__key__"], batch["input_ids"].tolist(), batch["labels"].tolist(), pixels]
 
 
 # -- resume
@@ -190,7 +172,7 @@ def test_a_state_of_another_processor_is_refused_by_name(dataset, tiny_gemma3, s
 
 def test_a_state_of_another_dataset_is_refused_by_name(tmp_path, encoder, saved_state):
     other = tmp_path / "other"
-    prepare_energon_dataset(write_sharegpt(tmp_path / "source", 20), other, workers=1, progress=False)
+    prepare(write_sharegpt(tmp_path / "source", 20), other)
     with pytest.raises(
         ValueError, match="dataset: saved '5 shards, 50 samples, .*', now '1 shards, 18 samples"
     ):
@@ -318,7 +300,7 @@ def test_a_rank_that_runs_short_yields_batches_that_train_nothing(dataset, encod
 
 def test_a_rank_without_samples_trains_nothing_as_often_as_the_others(tmp_path, encoder):
     source = write_sharegpt(tmp_path / "source", 2)
-    prepare_energon_dataset({"val": source}, tmp_path / "out", workers=1, progress=False)
+    prepare({"val": source}, tmp_path / "out")
     ranks = validation(tmp_path / "out", encoder, world_size=3)
     assert [len(rank) for rank in ranks] == [1, 1, 1]
     assert sorted(n for rank in ranks for n in all_numbers(rank)) == [0, 1]
@@ -349,7 +331,7 @@ def test_validation_counts_drops_and_stays_equal(dataset, processor, encoder):
 def test_no_validation_split_is_none_and_a_wrong_path_an_error(tmp_path, encoder):
     out = tmp_path / "out"
     source = write_sharegpt(tmp_path / "source", 4)
-    prepare_energon_dataset(source, out, splits={"train": 1}, workers=1, progress=False)
+    prepare(source, out, splits={"train": 1})
     settings = {"micro_batch_size": 1, "rank": 0, "world_size": 1}
     assert provider(out).valid_loader(encoder, **settings) is None
     with pytest.raises(ValueError, match="has no 'val' split"):
@@ -357,29 +339,6 @@ def test_no_validation_split_is_none_and_a_wrong_path_an_error(tmp_path, encoder
 
 
 # -- failures
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataset_of_which_all_is_dropped_stops(dataset, processor, num_workers):
-    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=4)), num_workers)
-    with pytest.raises(TooManyDrops, match="of [0-9]+ samples were dropped .*100.0%(.|\n)*over_length"):
-        next(loader)
-    loader.close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_bug_ends_the_run_with_the_key_of_the_sample(dataset, processor, num_workers):
-    def no_positions(input_ids, visual_inputs):
-        raise KeyError("rope")
-
-    loader = train_loader(
-        dataset,
-        HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256), DataNeeds(position_ids=no_positions)),
-        num_workers,
-    )
-    with pytest.raises(RuntimeError, match="sample train-[0-9]+: KeyError: 'rope'"):
-        next(loader)
-    loader.close()
 
 
 def damaged(dataset, folder):

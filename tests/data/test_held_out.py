@@ -156,11 +156,11 @@ def test_a_source_with_a_validation_split_is_refused(folder, processor, tmp_path
             {"data.valid_data_path": "v", "data.dataset_type": "hf"},
             "data.valid_data_path is given, too; drop one",
         ),
-        ({"data.dataset_type": "energon"}, "an energon dataset is divided when prepared"),
-        ({"data.streaming": True, "data.dataset_type": "hf"}, "needs all rows at once"),
+        ({"data.dataset_type": "energon"}, "an energon dataset has it settled when prepared"),
+        ({"data.streaming": True, "data.dataset_type": "hf"}, "needs data that lie here"),
     ],
 )
 def test_what_has_its_own_validation_data_or_no_rows_by_number_is_refused(settings, message):
     base = {"run_dir": "run", "model.hf_path": "m", "data.train_data_path": "d", "data.validation_share": 0.1}
-    with pytest.raises(ConfigError, match=f"^data.validation_share: 0.1 .*{message}"):
+    with pytest.raises(ConfigError, match=f"^data.validation_share: .*{message}"):
         validate(apply_overrides(RunConfig(), base | settings))

@@ -6,15 +6,15 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 import torch
+from loaders import take
+from prepared_shards import prepare
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 
-from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
+from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 ROWS = 23
 
@@ -47,22 +47,12 @@ def valid_loader(folder, encoder, num_workers=0, rank=0, world_size=1, batch=1):
     ).valid_loader(encoder, micro_batch_size=batch, rank=rank, world_size=world_size)
 
 
-def take(loader, count):
-    return [content(next(loader)) for _ in range(count)]
-
-
-def content(batch):
-    visual = batch["visual_inputs"]
-    pixels = 0.0 if visual is None else visual.pixel_values.double().sum().item()
-    return [batch["__key__"], batch["input_ids"].tolist(), batch["labels"].tolist(), pixels]
-
-
 def numbers(batches):
     return [int(key) for batch in batches for row in batch["__key__"] for key in row]
 
 
 def test_the_same_records_give_the_same_batches_as_energon(tmp_path, source, folder, encoder):
-    prepare_energon_dataset({"val": source}, tmp_path / "energon", workers=1, progress=False)
+    prepare({"val": source}, tmp_path / "energon")
     energon = EnergonProvider(
         DataConfig(train_data_path="", valid_data_path=str(tmp_path / "energon"), num_workers=0)
     )
@@ -220,28 +210,6 @@ def test_a_bad_row_is_counted_and_the_others_train(tmp_path, encoder):
     batches = list(valid_loader(tmp_path / "rows", encoder))
     assert numbers(batches) == [0]
     assert encoder.drops.summary()["reasons"] == {"missing_media": 1, "bad_conversation": 1}
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataset_of_which_all_is_dropped_stops(folder, processor, num_workers):
-    loader = train_loader(folder, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=4)), num_workers)
-    with pytest.raises(TooManyDrops, match="samples were dropped .*100.0%(.|\n)*over_length"):
-        next(loader)
-    loader.close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_bug_ends_the_run_with_the_key_of_the_sample(folder, processor, num_workers):
-    def no_positions(input_ids, visual_inputs):
-        raise KeyError("rope")
-
-    encoder = HFEncoderVLMTaskEncoder(
-        processor, DataConfig(seq_length=256), DataNeeds(position_ids=no_positions)
-    )
-    loader = train_loader(folder, encoder, num_workers)
-    with pytest.raises(RuntimeError, match="sample [0-9]{9}: KeyError: 'rope'"):
-        next(loader)
-    loader.close()
 
 
 def test_loading_leaves_the_random_numbers_of_the_run_alone(folder, encoder):

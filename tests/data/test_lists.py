@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from loaders import encoder_of, open_loader
 from pairs import pairwise
+from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.checks.data_on_disk import data_problems
@@ -18,7 +19,6 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.on_disk.paths import DataSource, paths_of, sources_of
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
@@ -37,8 +37,8 @@ def sources(tmp_path_factory):
         folder = tmp_path_factory.mktemp("lists") / name
         source = write_sharegpt(folder / "source", size)
         found["hf"].append(str(source if name == "a" else write_hf_folder(folder / "rows", source)))
-        options = {"samples_per_shard": 3, "workers": 1, "progress": False}
-        prepare_energon_dataset(source, folder / "shards", splits={"train": size - 2, "val": 2}, **options)
+        splits = {"train": size - 2, "val": 2}
+        prepare(source, folder / "shards", splits=splits, samples_per_shard=3)
         found["energon"].append(str(folder / "shards"))
     return found
 
@@ -154,9 +154,9 @@ def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
         ("hf", "a.jsonl#0", {}, "an epoch would have none of its rows"),
         ("hf", ["a.jsonl*2", "a.jsonl"], {}, "a.jsonl is given twice"),
         ("hf", "owner/name:part", {"streaming": True}, "a stream is read whole"),
-        ("energon", ["a#5", "b"], {}, "is read whole; drop what follows the path"),
+        ("energon", ["a#5", "b"], {}, "is read whole or, beside others, several times"),
         ("energon", ["a*0.5", "b"], {}, "give an integer after"),
-        ("energon", ["a*2"], {}, "is the only one; drop what follows"),
+        ("energon", ["a*2"], {}, "is read whole or, beside others, several times"),
     ],
 )
 def test_what_paths_say_is_checked(kind, paths, others, message):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from megatron.energon import stateless
 from noisy_media import film, picture
+from prepared_shards import prepare
 
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
@@ -19,7 +20,6 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
@@ -51,8 +51,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def paths(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("energon") / "dataset"
-    options = {"samples_per_shard": 20, "workers": 1, "progress": False}
-    prepare_energon_dataset(source, folder, splits={"train": SAMPLES}, **options)
+    prepare(source, folder, splits={"train": SAMPLES}, samples_per_shard=20)
     return {"energon": folder, "hf": source}
 
 
@@ -128,8 +127,7 @@ def small_samples(tmp_path_factory):
         for number in range(4000)
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"samples_per_shard": 500, "workers": 1, "progress": False}
-    prepare_energon_dataset(folder / "data.jsonl", folder / "energon", splits={"train": 4000}, **options)
+    prepare(folder / "data.jsonl", folder / "energon", splits={"train": 4000}, samples_per_shard=500)
     datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
     return folder
 

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from loaders import encoder_of, open_loader
+from prepared_shards import prepare
 from programs import COMMAND, run_program
 from sources import write_hf_folder, write_sharegpt
 
@@ -15,7 +16,6 @@ from megatron_vlm.data.encode.packing import pack_buffer
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.orders import RandomOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.run_folder.batch_log import read_step
 
 COUNT, EPOCHS = 61, 40
@@ -89,7 +89,7 @@ def test_whatever_the_ranks_each_epoch_has_each_row_once(make, trial):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moves")
     source = write_sharegpt(folder / "source", 48)
-    prepare_energon_dataset(source, folder / "energon", workers=1, progress=False)
+    prepare(source, folder / "energon")
     write_hf_folder(folder / "rows", source)
     return folder
 

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import pytest
 from datasets import load_from_disk
-from loaders import open_loader
+from loaders import content, open_loader
 from megatron.energon import SkipSample
+from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import DataConfig
@@ -32,7 +33,6 @@ from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load import shared_memory as arena
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records import tables
 
 ROWS, TOKENS = 60, 50  # samples with two images have more tokens
@@ -43,9 +43,7 @@ TOO_LONG = {number for number in range(ROWS) if number % 3 == 0 and number % 5 !
 def sources(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
     jsonl = write_sharegpt(folder / "source", ROWS)
-    prepare_energon_dataset(
-        jsonl, folder / "energon", splits={"train": ROWS}, samples_per_shard=10, workers=1, progress=False
-    )
+    prepare(jsonl, folder / "energon", splits={"train": ROWS}, samples_per_shard=10)
     rows = write_hf_folder(folder / "hf", jsonl)
     load_from_disk(rows).to_parquet(folder / "rows.parquet")
     return {"energon": folder / "energon", "hf": rows, "parquet": folder / "rows.parquet", "jsonl": jsonl}
@@ -146,12 +144,6 @@ def test_a_sample_skipped_without_being_counted_ends_the_run(
 
 
 # -- under stress
-
-
-def content(batch) -> list:
-    visual = batch["visual_inputs"]
-    pixels = b"" if visual is None else visual.pixel_values.numpy().tobytes()
-    return [batch["__key__"], batch["input_ids"].tolist(), batch["labels"].tolist(), hash(pixels)]
 
 
 def some_time(call, most: float):

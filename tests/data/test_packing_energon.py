@@ -7,8 +7,10 @@ from collections import Counter
 import pytest
 import torch
 import written_sources
+from loaders import content, take
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 from pairs import pairs
+from prepared_shards import prepare
 from sources import write_sharegpt
 
 from megatron_vlm.config import DataConfig
@@ -16,7 +18,6 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.limits import close_loader
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
 SEQ_LENGTH = 160
 SAMPLES = 60
@@ -25,13 +26,11 @@ SAMPLES = 60
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("energon")
-    prepare_energon_dataset(
+    prepare(
         write_sharegpt(folder / "source", SAMPLES),
         folder / "dataset",
         splits={"train": SAMPLES},
         samples_per_shard=10,
-        workers=1,
-        progress=False,
     )
     return folder / "dataset"
 
@@ -49,16 +48,6 @@ def train_loader(dataset, encoder, num_workers=0, **options):
         )
     )
     return provider.train_loader(encoder, micro_batch_size=2, rank=0, world_size=1, seed=7)
-
-
-def content(batch):
-    visual = batch["visual_inputs"]
-    pixels = 0.0 if visual is None else visual.pixel_values.double().sum().item()
-    return [batch["__key__"], batch["input_ids"].tolist(), batch["attention_mask"].tolist(), pixels]
-
-
-def take(loader, count):
-    return [content(next(loader)) for _ in range(count)]
 
 
 def test_rows_have_one_length_and_hold_whole_documents(dataset, encoder, processor):
@@ -101,7 +90,7 @@ def kinds(dataset, tmp_path_factory):
         (folder / write.__name__).mkdir()
         source = write(folder / write.__name__)["train_data_path"]
         target = folder / f"{write.__name__}_prepared"
-        prepare_energon_dataset({"train": source}, target, samples_per_shard=5, workers=1, progress=False)
+        prepare({"train": source}, target, samples_per_shard=5)
         out[write.__name__] = target, written_sources.GOOD
     blend = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
     for name, weight in (("records", 3), ("documents", 1)):

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from loaders import content, take
 from pairs import pairwise
 from sources import write_hf_folder, write_sharegpt
 
@@ -54,16 +55,6 @@ def open_loader(folder, cache):
     yield open_one
     for loader in opened:
         loader.close()
-
-
-def content(batch):
-    visual = batch["visual_inputs"]
-    pixels = 0.0 if visual is None else visual.pixel_values.double().sum().item()
-    return [batch["__key__"], batch["input_ids"].tolist(), batch["attention_mask"].tolist(), pixels]
-
-
-def take(loader, count):
-    return [content(next(loader)) for _ in range(count)]
 
 
 def numbers(batch):

@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 import written_sources
+from loaders import take
 from prepared_shards import prepare, stored
 from sources import write_sharegpt
 
@@ -25,10 +26,6 @@ METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 @pytest.fixture
 def encoder(processor):
     return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
-
-
-def take(loader, count):
-    return [[batch["__key__"], batch["input_ids"].tolist()] for batch in (next(loader) for _ in range(count))]
 
 
 @pytest.mark.parametrize("write", [s for s in written_sources.SOURCES if "streamed" not in s.__name__])

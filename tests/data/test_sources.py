@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pyarrow.parquet
 import pytest
-from loaders import encoder_of, open_loader
+from loaders import encoder_of, open_loader, take
 from pairs import pairs
 from places import ROOT
 from sources import image_bytes, write_hf_folder, write_sharegpt
@@ -41,7 +41,7 @@ from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise, read_record
 from megatron_vlm.data.records.tables import open_table
-from megatron_vlm.data.records.unread import first_words
+from megatron_vlm.data.records.unread import first_notes
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 
@@ -90,10 +90,6 @@ def take_epoch(loader):
     while loader.state_dict()["place"][0] == 0:
         batches.append(next(loader))
     return batches[:-1]
-
-
-def take(loader, count):
-    return [[batch["__key__"], batch["input_ids"].tolist()] for batch in (next(loader) for _ in range(count))]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +300,7 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     def told(name: str, rows: list[dict], **columns: str) -> list[str]:
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(turns | row) + "\n" for row in rows))
-        return list(first_words(open_table(path, columns=Columns(columns))))
+        return list(first_notes(open_table(path, columns=Columns(columns))))
 
     [said] = told("a", [{"id": 1}, {"img": ["a.JPG", "b.png"], "source": "web"}])
     assert said.endswith("img, which looks like them, is not read; data.columns.images=img reads it")
@@ -321,7 +317,7 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
     names = "a.jsonl", "rows.parquet"
     two = blend_tables({name: open_table(tmp_path / name) for name in names}, list(map(DataSource, names)))
-    assert ["and picture, which" in said for said in first_words(two)] == [False, True]
+    assert ["and picture, which" in said for said in first_notes(two)] == [False, True]
 
 
 def test_a_mapped_column_hides_others_of_its_kind():

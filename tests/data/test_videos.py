@@ -13,6 +13,7 @@ import torch
 from grey_media import SHADE, file, frame_list, picture, sample, steady
 from loaders import arguments_of
 from megatron.energon.errors import SkipSample
+from prepared_shards import prepare
 from programs import COMMAND, run_program
 from transformers import AutoProcessor
 
@@ -26,7 +27,6 @@ from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.media.videos import VideoRules, choose_frames, decode_video, plan_video
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.shard_format import cook_record
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.overrides import apply_overrides
@@ -425,7 +425,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def energon(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("energon") / "data"
-    prepare_energon_dataset(source, folder, splits={"train": 1}, workers=1, progress=False)
+    prepare(source, folder, splits={"train": 1})
     return folder
 
 

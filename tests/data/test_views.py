@@ -13,6 +13,7 @@ import subprocess
 import numpy as np
 import pytest
 from PIL import Image
+from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.batch import DataNeeds
@@ -20,7 +21,6 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.preview.measures import preview_page, stats_text, training_data
@@ -142,6 +142,6 @@ def test_stats_count_the_samples_and_propose_settings(config):
 def test_stats_of_an_energon_dataset_count_an_epoch(tmp_path, tmp_path_factory):
     """Smaller than its shuffle buffer, which would mix its epochs."""
     source = write_sharegpt(tmp_path / "source", 40)
-    prepare_energon_dataset(source, tmp_path / "energon", workers=1, splits={"train": 1}, progress=False)
+    prepare(source, tmp_path / "energon", splits={"train": 1})
     config = config_of("gemma3", tmp_path / "energon", tmp_path_factory, **{"data.dataset_type": "energon"})
     assert stats_text(config, 100).startswith("40 samples")

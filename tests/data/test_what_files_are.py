@@ -15,6 +15,7 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 import pytest
+from prepared_shards import prepare
 from sources import image_bytes, record, write_sharegpt
 
 from megatron_vlm.checks.data_on_disk import source_problems
@@ -25,12 +26,11 @@ from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.on_disk import plain
 from megatron_vlm.data.on_disk.lines import first_records
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise, read_record
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table
-from megatron_vlm.data.records.unread import first_words
+from megatron_vlm.data.records.unread import first_notes
 
 RECORDS = [record(number) for number in range(7)]
 PLAIN = [{"question": f"où, {n}?\n<image>", "answer": '"là"', "image": f"images/{n}-0.jpg"} for n in range(4)]
@@ -161,7 +161,7 @@ def test_tables_are_read_from_any_form_under_any_name(tmp_path, form, name):
 def test_prepare_writes_what_a_packed_file_holds(tmp_path):
     write_sharegpt(tmp_path, len(RECORDS))
     (tmp_path / "rows").write_bytes(gzip.compress(FORMS["pretty mapping"]))
-    summary = prepare_energon_dataset(tmp_path / "rows", tmp_path / "out", workers=1, progress=False)
+    summary = prepare(tmp_path / "rows", tmp_path / "out")
     assert sum(summary.samples.values()) == len(RECORDS)
 
 
@@ -304,7 +304,7 @@ def test_what_cannot_be_an_image_is_named(content, said):
 
 def told(folder: Path, rows: list[dict]) -> list[str]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(first_words(open_table(folder / "rows.jsonl")))
+    return list(first_notes(open_table(folder / "rows.jsonl")))
 
 
 def test_other_forms_are_counted_and_said_once(tmp_path):
@@ -338,10 +338,10 @@ def test_a_spelling_that_begins_late_is_said_too(tmp_path):
 def test_the_column_that_is_not_read_is_the_last_line(tmp_path):
     rows = [{"question": "<image>", "answer": "a", "pictures": [image_bytes(1)]}] * 3
     pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows")
-    [hint] = first_words(open_table(tmp_path / "rows"))
+    [hint] = first_notes(open_table(tmp_path / "rows"))
     assert hint.endswith("data.columns.images=pictures reads it")
     with pytest.raises(ValueError, match="nothing to write") as refusal:
-        prepare_energon_dataset(tmp_path / "rows", tmp_path / "out", workers=1, progress=False)
+        prepare(tmp_path / "rows", tmp_path / "out")
     assert str(refusal.value).splitlines()[-1] == hint
     report = DropReport()
     LimitedDrops(report, 0.1).note([hint])

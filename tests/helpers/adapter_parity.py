@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import parity
+import saved_cases
 import torch
 
 from megatron_vlm.config import AdapterConfig, ParallelConfig
@@ -202,7 +203,7 @@ def measure(wanted: dict[str, list[str]], path: str, references: str) -> list[di
 
     if not torch.distributed.is_initialized():
         setup.init_distributed(LAYOUTS[next(iter(wanted))][1], seed=1)
-    cases = torch.load(references, weights_only=False)
+    cases = saved_cases.read(references)
     rows = []
     for name, inputs in wanted.items():
         _, layout, model, adapter = LAYOUTS[name]

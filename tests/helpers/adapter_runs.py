@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import parity
+import saved_cases
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -70,7 +71,7 @@ class Run:
 
     def logits(self, case: dict) -> list[torch.Tensor]:
         """Of each row, in a layout without data parallelism; empty where they are not computed."""
-        from megatron_vlm.training.logits import logits_of
+        from megatron_vlm.training.evaluate import logits_of
 
         for chunk in self.model:
             chunk.eval()
@@ -131,7 +132,7 @@ def replicas(path: str, cases: str) -> dict[str, bool]:
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(tp=2), seed=1)
-    case, found = torch.load(cases, weights_only=False), {}
+    case, found = saved_cases.read(cases), {}
     layouts = {"TP2": ParallelConfig(tp=2, sp=False), "TP2+SP": ParallelConfig(tp=2)}
     for name, layout in layouts.items():
         for adapter in (EVERYTHING, DROPPING):
@@ -163,7 +164,7 @@ def story(path: str, other: str, cases: str, root: str) -> dict[str, Any]:
     from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.parallel import setup
 
-    folder, case, found = Path(root), torch.load(cases, weights_only=False), {}
+    folder, case, found = Path(root), saved_cases.read(cases), {}
     tensor, stages = ParallelConfig(tp=2), ParallelConfig(pp=2)
     setup.init_distributed(tensor, seed=1)
     settings = config(path, tensor, DROPPING, folder / "run")
@@ -249,7 +250,7 @@ def dora(path: str, cases: str, root: str) -> dict[str, Any]:
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(tp=2), seed=1)
-    case = torch.load(cases, weights_only=False)
+    case = saved_cases.read(cases)
     run = Run(config(path, ParallelConfig(tp=2), DORA))
     found = {"start": run.logits(case)}
     run.train(case, 2)
@@ -266,7 +267,7 @@ def fused(path: str, cases: str, root: str) -> bool:
     from megatron_vlm.models.adapters.files import save_adapters
     from megatron_vlm.parallel import setup
 
-    folder, case = Path(root), torch.load(cases, weights_only=False)
+    folder, case = Path(root), saved_cases.read(cases)
     tensor, stages = ParallelConfig(tp=2), ParallelConfig(pp=2)
     setup.init_distributed(tensor, seed=1)
     settings = config(path, tensor, DORA, folder / "run")
@@ -289,7 +290,7 @@ def experts(path: str, cases: str, root: str) -> dict[str, Any]:
     from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.parallel import setup
 
-    folder, case, found = Path(root), torch.load(cases, weights_only=False), {}
+    folder, case, found = Path(root), saved_cases.read(cases), {}
     setup.init_distributed(ParallelConfig(ep=2), seed=1)
     settings = config(path, ParallelConfig(ep=2), EXPERTS, folder / "run")
     whole = Run(settings)
@@ -360,11 +361,11 @@ def begun_from(path: str, sound: str, cases: str, root: str) -> dict[str, Any]:
     """A run begins with a copy of the folder `sound`, which is then changed, and then removed: whether it
     goes on to the bit, and what is said of a run of other weights in its folder."""
     from megatron_vlm.config import ConfigError
-    from megatron_vlm.models.adapters.files import words_of_start
+    from megatron_vlm.models.adapters.files import notes_of_start
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
-    folder, case = Path(root), torch.load(cases, weights_only=False)
+    folder, case = Path(root), saved_cases.read(cases)
     start = folder / "start"
     shutil.copytree(sound, start)
     settings = config(path, ParallelConfig(), AdapterConfig(start=str(start)), folder / "run from start")
@@ -383,7 +384,7 @@ def begun_from(path: str, sound: str, cases: str, root: str) -> dict[str, Any]:
         if how == "removed":
             shutil.rmtree(start)
         continued = Run(settings)
-        found[f"words, {how}"] = " ".join(words_of_start(continued.config))
+        found[f"words, {how}"] = " ".join(notes_of_start(continued.config))
         continued.train(case, 1)
         found[how] = continued.digests() == expected
     try:

@@ -165,7 +165,7 @@ class Company:
         self, samples: list[dict], alone: list[torch.Tensor], rng: np.random.Generator
     ) -> None:
         """As training has them: several rows, of which some hold documents, and padding of any tokens."""
-        from megatron_vlm.training.logits import logits_of
+        from megatron_vlm.training.evaluate import logits_of
 
         rows = np.sort(rng.integers(0, 2, len(samples)))
         batch, places = self._batch(samples, rows, rng)

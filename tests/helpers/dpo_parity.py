@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import parity
+import saved_cases
 import torch
 from PIL import Image
 
@@ -77,7 +78,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
             ids = _ended(inputs, batch["input_ids"][0][mine])
             ready = kind_of(processor).unpadded(inputs)
             seen = {key: value for key, value in ready.items() if key in description.visual_keys}
-            visual = parity.GenericVisualInputs.from_mapping(seen) if seen else None
+            visual = parity.GenericVisualInputs(**seen) if seen else None
             inputs["position_ids"] = description.position_ids(ids, visual).unsqueeze(-2)
             labels = batch["labels"][0][mine]
             scores.append([_score(model, inputs, labels) for model in models])
@@ -168,7 +169,7 @@ def measure(names: list[str], path: str, held: str) -> list[dict]:
     """The worst differences to Transformers over all ranks, by layout and by how pairs are packed."""
     from megatron_vlm.parallel import setup
 
-    case, rows = torch.load(held, weights_only=False), []
+    case, rows = saved_cases.read(held), []
     for name in names:
         layout = parity.LAYOUTS[name][1]
         if not torch.distributed.is_initialized():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import policy_in_ranks
 import rollout_engines
+import saved_cases
 import torch
 from policy_limits import said
 from torch import distributed as dist
@@ -21,7 +22,7 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20.00 GiB."
 
 def fails(name: str, path: str, held: str, heard: str) -> None:
     """The first rank waits for the second, whose caller catches what it raises, calls again, and goes on."""
-    samples, _ = torch.load(held, weights_only=False)
+    samples, _ = saved_cases.read(held)
     layout, call, plant = CASES[name]
     policy = policy_in_ranks.policy_of(path, layout, 300)
     if dist.get_rank() == 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoProcessor
 
+from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
@@ -39,6 +40,18 @@ def open_loader(
     return PROVIDERS[kind](data).train_loader(
         encoder, micro_batch_size=batch, rank=rank, world_size=world_size, seed=seed
     )
+
+
+def content(batch: Batch) -> list:
+    """The keys, tokens and pixels of a batch, to compare with those of another."""
+    visual = batch["visual_inputs"]
+    pixels = None if visual is None else visual.pixel_values.numpy().tobytes()
+    tokens = [batch[name].tolist() for name in ("input_ids", "labels", "attention_mask")]
+    return [batch["__key__"], *tokens, pixels]
+
+
+def take(loader: Any, count: int) -> list[list]:
+    return [content(next(loader)) for _ in range(count)]
 
 
 def arguments_of(name, path):

@@ -15,10 +15,11 @@ from megatron_vlm.job.failures import LastWords
 def main() -> None:
     import failing_ranks
     import policy_in_ranks
+    import saved_cases
     import torch
 
     path, held, _, catches = sys.argv[1:]
-    samples, _ = torch.load(held, weights_only=False)
+    samples, _ = saved_cases.read(held)
     policy = policy_in_ranks.policy_of(path, failing_ranks.TP, 300)
     failing_ranks.learn_twice(policy, samples)
     if torch.distributed.get_rank() == 1:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import saved_cases
 import torch
 import torch.distributed as dist
 from pairs import covering, pairs_of
@@ -302,7 +303,7 @@ def encode(
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
     made = [kind_of(processor).unpadded(out) for out in outputs]
     visual = [
-        GenericVisualInputs.from_mapping({key: out[key] for key in description.visual_keys if key in out})
+        GenericVisualInputs(**{key: out[key] for key in description.visual_keys if key in out})
         for out in made
     ]
     both = zip(outputs, visual, strict=True)
@@ -445,7 +446,7 @@ def measure(wanted: dict[str, list[str]], path: str, references: str) -> list[di
 
     if not dist.is_initialized():
         setup.init_distributed(LAYOUTS[next(iter(wanted))][1], seed=1)
-    cases = torch.load(references, weights_only=False)
+    cases = saved_cases.read(references)
     rows = []
     for name, inputs in wanted.items():
         setup.reset_layout(LAYOUTS[name][1], seed=1)
@@ -494,7 +495,7 @@ class Model:
     def compare(self, case: dict) -> dict:
         """The worst differences over all ranks, the same on every rank."""
         from megatron_vlm.training import step
-        from megatron_vlm.training.logits import logits_of
+        from megatron_vlm.training.evaluate import logits_of
 
         layout = self.run.parallel
         mine = [(on_device(batch), rows) for batch, rows in my_micro_batches(case, layout)]

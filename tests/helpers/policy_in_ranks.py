@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import parity
+import saved_cases
 import torch
 
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
@@ -67,7 +68,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
         found["experts"].append({})
         ids, ready = sample["input_ids"], kind.unpadded(sample)
         seen = {key: ready[key] for key in description.visual_keys if key in ready}
-        inputs = parity.GenericVisualInputs.from_mapping(seen) if seen else None
+        inputs = parity.GenericVisualInputs(**seen) if seen else None
         text = {key: sample[key][None] for key in parity.TEXT_KEYS if key in sample}
         visual = {key: sample[key] for key in sample if key not in (*text, *OURS)}
         text["position_ids"] = positions(ids, inputs).unsqueeze(-2)
@@ -152,7 +153,7 @@ def measure(names: list[str], path: str, held: str) -> list[dict]:
 
 
 def _measure(name: str, path: str, held: str, max_tokens: int) -> dict:
-    samples, expected = torch.load(held, weights_only=False)
+    samples, expected = saved_cases.read(held)
     return differences(policy_of(path, parity.LAYOUTS[name][1], max_tokens), samples, expected)
 
 
@@ -206,7 +207,7 @@ def details(path: str, held: str, exported: str) -> dict[str, Any]:
     from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.rl import losses
 
-    samples, _ = torch.load(held, weights_only=False)
+    samples, _ = saved_cases.read(held)
     found: dict[str, Any] = {}
     policy = policy_of(path, ParallelConfig(tp=2), 300)
     found["balancing"] = [policy.config.model.load_balancing]

@@ -6,6 +6,7 @@ from typing import Any
 
 import policy_in_ranks
 import rollout_engines
+import saved_cases
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,7 @@ def by_turns(asked: dict[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
 
 
 def _turns(path: str, held: str) -> dict[str, Any]:
-    samples, _ = torch.load(held, weights_only=False)
+    samples, _ = saved_cases.read(held)
     plain = policy_in_ranks.policy_of(path, ParallelConfig(), 300)
     found = {"plain": [*_learnt(plain, samples), _answers(plain)]}
     policy = policy_in_ranks.policy_of(path, ParallelConfig(), 300)
@@ -78,7 +79,7 @@ def steps(paths: dict[str, str], held: dict[str, str]) -> dict[str, dict[str, An
     found = {}
     for name, (layout, dtype) in STEPS.items():
         family = "qwen3_vl_moe" if layout.ep > 1 else "gemma3"
-        samples, _ = torch.load(held[family], weights_only=False)
+        samples, _ = saved_cases.read(held[family])
         row: dict[str, Any] = {}
         for whose, take in {"ours": lambda policy: policy.step(), "megatron's": megatron_step}.items():
             policy = policy_in_ranks.policy_of(paths[family], layout, 300, dtype=dtype)

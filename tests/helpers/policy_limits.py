@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import policy_in_ranks
+import saved_cases
 import torch
 from torch import distributed as dist
 
@@ -39,7 +40,7 @@ def gradients(policy) -> torch.Tensor:
 
 
 def measure(path: str, held: str, run_dir: str) -> dict[str, Any]:
-    samples, _ = torch.load(held, weights_only=False)
+    samples, _ = saved_cases.read(held)
     found = {"errors": errors(path, samples), "kinds": kinds(path, samples)}
     return found | {"run": from_run(path, samples, run_dir), "shared": shared(path, samples)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import policy_in_ranks
+import saved_cases
 import torch
 
 from megatron_vlm.config import ParallelConfig
@@ -19,7 +20,7 @@ CASES = {
 
 
 def measure(path: str, held: str, cases: list[str]) -> dict[str, Any]:
-    samples, _ = torch.load(held, weights_only=False)
+    samples, _ = saved_cases.read(held)
     return {name: _measure(path, samples, *CASES[name][1:]) for name in cases}
 
 

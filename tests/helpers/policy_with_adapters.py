@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import policy_in_ranks
+import saved_cases
 import torch
 from safetensors.torch import load_file
 
@@ -36,7 +37,7 @@ def _measure(name: str, path: str, held: str, folder: Path) -> dict[str, Any]:
     from megatron_vlm.models.adapters.model import merge
     from megatron_vlm.models.weights.exporting import export_hf
 
-    samples, _ = torch.load(held, weights_only=False)
+    samples, _ = saved_cases.read(held)
     _, layout, adapter = CASES[name]
     policy = policy_in_ranks.policy_of(path, layout, 300, adapter=adapter)
     policy.forward_backward(samples, policy_in_ranks.loss, 5, entropy=True, fields=["advantage"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import policy_in_ranks
+import saved_cases
 import torch
 
 from megatron_vlm.config import ParallelConfig
@@ -47,7 +48,7 @@ def cases(family: str, path: Path | str) -> tuple[list[dict], dict, list[dict], 
 
 def measure(names: list[str], path: str, held: str) -> list[dict]:
     """A row for each layout, the worst of all ranks."""
-    return [{"layout": name} | _measure(name, path, torch.load(held, weights_only=False)) for name in names]
+    return [{"layout": name} | _measure(name, path, saved_cases.read(held)) for name in names]
 
 
 def _measure(name: str, path: str, held: tuple) -> dict[str, Any]:

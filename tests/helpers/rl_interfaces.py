@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import policy_in_ranks
+import saved_cases
 import torch
 from places import ROOT
 
@@ -112,7 +113,7 @@ RULES = SimpleNamespace(
 
 def meet(path: str, held: str) -> dict[str, Any]:
     """On two data-parallel processes: what both examples give, and what Policy gives by itself."""
-    samples, _ = torch.load(held, weights_only=False)
+    samples, _ = saved_cases.read(held)
     run = RunConfig(parallel=ParallelConfig(), model=ModelConfig(hf_path=path, dtype="fp32"))
     policy = policy_in_ranks.policy_of(path, run.parallel, 300)
     rank = torch.distributed.get_rank()

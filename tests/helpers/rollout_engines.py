@@ -42,7 +42,7 @@ def measure(asked: dict[str, tuple[str, dict[str, str]]], dead: str) -> dict[str
 
 def _family(path: str, urls: dict[str, str], dead: str) -> dict[str, Any]:
     from megatron_vlm.rl.http_engine import EngineError, HttpEngine
-    from megatron_vlm.rl.rollouts import OwnEngine, RolloutPrompt
+    from megatron_vlm.rl.rollouts import OwnEngine
 
     policy = policy_in_ranks.policy_of(path, ParallelConfig(tp=2), 300)
     prompts = prompts_of(policy.source)
@@ -56,10 +56,6 @@ def _family(path: str, urls: dict[str, str], dead: str) -> dict[str, Any]:
         HttpEngine(dead, "tiny", ANSWERS, NEW_TOKENS, retries=1, pause=0.01)(policy, prompts)
     except EngineError as error:
         found["dead"] = str(error)
-    try:  # what nobody foresaw, on the rank that asks
-        HttpEngine(dead, "tiny", ANSWERS, NEW_TOKENS)(policy, [RolloutPrompt(None, [], prompts[0].inputs)])
-    except EngineError as error:
-        found["unforeseen"] = str(error)
     found["cut"] = cut(policy, prompts)
     found["loop"] = learnt(policy, prompts[1])
     policy = policy_in_ranks.policy_of(path, ParallelConfig(), 300)  # two ranks of data parallelism

@@ -9,7 +9,7 @@ import parity
 import pytest
 import torch
 
-from megatron_vlm.models.adapters.lora import Lora, adapt
+from megatron_vlm.models.adapters.lora import Adapted, Lora
 from megatron_vlm.models.adapters.targets import Target
 from megatron_vlm.models.weights.rules import Rule, Whole
 
@@ -35,7 +35,7 @@ def test_dora_with_dropout_is_that_of_peft():
     target = Target("0", Rule("0.weight", ("0.weight",), Whole()), "0.weight", 0, 6, 8, 3, 2.0, True)
     linear.requires_grad_(False)
     lora = Lora(target, linear.weight, seed=1)
-    adapt(linear, {0: lora}, target, 0.4)
+    Adapted(linear, {0: lora}, target, 0.4)
     ours = [lora.lora_A, lora.lora_B, lora.lora_magnitude_vector]
     with torch.no_grad():
         for mine, of_peft in zip(ours, theirs, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 import parity
 import pytest
+import saved_cases
 import torch
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 
@@ -97,7 +98,7 @@ def balance(layout: ParallelConfig, cells: dict[str, tuple[str, str, dict]]) -> 
 
     setup.init_distributed(layout, seed=1)
     return {
-        name: parity.compare(layout, path, torch.load(case, weights_only=False), **model)
+        name: parity.compare(layout, path, saved_cases.read(case), **model)
         for name, (path, case, model) in cells.items()
     }
 
@@ -168,7 +169,7 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
 
     setup.init_distributed(ParallelConfig(ep=2), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
-    description, case = describe(hf_config), torch.load(cases, weights_only=False)
+    description, case = describe(hf_config), saved_cases.read(cases)
 
     def start(layout: ParallelConfig):
         setup.reset_layout(layout, seed=1)

@@ -132,5 +132,5 @@ def test_equal_to_transformers_where_it_is_right(model_type, parts, tmp_path):
     expected, _ = model.model.get_rope_index(**{key: outputs[key] for key in known & outputs.keys()})
     visual = {key: outputs[key] for key in load(model_type).visual_keys if key in outputs}
     positions = load(model_type)(model.config).position_ids
-    ours = positions(outputs["input_ids"][0], GenericVisualInputs.from_mapping(visual))
+    ours = positions(outputs["input_ids"][0], GenericVisualInputs(**visual))
     assert ours.tolist() == expected[:, 0].tolist()

@@ -12,7 +12,7 @@ from sources import write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.generation_prompt import vocabulary_words
+from megatron_vlm.data.generation_prompt import vocabulary_notes
 from megatron_vlm.recipes import compose
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -25,13 +25,13 @@ def processor(tiny_gemma3):
 
 
 def test_the_tokens_of_a_sound_checkpoint_need_no_words(processor):
-    assert vocabulary_words(processor, len(processor.tokenizer)) == []
+    assert vocabulary_notes(processor, len(processor.tokenizer)) == []
 
 
 def test_a_token_that_nothing_writes_is_told_and_trains(processor):
     size = len(processor.tokenizer)
     processor.tokenizer.add_tokens(["<tool>", *(f"<more{number}>" for number in range(9))])
-    [said] = vocabulary_words(processor, size)
+    [said] = vocabulary_notes(processor, size)
     assert f"its tokenizer has 10 tokens, <tool> ({size}), <more0> ({size + 1}), " in said
     assert f" more, and the model has {size} (vocab_size" in said and said.endswith("model.hf_path")
 
@@ -45,14 +45,14 @@ def test_a_token_that_every_conversation_or_every_image_has_is_refused(processor
     else:
         processor.chat_template = "<turn>" + processor.chat_template
     with pytest.raises(ConfigError, match=rf"write 1 token, <turn> \({size}\), and .* out of the template"):
-        vocabulary_words(processor, size)
+        vocabulary_notes(processor, size)
 
 
 def test_a_template_that_refuses_the_conversation_is_no_reason_to_refuse_it(processor):
     size = len(processor.tokenizer)
     processor.tokenizer.add_tokens(["<unused>"])
     processor.chat_template = "{{ raise_exception('no') }}"
-    assert "<unused>" in vocabulary_words(processor, size)[0]
+    assert "<unused>" in vocabulary_notes(processor, size)[0]
 
 
 def begun(root: str, checkpoint: str) -> str:

@@ -62,19 +62,18 @@ def test_a_single_file_beside_an_index_of_others_is_refused(folder):
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "said"),
+    "weight_map",
     [
-        ([], "no JSON with a weight_map; download"),
-        (None, "no JSON with a weight_map; download"),
-        ({}, "names no file; download"),
-        ({"a": 5}, "names 5, which is no file beside it"),
-        ({"a": f"../{A}"}, "which is no file beside it"),
-        ({"a": f"sub/{A}"}, "which is no file beside it"),
-        ({"a": "\x1b[31m/x"}, r"names \\x1b\[31m/x, which"),
+        [],
+        None,
+        {},
+        {"a": 5},
+        {"a": f"../{A}"},
+        {"a": f"sub/{A}"},
     ],
 )
-def test_an_index_of_no_use_is_refused_by_name(folder, weight_map, said):
-    with pytest.raises(ConfigError, match=said):
+def test_an_index_of_no_use_is_refused_by_name(folder, weight_map):
+    with pytest.raises(ConfigError, match=f"{INDEX_FILE} is no JSON with a weight_map to files beside it"):
         weight_files(indexed(folder, weight_map))
 
 
@@ -180,20 +179,32 @@ def with_scale(scale: torch.Tensor, *shape: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("size", "tensors", "said"),
     [
-        (None, {KEY: fp8(4, 4)}, rf"'{KEY}' is stored as F8_E4M3 without a scale \('{SCALE}'\)"),
-        (None, {KEY: fp8(4).view(torch.float8_e5m2)}, "is stored as F8_E5M2; only floating-point numbers"),
+        (None, {KEY: fp8(4, 4)}, rf"'{KEY}' is stored as F8_E4M3 without a scale; only"),
+        (
+            None,
+            {KEY: fp8(4).view(torch.float8_e5m2)},
+            "is stored as F8_E5M2; only floating-point numbers",
+        ),
         (None, {KEY: BYTES.to(torch.int8)}, "is stored as I8; .* take the checkpoint in bf16"),
         (None, {KEY: BYTES, KEY + ".absmax": torch.ones(2)}, "is stored as U8"),
-        ([128, 128], with_scale(torch.ones(4, 2), 256, 512), rf"_inv' is \[4, 2\], and '{KEY}' \[256, 512\]"),
-        ([128, 128], with_scale(torch.ones(2, 5), 256, 512), r"_inv' is \[2, 5\], and .* of \[128, 128\]"),
-        ([128, 128], with_scale(torch.ones(256, 1), 256, 512), r"_inv' is \[256, 1\], and"),
-        ([128, 128], with_scale(torch.ones(8), 256, 512), r"_inv' is \[8\], and"),
-        (None, with_scale(torch.ones(3, 4), 256, 512), r"_inv' is \[3, 4\], and .* of equal sizes"),
-        (None, with_scale(torch.ones(2), 8), r"_inv' is \[2\], and"),
-        (None, with_scale(torch.ones((), dtype=torch.int32), 4, 4), "_inv', the scale .* is stored as I32"),
-        (None, with_scale(torch.ones((), dtype=torch.int8), 4, 4), "_inv', the scale .* is stored as I8"),
-        ([128], with_scale(torch.ones(1), 4, 4), r"weight_block_size \[128\] in config.json is not the two"),
-        ([0, 1], with_scale(torch.ones(1), 4, 4), "is not the two sizes of a block; download it again"),
+        (
+            [128, 128],
+            with_scale(torch.ones(4, 2), 256, 512),
+            rf"'{KEY}' .* \[256, 512\], its .*_inv' as F32 \[4, 2\]",
+        ),
+        (
+            [128, 128],
+            with_scale(torch.ones(2, 5), 256, 512),
+            r"_inv' as F32 \[2, 5\], for blocks of \[128, 128\]",
+        ),
+        ([128, 128], with_scale(torch.ones(256, 1), 256, 512), r"_inv' as F32 \[256, 1\], for"),
+        ([128, 128], with_scale(torch.ones(8), 256, 512), r"_inv' as F32 \[8\], for"),
+        (None, with_scale(torch.ones(3, 4), 256, 512), r"_inv' as F32 \[3, 4\], for blocks of equal sizes"),
+        (None, with_scale(torch.ones(2), 8), r"_inv' as F32 \[2\], for"),
+        (None, with_scale(torch.ones((), dtype=torch.int32), 4, 4), "its scale .*_inv' as I32"),
+        (None, with_scale(torch.ones((), dtype=torch.int8), 4, 4), "its scale .*_inv' as I8"),
+        ([128], with_scale(torch.ones(2, 2), 4, 4), r"of \[128\] \(weight_block_size in config.json\)"),
+        ([0, 1], with_scale(torch.ones(2, 2), 4, 4), r"for blocks of \[0, 1\]"),
     ],
 )
 def test_a_form_that_is_not_read_is_refused_by_name_before_torch_is_needed(tmp_path, size, tensors, said):

@@ -33,7 +33,10 @@ def with_token(sample: dict, token: int) -> dict:
 
 
 WRONG = {
-    "no tokens": (lambda s: {"pixel_values": s[1]["pixel_values"]}, "lacks input_ids"),
+    "no tokens": (
+        lambda s: {"pixel_values": s[1]["pixel_values"]},
+        r"input_ids are torch.float32 \(0,\); give whole",
+    ),
     "rows": (lambda s: s[1] | {"input_ids": s[1]["input_ids"][None]}, r"\(1, \d+\); give whole numbers"),
     "no token": (lambda s: {"input_ids": torch.empty(0).long()}, r"\(0,\); give whole numbers"),
     "too large": (lambda s: with_token(s[0], 10**6), "token 1000000 is none of the model's"),
@@ -56,11 +59,11 @@ WRONG = {
     ),
     "weights": (
         lambda s: s[0] | {"loss_mask": torch.full((len(s[0]["input_ids"]),), 0.5)},
-        "loss_mask holds 0.5; give 0 or 1, and weights as a field",
+        r"loss_mask is \(.*\) for .* tokens, or holds more than 0 and 1; give",
     ),
     "no mask": (
         lambda s: s[0] | {"loss_mask": torch.full((len(s[0]["input_ids"]),), math.nan)},
-        "loss_mask holds nan; give 0 or 1",
+        "or holds more than 0 and 1; give",
     ),
 }
 
@@ -107,10 +110,10 @@ SAID = {  # of a call: what the rank that brings it says
     "fields": "fields is 'advantage'; give a list of names",
     "function": "KeyError: 'critic'",
     "loss": "the loss of samples [0, 1] is not finite",
-    "tensor": "a loss function returned Tensor; return losses.Loss(total, logs)",
-    "axis": "a loss function's total has another shape, or no gradient",
-    "no gradient": "a loss function's total has another shape, or no gradient",
-    "log": "a loss function's mean has another shape, or no gradient",
+    "tensor": "a loss function returned Tensor of shapes {}; return losses.Loss(total, logs)",
+    "axis": "a loss function returned total of shapes {'total': (1,)}; return",
+    "no gradient": "a loss function returned total of shapes {'total': ()}; return",
+    "log": "a loss function returned mean, total of shapes {'mean': (), 'total': ()}; return",
 }
 
 

@@ -65,10 +65,10 @@ def test_a_field_has_an_entry_for_each_scored_token(mask, field, found):
         (
             [1, 1, 1, 0],
             [1, 2, 3],
-            "value has 3 entries, and loss_mask as many tokens: .*; give 4, one",
+            r"value is \(3,\) for 4 tokens, 2 of them scored; give .* one entry for each token, and only",
         ),
-        ([0, 1, 0, 1], [1], "value has 1 entries for 4 tokens, 2 of them scored"),
-        ([0, 1, 0, 1], [[1, 2, 3, 4]], r"value is \(1, 4\); give a number, or one axis of tokens"),
+        ([0, 1, 0, 1], [1], r"value is \(1,\) for 4 tokens, 2 of them scored"),
+        ([0, 1, 0, 1], [[1, 2, 3, 4]], r"value is \(1, 4\) for 4 tokens"),
     ],
 )
 def test_a_field_that_may_be_read_in_two_ways_is_refused(mask, field, said):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from places import CONFIGS
+from prepared_shards import prepare
 from programs import COMMAND, run_program
 from safetensors.torch import load_file, save_file
 from sources import write_sharegpt
@@ -24,7 +25,6 @@ from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.overrides import apply_overrides
@@ -38,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("looked_at")
     source = write_sharegpt(folder / "source", 12)
     splits = {"train": 6, "val": 6}
-    prepare_energon_dataset(source, folder / "prepared", splits=splits, workers=1, progress=False)
+    prepare(source, folder / "prepared", splits=splits)
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{n}"}) + "\n" for n in range(150)))
     return folder
 

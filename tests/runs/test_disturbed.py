@@ -86,7 +86,9 @@ def test_one_that_stays_stopped_ends_the_job(stopped, dataset, tiny_gemma3, tmp_
     output, _ = run.communicate(timeout=280)
     assert run.returncode == 3 and "Traceback" not in output, output
     what, remedy = output.splitlines()[-2:]
-    assert "no rank came further for 15 s: rank 1 " in what and f"pid {process.pid}" in what
+    assert f"no rank came further for 15 s: rank 1 (pid {ranks[1].pid}) " in what
+    if stopped == "worker":
+        assert f"pid {process.pid}, state T" in (tmp_path / "errors/rank1.txt").read_text()
     assert f"The stacks of all ranks and workers are in {tmp_path}/errors" in remedy
     assert "train" in (tmp_path / "errors/rank0.txt").read_text()
     _, alive = psutil.wait_procs([*ranks, *workers], timeout=30)  # a worker looks for its rank every 5 s

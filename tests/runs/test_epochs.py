@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prepared_shards import prepare
 from programs import COMMAND, run_program
 from safetensors.torch import load_file
 from sources import write_hf_folder, write_sharegpt
@@ -21,10 +22,9 @@ from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.orders import RandomOrder
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.held_out import is_held_out
 from megatron_vlm.files import read_rows
-from megatron_vlm.job.milestones import Epochs, milestones, validation_words
+from megatron_vlm.job.milestones import Epochs, milestones, validation_notes
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose
 from megatron_vlm.run_folder.batch_log import read_step
@@ -79,9 +79,9 @@ def test_a_resumed_run_counts_the_rows_that_it_had_and_not_its_steps():
 
 def test_a_run_at_its_end_says_so_when_it_is_started_again():
     run = milestones(TrainConfig(steps=4), None)
-    assert list(run.words(3)) == []
+    assert list(run.notes(3)) == []
     for done in (4, 6):
-        [said] = run.words(done)
+        [said] = run.notes(done)
         assert said.startswith(f"train.steps: {done} of 4 are trained, so none is left; to go on, raise")
 
 
@@ -102,8 +102,8 @@ def test_what_draws_without_an_end_is_refused():
     ],
 )
 def test_it_is_said_if_validation_data_and_validations_do_not_come_together(train, has_data, said):
-    words = list(validation_words(TrainConfig(**train), has_data))
-    assert [word.split(": ", 1)[1].split("; ")[0] for word in words] == said
+    notes = list(validation_notes(TrainConfig(**train), has_data))
+    assert [note.split(": ", 1)[1].split("; ")[0] for note in notes] == said
 
 
 # -- settings
@@ -224,8 +224,7 @@ def test_ranks_share_epochs_as_one_sequence():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_energon_counts_the_samples_that_its_workers_share(folder, processor, num_workers, tmp_path):
     source = folder / "source/data.jsonl"
-    options = {"samples_per_shard": 5, "workers": 1, "progress": False}
-    prepare_energon_dataset({"train": source}, tmp_path / "shards", **options)
+    prepare({"train": source}, tmp_path / "shards", samples_per_shard=5)
     data = DataConfig(
         train_data_path=str(tmp_path / "shards"), num_workers=num_workers, shuffle_buffer_size=1
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -13,13 +14,14 @@ from pathlib import Path
 import pytest
 from loaders import open_loader
 from pairs import pairwise
+from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig, ParallelConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
 from megatron_vlm.data.load.limits import workers_of
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from tiny.distributed import run_distributed
 
 SAMPLES = 40
@@ -29,8 +31,7 @@ SAMPLES = 40
 def datasets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("failures")
     source = write_sharegpt(folder / "source", SAMPLES)
-    options = {"splits": {"train": SAMPLES}, "samples_per_shard": 10, "workers": 1, "progress": False}
-    prepare_energon_dataset(source, folder / "energon", **options)
+    prepare(source, folder / "energon", splits={"train": SAMPLES}, samples_per_shard=10)
     return {"energon": folder / "energon", "hf": write_hf_folder(folder / "rows", source)}
 
 
@@ -94,15 +95,36 @@ def choosing(processor):
     return Choosing(processor, DataConfig(seq_length=256))
 
 
+def placing(processor):
+    """The family's own part of an encoder, which knows no key."""
+
+    def no_positions(input_ids, visual_inputs):
+        raise Fails("a bug of ours")
+
+    return HFEncoderVLMTaskEncoder(
+        processor, DataConfig(seq_length=256), DataNeeds(position_ids=no_positions)
+    )
+
+
 @pytest.mark.parametrize(
     "encoder, kind, num_workers",
-    pairwise([plain, measuring, encoding, choosing], ["energon", "hf"], [0, 2]),
+    pairwise([plain, measuring, encoding, choosing, placing], ["energon", "hf"], [0, 2]),
 )
 def test_a_bug_of_ours_ends_the_run(datasets, processor, encoder, kind, num_workers):
     text = read_until_error(train_loader(datasets[kind], encoder(processor), num_workers=num_workers))
     assert "Fails: a bug of ours" in text
     if encoder is not choosing:
-        assert "7: Fails" in text  # the key
+        assert re.search(r"sample (train-)?0+[0-9]+: Fails", text)
+    if encoder not in (choosing, placing):
+        assert "7: Fails" in text
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["energon", "hf"])
+def test_a_dataset_of_which_all_is_dropped_stops(datasets, processor, kind, num_workers):
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=4))
+    text = read_until_error(train_loader(datasets[kind], encoder, num_workers=num_workers), batches=1)
+    assert re.match("TooManyDrops: .*of [0-9]+ samples were dropped .*100.0%(.|\n)*over_length", text), text
 
 
 # -- shards
@@ -215,8 +237,7 @@ def test_a_dataset_that_changed_since_is_refused(datasets, processor, tmp_path, 
     source = write_sharegpt(tmp_path / "source", SAMPLES)
     source.write_text(source.read_text().replace('"number 23"', '"number 23"'.replace("23", "23 " * 300)))
     if kind == "energon":
-        options = {"splits": {"train": SAMPLES}, "samples_per_shard": 10, "workers": 1, "progress": False}
-        prepare_energon_dataset(source, tmp_path / "other", **options)
+        prepare(source, tmp_path / "other", splits={"train": SAMPLES}, samples_per_shard=10)
     else:
         write_hf_folder(tmp_path / "other", source)
     with pytest.raises(ValueError, match="(dataset|shards): saved .* now "):
@@ -235,7 +256,7 @@ def test_the_first_batch_after_a_restore_comes_as_soon_as_after_a_cold_start(
     """400 records, three workers, stopped when nine of ten are done; the seconds are printed."""
     source = write_sharegpt(tmp_path / "source", 400)
     if kind == "energon":
-        prepare_energon_dataset(source, tmp_path / "data", splits={"train": 400}, workers=1, progress=False)
+        prepare(source, tmp_path / "data", splits={"train": 400})
     else:
         write_hf_folder(tmp_path / "data", source)
     encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(

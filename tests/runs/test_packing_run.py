@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from prepared_shards import prepare
 from programs import COMMAND, ROOT, run_program
 from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
@@ -12,7 +13,6 @@ from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import train_encoder
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
@@ -42,7 +42,7 @@ def paths(tmp_path_factory):
     """The same records as an Energon dataset and as a `datasets` folder."""
     folder = tmp_path_factory.mktemp("data")
     source = write_sharegpt(folder / "source", 40)
-    prepare_energon_dataset(source, folder / "energon", workers=1, progress=False)
+    prepare(source, folder / "energon")
     return {"energon": folder / "energon", "hf": write_hf_folder(folder / "hf", source)}
 
 

@@ -7,11 +7,12 @@ import json
 import pytest
 import torch
 from datasets import load_from_disk
+from loaders import content
+from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 from typer.testing import CliRunner
 
 from megatron_vlm.cli import app
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.models.families import describe
 from megatron_vlm.overrides import apply_overrides, to_yaml
@@ -25,7 +26,7 @@ from megatron_vlm.run_folder.checkpoint_files import state_text
 def datasets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replay")
     source = write_sharegpt(folder / "source", 24)
-    prepare_energon_dataset(source, folder / "energon", workers=1, progress=False)
+    prepare(source, folder / "energon")
     rows = write_hf_folder(folder / "rows", source)
     (folder / "parquet").mkdir()
     for shard in range(3):
@@ -51,12 +52,6 @@ def run_data(config, rank=0, world_size=1):
     hf_config = AutoConfig.from_pretrained(config.model.hf_path)
     description, processor = describe(hf_config), AutoProcessor.from_pretrained(config.model.hf_path)
     return RunData(config, processor, description.data_needs, rank, world_size)
-
-
-def content(batch):
-    visual = batch["visual_inputs"]
-    pixels = None if visual is None else visual.pixel_values.tolist()
-    return [batch["__key__"], batch["input_ids"].tolist(), batch["labels"].tolist(), pixels]
 
 
 CASES = [("energon", "none"), ("energon", "stream"), ("hf", "none"), ("hf", "stream"), ("hf", "global")]

@@ -11,9 +11,9 @@ import datasets
 import pytest
 import written_sources as written
 from logged_figures import figures
+from prepared_shards import prepare
 from programs import COMMAND, run_program
 
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.recipes import load_recipe
 
@@ -34,13 +34,7 @@ KILLED_AFTER = (3, 5)  # while it evaluates, and while it trains
 
 
 def energon(folder):
-    prepare_energon_dataset(
-        written.json_lines(folder)["train_data_path"],
-        folder / "energon",
-        splits={"train": 2, "val": 1},
-        workers=1,
-        progress=False,
-    )
+    prepare(written.json_lines(folder)["train_data_path"], folder / "energon", splits={"train": 2, "val": 1})
     return {"train_data_path": folder / "energon"}
 
 

@@ -14,7 +14,7 @@ from megatron_vlm.checks.paths import validate_model, validate_paths
 from megatron_vlm.commands.program import world_size
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.files import read_file, refuse_existing
+from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import check_folder, check_start, latest_checkpoint, refuse_links
@@ -58,16 +58,6 @@ Gpus = Annotated[
 GpuNumbers = Annotated[
     list[str] | None, typer.Option(help="A number of the GPU, such as peak=989e12; again for more.")
 ]
-
-
-def refuse_both(recipe: str | None, file: Path | None) -> None:
-    """Raises ConfigError if a recipe is named although one is to be made."""
-    if recipe or file:
-        given = f"--recipe {recipe}" if recipe else f"--config {file}"
-        raise ConfigError(
-            f"{given}: --model and --data make a recipe of their own; to change a recipe's checkpoint and "
-            "data, give --hf_path and --train_data_path."
-        )
 
 
 def show(config: RunConfig, world_size: int | None) -> None:
@@ -121,8 +111,8 @@ def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) 
     if problems := list(run_problems(run_dir)):
         raise ConfigError("\n".join(problems))
     assumed = {} if nproc or world_size() else ONE_PROCESS
-    given = {"run_dir": str(run_dir)}
-    config = recipe_table.compose(None, run_dir / "config.yaml", settings or (), given, assumed)
+    flags = {"run_dir": str(run_dir)}
+    config = recipe_table.compose(None, run_dir / "config.yaml", settings or (), flags, assumed)
     validate(_with_some_data(config), nproc or world_size() or 1)
     return config
 
@@ -161,18 +151,6 @@ def configs_of_two(checked: str, source: str) -> list[RunConfig]:
             "give two checkpoints of one model."
         )
     return both
-
-
-def config_to_export(
-    run_dir: Path, output: Path, adapter: bool, settings: list[str] | None, nproc: int | None
-) -> RunConfig:
-    """`config_of_trained_run`. Raises FileExistsError if `output` exists, and ConfigError if adapters alone
-    are to be written and the run has none."""
-    config = config_of_trained_run(run_dir, settings, nproc, needs_processor=False)
-    refuse_existing(output)
-    if adapter and not config.adapter.used:
-        raise ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
-    return config
 
 
 def _with_some_data(config: RunConfig) -> RunConfig:

@@ -10,6 +10,8 @@ import typer
 from megatron_vlm.checks.data_on_disk import source_problems
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.messages import printable
+from megatron_vlm.overrides import fitted
 
 
 def prepare(
@@ -48,7 +50,8 @@ def prepare(
     Example with a held-out file: prepare train=train.jsonl val=held_out.jsonl dataset/
     """
     named = _parse_sources(sources)
-    columns = _parse_columns(column or [])
+    columns = _parse(column or [], "prepare: --column {}; write OURS=THEIRS, such as images=pictures.")
+    sizes = _parse(split or [], "prepare: --split {}; write NAME=SIZE, such as train=0.9.", float)
     for source in named.values() if isinstance(named, dict) else [named]:
         for problem in source_problems(source, image_root, columns, format == "hf"):
             raise ConfigError(problem)
@@ -58,7 +61,7 @@ def prepare(
         output,
         image_root=image_root,
         format=format,
-        splits=_parse_sizes(split) if split else None,
+        splits=sizes or None,
         samples_per_shard=samples_per_shard,
         workers=workers,
         seed=seed,
@@ -92,26 +95,19 @@ def _explain(summary: Any, max_share: float) -> None:
 def _parse_sources(sources: list[str]) -> str | dict[str, str]:
     if len(sources) == 1 and (Path(sources[0]).exists() or "=" not in sources[0]):
         return sources[0]
-    pairs = [source.partition("=") for source in sources]
-    named = {name: path for name, _, path in pairs if path}
+    named = _parse(sources, "prepare: sources {}; give one, or each once as SPLIT=PATH.")
     if len(named) < len(sources):
-        raise ConfigError(f"prepare: sources {sources}; give one, or each once as SPLIT=PATH.")
+        raise ConfigError(f"prepare: sources {sources}; give each split once.")
     return named
 
 
-def _parse_columns(pairs: list[str]) -> dict[str, str]:
+def _parse(pairs: list[str], wrong: str, kind: type = str) -> dict[str, Any]:
+    """The pairs NAME=VALUE. Raises ConfigError with the text `wrong` for anything else."""
+    parsed = {}
     for pair in pairs:
-        if "=" not in pair:
-            raise ConfigError(f"prepare: --column {pair}; write OURS=THEIRS, such as images=pictures.")
-    return dict(pair.split("=", 1) for pair in pairs)
-
-
-def _parse_sizes(pairs: list[str]) -> dict[str, float]:
-    sizes = {}
-    for pair in pairs:
-        name, _, size = pair.partition("=")
+        name, _, value = pair.partition("=")
         try:
-            sizes[name] = float(size)
-        except ValueError as error:
-            raise ConfigError(f"prepare: --split {pair}; write NAME=SIZE, such as train=0.9.") from error
-    return sizes
+            parsed[name] = fitted(value or None, kind)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(wrong.format(printable(pair))) from error
+    return parsed

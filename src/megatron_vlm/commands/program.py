@@ -96,7 +96,7 @@ def torchrun(
     record = ranks.RankFile(None)
     record.write(doing="its ranks ran")
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
-        guard.start(record, folder=folder)
+        guard.start(record)
         os.environ[LAUNCHER_SPEAKS] = "1"
         command = ["--standalone", f"--nproc_per_node={nproc}", f"--log-dir={folder}"]
         try:
@@ -111,6 +111,8 @@ def torchrun(
             code, message = last_words(_said(folder, nproc), codes)
         else:
             return 0
+        finally:
+            record.end("done", "")
     os.environ.pop(LAUNCHER_SPEAKS)
     say(message)
     return code

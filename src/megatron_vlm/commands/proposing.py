@@ -53,8 +53,8 @@ def recipe_for(
             "give it to torchrun's processes as --config FILE."
         )
     source = source_settings(model, data)
-    own = said(settings, arguments)
-    assumed = {"run_dir": "runs", **source, **own, "adapter.start": None}  # a run may have a copy of that
+    theirs = said(settings, arguments)
+    assumed = {"run_dir": "runs", **source, **theirs, "adapter.start": None}  # a run may have a copy of that
     validate_paths(apply_overrides(RunConfig(), assumed))
     read_config(model)
     gpus = memory_of_gpus()
@@ -64,7 +64,7 @@ def recipe_for(
         from megatron_vlm.models.hf import load_config
         from megatron_vlm.planning.proposal import propose
 
-        proposal = propose(source, describe(load_config(model)), gpus, own, nproc)
+        proposal = propose(source, describe(load_config(model)), gpus, theirs, nproc)
     config = proposal.config()
     text = proposal.to_yaml(shlex.join(["megatron-vlm", *sys.argv[1:]]))
     check(config, proposal.processes)
@@ -99,7 +99,7 @@ def _is_energon(path: Path) -> bool:
 
 def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    kept = ""
+    note = ""
     if file.exists() and _without_command(read_text(file)) != _without_command(text):
         if is_used(file.parent):
             raise ConfigError(
@@ -107,9 +107,9 @@ def _write(file: Path, text: str) -> None:
                 "remove it, or give another --run_dir."
             )
         file.replace(f"{file}.old")  # of a run that failed before its first step, or somebody's work
-        kept = f"; what was there is {file}.old"
+        note = f"; what was there is {file}.old"
     write_whole(file, text)
-    typer.echo(f"wrote {file}{kept}")
+    typer.echo(f"wrote {file}{note}")
 
 
 def _without_command(text: str) -> str:
@@ -123,14 +123,14 @@ def memory_of_gpus() -> list[int]:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    found = [int(line) << 20 for line in listed.split() if line.isdigit()]
+    sizes = [int(line) << 20 for line in listed.split() if line.isdigit()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return found
+        return sizes
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    if all(name.isdigit() and int(name) < len(found) for name in names):
-        return [found[int(name)] for name in names]
-    return found[: len(names)]  # UUIDs
+    if all(name.isdigit() and int(name) < len(sizes) for name in names):
+        return [sizes[int(name)] for name in names]
+    return sizes[: len(names)]  # UUIDs
 
 
 @contextmanager

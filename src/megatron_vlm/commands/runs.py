@@ -47,12 +47,13 @@ def import_run(config: RunConfig) -> None:
     """Write the HF checkpoint as the run folder's checkpoint of step 0, from which training starts."""
     setup.init_distributed(config.parallel, config.train.seed)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
-    if checkpoint.exists(config.run_dir):
+    if checkpoint.saved(config.run_dir).path:
         raise FileExistsError(f"{config.run_dir} already holds a checkpoint; import into another run folder")
     source = open_source(config.model.hf_path)
     chunks = open_model(config, source, raw_pixels=False, run_dir=config.run_dir)
     model = data_parallel(chunks, config)
-    checkpoint.save(config.run_dir, 0, model, *build_optimizer(model, config))
+    optimizer, scheduler = build_optimizer(model, config)
+    checkpoint.save(config.run_dir, 0, model, optimizer, scheduler)
     if setup.is_first_rank():  # as in training: export and other commands read it
         run_folder.write_whole(Path(config.run_dir, "config.yaml"), to_yaml(config))
     lock.close()
@@ -106,7 +107,7 @@ def answers(
         for messages, files in zip(conversations, images, strict=True)
     ]
     stop = stop_tokens(source.folder, source.description.hf_config)
-    found = generate(chunks, prompts, max_new_tokens, stop=stop, **sampling)
+    replies = generate(chunks, prompts, max_new_tokens, stop=stop, **sampling)
     setup.shutdown()
     decode = partial(source.processor.tokenizer.decode, skip_special_tokens=True)
-    return [[decode(answer.reply).strip() for answer in of_one] for of_one in found]
+    return [[decode(answer.reply).strip() for answer in of_one] for of_one in replies]

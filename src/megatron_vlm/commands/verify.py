@@ -22,7 +22,7 @@ from megatron_vlm.models.schedule import in_evaluation
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.supported import resolve
-from megatron_vlm.training.logits import logits_of
+from megatron_vlm.training.evaluate import logits_of
 
 
 @dataclass(frozen=True)

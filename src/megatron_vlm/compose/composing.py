@@ -158,7 +158,7 @@ def write(plan: ComposePlan, output: Path) -> None:
     with folder_aside(output) as aside:
         need_room(output, plan.writer.nbytes)
         _write_config(plan, aside)
-        _write_words(plan, aside)
+        _write_vocabulary(plan, aside)
         plan.writer.write(aside, {name: plan.composed.hub_name(name) for name in plan.writer.stored})
 
 
@@ -171,7 +171,7 @@ def _write_config(plan: ComposePlan, folder: Path) -> None:
         write_whole(folder / name, json.dumps(content, indent=2) + "\n")
 
 
-def _write_words(plan: ComposePlan, folder: Path) -> None:
+def _write_vocabulary(plan: ComposePlan, folder: Path) -> None:
     """Tokenizer, processor and chat template; then both are read again, as users will, and compared."""
     tokens = {each.role: each.token for each in plan.tokens}
     plan.tokenizer.chat_template = None  # the processor's is the only one

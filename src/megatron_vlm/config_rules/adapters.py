@@ -16,12 +16,12 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
     """Messages for the user about what is wrong with `config.adapter`."""
     adapter = config.adapter
     default = dict(all_settings(AdapterConfig()))
-    given = [name for name, value in all_settings(adapter) if value != default[name] and name != "start"]
+    changed = [name for name, value in all_settings(adapter) if value != default[name] and name != "start"]
     if adapter.start is not None:
-        for name in given:
+        for name in changed:
             yield f"adapter.{name}: is settled by the folder of adapter.start; drop one of the two."
     elif adapter.r == 0:
-        for name in given:
+        for name in changed:
             yield f"adapter.{name}: is set, and adapter.r is 0, which means no adapters; set adapter.r=16."
     if adapter.used and config.model.freeze:
         yield (
@@ -47,13 +47,11 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
         is_none_needed = name == "target_modules" and adapter.target_parameters
         if getattr(adapter, name) == [] and not is_none_needed:
             yield f"adapter.{name}: [] names no modules; give ends of their names, as [q_proj, v_proj]."
-    for name in ("target_modules", "exclude_modules", *PATTERNS):
-        patterns = getattr(adapter, name)
-        if name not in PATTERNS:
-            patterns = [patterns] if isinstance(patterns, str) else []
-        for pattern in patterns:
-            if why := problem(pattern):
-                yield (
-                    f"adapter.{name}: {printable(pattern)} is no regular expression ({why}); names go into a "
-                    "list."
-                )
+    patterns = [(name, pattern) for name in PATTERNS for pattern in getattr(adapter, name)]
+    patterns += [(name, getattr(adapter, name)) for name in ("target_modules", "exclude_modules")]
+    for name, pattern in patterns:
+        if isinstance(pattern, str) and (why := problem(pattern)):  # else names in a list, or none
+            yield (
+                f"adapter.{name}: {printable(pattern)} is no regular expression ({why}); names go into a "
+                "list."
+            )

@@ -38,10 +38,10 @@ def sizes_in(config_json: Mapping[str, Any]) -> dict[str, int]:
     """The sizes that a config.json states. Those that it leaves to Transformers' defaults are not here."""
     text = config_json.get("text_config")
     text = text if isinstance(text, dict) else config_json
-    found = {name: text.get(key) for name, keys in KEYS.items() for key in keys if key in text}
+    sizes = {name: text.get(key) for name, keys in KEYS.items() for key in keys if key in text}
     if "num_global_key_value_heads" in text:  # the layers differ
-        found.pop("num_query_groups", None)
-    return {name: size for name, size in found.items() if type(size) is int}
+        sizes.pop("num_query_groups", None)
+    return {name: size for name, size in sizes.items() if type(size) is int}
 
 
 def misfit(parallel: ParallelConfig, sizes: Mapping[str, Any]) -> str | None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 
-LONGEST = 100_000  # characters: more take seconds to be compiled
 SECONDS = 2.0  # of a processor, for one pattern and all names of a model; a usual one takes milliseconds
 
 
@@ -17,8 +16,6 @@ def problem(pattern: str) -> str | None:
     """Why it is no regular expression that can be used; None if it is one."""
     import regex
 
-    if len(pattern) > LONGEST:
-        return f"it has more than {LONGEST:,} characters"
     try:
         re.compile(pattern)  # as peft does; what it takes, the other takes, too
         regex.compile(pattern)
@@ -36,14 +33,14 @@ def matching(pattern: str, texts: Iterable[str], how: str = "fullmatch") -> dict
 
     test = getattr(regex, how)
     ends = time.process_time() + SECONDS
-    found = {}
+    matches = {}
     for text in texts:
         try:
             if match := test(pattern, text, timeout=max(ends - time.process_time(), 1e-3)):
-                found[text] = match
+                matches[text] = match
         except TimeoutError as error:
             raise ConfigError(
                 f"the pattern {printable(pattern)} was not done with {printable(text)} after {SECONDS:g} s; "
                 "write it without repeats inside of repeats, or give a list of names."
             ) from error
-    return found
+    return matches

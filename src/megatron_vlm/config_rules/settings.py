@@ -78,11 +78,6 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
         )
     if train.epochs is None and train.steps is None:
         yield "train.steps: not set, and neither is train.epochs; give one of them."
-    if train.keep_best and not train.save_every:
-        yield (
-            "train.keep_best: with train.save_every=0 only the end is saved, so there is nothing to choose; "
-            "set train.save_every, or drop keep_best."
-        )
     counted = [key for key, value in all_settings(config) if value == EPOCH]
     if train.epochs is not None:
         counted.append("train.epochs")
@@ -108,43 +103,24 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _source_problems(data: DataConfig) -> Iterator[str]:
-    yield from _path_problems(data)
-    yield from _held_out_problems(data)
-    if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
-        yield f"data.min_pixels: {data.min_pixels} is over data.max_pixels {data.max_pixels}; lower it."
-    if data.dataset_type == "energon":
-        for name in ("columns", "datasets", "media_dir", "streaming"):
-            if getattr(data, name):
-                yield f"data.{name}: is for dataset_type hf; an energon dataset has it settled when prepared."
-        return
-    if data.streaming and (data.packing == "global" or data.group_by_length):
-        yield "data.streaming: packing=global and group_by_length need all lengths at once; use stream."
-    if data.streaming and data.datasets:
-        yield "data.streaming: a meta file is read where it lies; drop streaming or data.datasets."
-
-
-def _held_out_problems(data: DataConfig) -> Iterator[str]:
-    share = f"data.validation_share: {data.validation_share:g}"
-    if not data.validation_share:
-        return
-    if data.valid_data_path is not None:
-        yield f"{share} is to be held out, and data.valid_data_path is given, too; drop one of them."
-    if data.dataset_type == "energon":
-        yield (
-            f"{share} is for dataset_type hf; an energon dataset is divided when prepared "
-            "(`megatron-vlm prepare --split`)."
-        )
-    if data.streaming:
-        yield f"{share} needs all rows at once, and data.streaming has none; give data.valid_data_path."
-
-
-def _path_problems(data: DataConfig) -> Iterator[str]:
     for key in ("train_data_path", "valid_data_path"):
         yield from _item_problems(data, f"data.{key}", sources_of(getattr(data, key)))
+    if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
+        yield f"data.min_pixels: {data.min_pixels} is over data.max_pixels {data.max_pixels}; lower it."
+    if data.validation_share and data.valid_data_path is not None:
+        yield "data.validation_share: data.valid_data_path is given, too; drop one of them."
+    if data.dataset_type == "energon":
+        for name in ("columns", "datasets", "media_dir", "streaming", "validation_share"):
+            if getattr(data, name):
+                yield f"data.{name}: is for dataset_type hf; an energon dataset has it settled when prepared."
     if len(sources_of(data.train_data_path)) > 1:
         for name in ("streaming", "datasets"):
             if getattr(data, name):
                 yield f"data.{name}: is for a single data.train_data_path; drop it or the other paths."
+    if data.streaming:
+        for name in ("datasets", "validation_share"):
+            if getattr(data, name):
+                yield f"data.{name}: needs data that lie here, and data.streaming has none; drop one of them."
 
 
 def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Iterator[str]:
@@ -156,20 +132,21 @@ def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Ite
             yield f"{key}: {source.path}: an epoch would have none of its rows; leave it out."
         if data.streaming and key == "data.train_data_path" and (source.subset or not source.whole):
             yield f"{key}: {source.path}: a stream is read whole; drop what follows the path, or streaming."
-        if data.dataset_type == "energon" and (source.rows or source.subset):
-            yield f"{key}: {source.path}: an energon dataset is read whole; drop what follows the path."
-        if data.dataset_type == "energon" and not (source.share or 1.0).is_integer():
-            yield f"{key}: {source.path}: an energon dataset is repeated whole; give an integer after `*`."
-        if data.dataset_type == "energon" and source.share and len(sources) == 1:
-            yield f"{key}: {source.path}: is the only one; drop what follows the path, or train longer."
+        repeats = source.share and source.share.is_integer() and len(sources) > 1
+        if data.dataset_type == "energon" and (source.subset or not (source.whole or repeats)):
+            yield (
+                f"{key}: {source.path}: an energon dataset is read whole or, beside others, several times: "
+                "give an integer after `*`, or drop what follows the path."
+            )
 
 
 def _packing_problems(data: DataConfig) -> Iterator[str]:
-    if data.dataset_type == "energon":
+    if data.streaming or data.dataset_type == "energon":
+        why = "needs all lengths at once, which a stream and an energon dataset have not; use packing=stream."
         if data.packing == "global":
-            yield "data.packing: global needs all lengths at once, energon datasets are streams; use stream."
+            yield f"data.packing: global {why}"
         if data.group_by_length:
-            yield "data.group_by_length: needs all lengths at once, energon datasets are streams; pack them."
+            yield f"data.group_by_length: {why}"
     if data.packing != "none" and data.group_by_length:
         yield f"data.group_by_length: is for unpacked rows, packing is {data.packing}; set one of them."
     if data.packing == "none" and data.max_patches is not None:

@@ -32,7 +32,7 @@ def encode_prompt(
     outputs = kind_of(processor).unpadded(processor_outputs(processor, messages, images))
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
-    visual = GenericVisualInputs.from_mapping(tensors) if tensors else None
+    visual = GenericVisualInputs(**tensors) if tensors else None
     return {
         "input_ids": input_ids,
         "position_ids": needs.position_ids(input_ids, visual),
@@ -66,7 +66,7 @@ def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def vocabulary_words(processor: ProcessorMixin, size: int) -> list[str]:
+def vocabulary_notes(processor: ProcessorMixin, size: int) -> list[str]:
     """Lines about tokens of the tokenizer that are none of the model's `size`, if it has any.
 
     Raises ConfigError, which names them, if the chat template or the processor writes them into every

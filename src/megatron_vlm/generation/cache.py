@@ -23,6 +23,7 @@ from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.language_model import LanguageModelConfig
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
+from megatron_vlm.models.layers.kernels import on_device
 
 
 def bytes_per_row(config: LanguageModelConfig, tokens: int) -> int:
@@ -78,8 +79,7 @@ class Prefill:
             # of the stream -> of the row, counted from where the longest row starts
             places = tokens - (ends - lengths)[rows] + cache.starts[first + rows]
             self._places[window] = [
-                torch.from_numpy(x).to(device, non_blocking=True)
-                for x in (tokens, first + rows, places % slots)
+                on_device(array, device) for array in (tokens, first + rows, places % slots)
             ]
 
     def __call__(self, layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan):
@@ -94,20 +94,30 @@ class DecodePlan:
 
     turns: list[list[list[Tensor]]]  # see `AttentionPlan`
 
-    def __init__(self, cache: KeyValueCache, place: int, windows: Iterable[int | None], device):
-        self._cache, self._device = cache, device
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        place: int,
+        windows: Iterable[int | None],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._cache, self._dtype, self._device = cache, dtype, device
         self._views = {window: self._view(place, slots_of(window, cache.tokens)) for window in set(windows)}
-        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}  # made once for all layers
 
-    def _view(self, place: int, slots: int) -> tuple[int, int, np.ndarray | None]:
-        """The slot of the new token, how many are seen, and (B, seen) which of these are before the row."""
+    def _view(self, place: int, slots: int) -> tuple[int, int, Tensor | None]:
+        """The slot of the new token, how many are seen, and (B, 1, 1, seen) that hides what is no token."""
         seen, starts = min(place + 1, slots), self._cache.starts
-        hidden = place - (place - np.arange(seen)) % slots < starts[:, None]
-        return place % slots, seen, hidden if place + 1 - seen < starts.max() else None
+        if place + 1 - seen >= starts.max():
+            return place % slots, seen, None
+        hidden = torch.from_numpy(place - (place - np.arange(seen)) % slots < starts[:, None])
+        hidden = hidden[:, None, None].to(self._device)
+        zeros = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return place % slots, seen, zeros.masked_fill_(hidden, -torch.inf)
 
     def attend(self, layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor, _) -> Tensor:
         """(T, H, K). The query heads of one key/value head are as queries of one head."""
-        slot, seen, hidden = self._views[layer.window]
+        slot, seen, mask = self._views[layer.window]
         rows, tokens = len(self._cache.starts), len(query)
         if rows < tokens:
             query, key, value = query[:rows], key[:rows], value[:rows]
@@ -118,15 +128,7 @@ class DecodePlan:
             query.unflatten(1, (key.shape[1], -1)),
             keys.narrow(2, 0, seen),
             values.narrow(2, 0, seen),
-            attn_mask=None if hidden is None else self._mask(layer.window, query.dtype),
+            attn_mask=mask,
             scale=layer.scale,
         ).flatten(1, 2)
         return pad(context, (0, 0, 0, 0, 0, tokens - rows)) if rows < tokens else context
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(B, 1, 1, seen) to be added."""
-        if (window, dtype) not in self._masks:
-            hidden = torch.from_numpy(self._views[window][2])[:, None, None].to(self._device)
-            zero = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[window, dtype] = zero.masked_fill_(hidden, -torch.inf)
-        return self._masks[window, dtype]

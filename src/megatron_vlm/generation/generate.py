@@ -21,12 +21,14 @@ from torch import distributed as dist
 
 from megatron_vlm.batch import Prompt
 from megatron_vlm.generation.cache import bytes_per_row
-from megatron_vlm.generation.forward import forward, told_by_last_stage
 from megatron_vlm.generation.rows import AnswerRows, Piece, Request
 from megatron_vlm.generation.sampling import Sampling
+from megatron_vlm.job import watchdog
 from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import check_number
-from megatron_vlm.models.schedule import in_evaluation
+from megatron_vlm.models.head import output_logits
+from megatron_vlm.models.schedule import in_evaluation, run_schedule
+from megatron_vlm.models.stream import Stream
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel import setup
 
@@ -88,18 +90,27 @@ def generate(
     request = Request(prompts, max_new_tokens, Sampling(temperature, top_p, seed), sorted(set(stop)))
     inner = get_attr_wrapped_model(model[0], "layout", return_model_obj=True)
     request.check(inner)
-    numbers = torch.zeros(4, len(prompts), answers, max_new_tokens, dtype=torch.float64)
+    numbers: dict[tuple[int, int], np.ndarray] = {}  # by prompt and answer
     with alarm(), in_evaluation(model):
         for lanes in _waves(request, answers, inner, cache_bytes):
             _run(model, lanes)
-            _collect(lanes, numbers)
-        return _answers(numbers, request)
+            for rows in lanes:
+                numbers |= rows.answered()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for of_rank in setup.from_all_ranks(numbers, group):
+            numbers |= of_rank
+    return [
+        [_answer(numbers[prompt, answer], request.stop) for answer in range(answers)]
+        for prompt in range(len(prompts))
+    ]
 
 
 def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) -> None:
-    for name, count, most in (("max_new_tokens", max_new_tokens, MOST_NEW_TOKENS), ("answers", answers, inf)):
-        words = f"a whole number from 1 to {most}" if most < inf else "a whole number above 0"
-        check_number(f"generate: {name}", count, lambda n, most=most: 1 <= index(n) <= most, words)
+    words = f"a whole number from 1 to {MOST_NEW_TOKENS}"
+    check_number(
+        "generate: max_new_tokens", max_new_tokens, lambda n: 1 <= index(n) <= MOST_NEW_TOKENS, words
+    )
+    check_number("generate: answers", answers, lambda n: 1 <= index(n), "a whole number above 0")
     check_number("generate: temperature", temperature, lambda t: 0 <= t < inf, "a number, 0 or more")
     check_number("generate: top_p", top_p, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
     if answers > 1 and not temperature:
@@ -109,7 +120,7 @@ def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) 
 def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) -> Iterable[list[AnswerRows]]:
     """This rank's lanes of rows, one set after the other. On all ranks there are as many sets, lanes and
     prompts, as experts are shared by ranks that must call them together: where something is missing, the
-    first pieces are answered again, and not collected.
+    first pieces are answered again.
 
     Prompts of similar length are answered together.
     """
@@ -125,7 +136,7 @@ def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) ->
         for start in range(0, answers, size)
     ]
     each = -(-len(pieces) // lanes)
-    pieces += [pieces[i % len(pieces)]._replace(wanted=False) for i in range(each * lanes - len(pieces))]
+    pieces += [pieces[i % len(pieces)] for i in range(each * lanes - len(pieces))]
     per_wave = at_once // size
     for start in range(0, each, per_wave):
         yield [
@@ -183,25 +194,31 @@ def _any_runs(lanes: list[AnswerRows]) -> bool:
     return bool(everywhere.item())
 
 
-def _collect(lanes: list[AnswerRows], numbers: Tensor) -> None:
-    """Into (4, prompts, answers, steps): tokens, both log-probabilities, and 1 where there is a token."""
-    for rows in lanes:
-        for row, asked in enumerate(rows.answers):
-            if asked is not None:
-                count = rows.counts[row]
-                numbers[:3, *asked, :count] = torch.from_numpy(rows.taken[:, row, :count])
-                numbers[3, *asked, :count] = 1
+def _answer(numbers: np.ndarray, stop: list[int]) -> Answer:
+    tokens, logprobs, logprobs_at_1 = numbers.tolist()
+    tokens = [int(token) for token in tokens]
+    return Answer(tokens, logprobs, logprobs_at_1, "stop" if tokens[-1] in stop else "length")
 
 
-def _answers(numbers: Tensor, request: Request) -> list[list[Answer]]:
-    """The answers that all ranks have collected."""
-    numbers = numbers.to(setup.device())
-    dist.all_reduce(numbers, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    numbers = numbers.cpu()
+def forward(chunks: list[torch.nn.Module], streams: list[Stream]) -> list[Tensor]:
+    """The logits (n, V) of each stream's wanted tokens on the last pipeline stage; elsewhere an empty list.
 
-    def answer(of_one: Tensor) -> Answer:
-        tokens, *logprobs = of_one[:3, : int(of_one[3].sum())].tolist()
-        tokens = [int(token) for token in tokens]
-        return Answer(tokens, *logprobs, "stop" if tokens[-1] in request.stop else "length")
+    The streams have one length; with pipelines, they are as many as its stages.
+    """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        watchdog.beat()
+        return [chunks[0](stream, output_logits) for stream in streams]
+    return run_schedule(chunks, streams, _reported, output_logits, forward_only=True)
 
-    return [[answer(of_one) for of_one in of_prompt.unbind(1)] for of_prompt in numbers.unbind(1)]
+
+def _reported(stream: Stream, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_NV.new_zeros(()), logits_NV
+
+
+def told_by_last_stage(said: Tensor) -> Tensor:
+    """The tensor of the last stage's first rank, on every rank that shares the model, on the host."""
+    group = parallel_state.get_model_parallel_group()
+    if group.size() > 1:
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        dist.broadcast(said, group=group, group_src=group.size() - tp)
+    return said.cpu()

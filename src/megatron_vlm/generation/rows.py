@@ -22,15 +22,11 @@ NOTHING = np.empty(0, np.int64)
 
 
 class Piece(NamedTuple):
-    """Some of the answers to a prompt: the prompt's number, the first answer, the one after the last.
-
-    If it is not `wanted`, another rank or lane gives them.
-    """
+    """Some of the answers to a prompt: the prompt's number, the first answer, the one after the last."""
 
     prompt: int
     start: int
     stop: int
-    wanted: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,8 +70,7 @@ class AnswerRows:
         self.windows = set(model.config.layer_windows or (None,))
         rows = [(i, answer) for i, piece in enumerate(pieces) for answer in range(piece.start, piece.stop)]
         self.piece_of_row = np.array([i for i, _ in rows])
-        # (prompt, answer) of each row, None if it is not wanted
-        self.answers = [(pieces[i].prompt, answer) if pieces[i].wanted else None for i, answer in rows]
+        self.answers = [(pieces[i].prompt, answer) for i, answer in rows]
         prompts, steps = [request.prompts[piece.prompt] for piece in pieces], request.max_new_tokens
         draws = [request.sampling.draws(pieces[i].prompt, answer, steps) for i, answer in rows]
         self.draws, self.steps = np.stack(draws), 0
@@ -85,7 +80,6 @@ class AnswerRows:
         self.longest = int(lengths.max())
         self.cache = KeyValueCache(self.longest - lengths, self.longest + steps - 1)
         self.held = np.arange(len(rows))
-        self._stream: Stream | None = None  # of the last step
         self.runs = np.ones(len(rows), bool)
         self.taken, self.counts = np.zeros((3, len(rows), steps)), np.zeros(len(rows), np.int64)
 
@@ -118,27 +112,25 @@ class AnswerRows:
 
         axes = self.request.prompts[0]["position_ids"].dim() - 1
         position_ids = on_device(self.positions[self.held])
-        if self._stream is None or self._stream.routes.shape[1] != length:
-            order = torch.arange(length, device=here)
-            self._stream = Stream(
-                input_ids=order[None],
-                position_ids=position_ids,
-                plan=None,
-                visual_inputs=None,
-                feature_ranks=NOTHING,
-                feature_rows=NOTHING,
-                output_rows=order[:rows],
-                labels=order[:0],
-                weights=None,
-                output_places=order[:rows],
-                outputs=rows,
-                trained_weight=0.0,
-                routes=torch.where(order < rows, FREE_ROUTE, ROUTE_OF_PADDING)[None, :, None, None],
-            )
-        self._stream.input_ids = on_device(self.taken[0, self.held, self.steps - 1].astype(np.int64))
-        self._stream.position_ids = position_ids.expand(3, 1, -1) if axes else position_ids
-        self._stream.plan = DecodePlan(self.cache, self.longest + self.steps - 1, self.windows, here)
-        return self._stream
+        order = torch.arange(length, device=here)
+        # rows that are held come first; what follows is padding, which no expert and no logit is for
+        place = self.longest + self.steps - 1
+        dtype = self.model.config.params_dtype
+        return Stream(
+            input_ids=on_device(self.taken[0, self.held, self.steps - 1].astype(np.int64)),
+            position_ids=position_ids.expand(3, 1, -1) if axes else position_ids,
+            plan=DecodePlan(self.cache, place, self.windows, dtype, here),
+            visual_inputs=None,
+            feature_ranks=NOTHING,
+            feature_rows=NOTHING,
+            output_rows=order[:rows],
+            labels=order[:0],
+            weights=None,
+            output_places=order[:rows],
+            outputs=rows,
+            trained_weight=0.0,
+            routes=torch.where(order < rows, FREE_ROUTE, ROUTE_OF_PADDING)[None, :, None, None],
+        )
 
     def choose(self, logits_BV: Tensor) -> Tensor:
         """(3, held) fp64, see `Sampling.choose`."""
@@ -153,8 +145,12 @@ class AnswerRows:
         self.positions += 1
         self.steps += 1
         if 0 < 2 * runs.sum() <= len(runs):
-            self.held, self._stream = self.held[runs], None
+            self.held = self.held[runs]
             self.cache.select(np.flatnonzero(runs))
+
+    def answered(self) -> dict[tuple[int, int], np.ndarray]:
+        """(3, tokens) of `taken` by prompt and answer."""
+        return {answer: self.taken[:, row, : self.counts[row]] for row, answer in enumerate(self.answers)}
 
 
 def batch_of(prompts: list[Prompt]) -> Batch:

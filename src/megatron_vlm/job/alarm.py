@@ -45,8 +45,8 @@ def alarm() -> Iterator[None]:
         if is_anothers_end(error) and not store.check([_KEY]):
             raise  # it does not know why; who does may still say so
         text = printable(f"{type(error).__name__}: {without_traceback(str(error))}"[:LONGEST])
-        own = f"rank {dist.get_rank()} has failed: {text}"
-        if (first := store.compare_set(_KEY, "", own).decode()) != own:
+        reason = f"rank {dist.get_rank()} has failed: {text}"
+        if (first := store.compare_set(_KEY, "", reason).decode()) != reason:
             raise AnotherRankFailed(first) from error
         raise
     finally:

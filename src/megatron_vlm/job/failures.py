@@ -79,7 +79,7 @@ def closing(*parts: Any) -> Iterator[None]:
         failed = False
     finally:
         for part in parts:
-            with contextlib.suppress(*((OSError, RuntimeError) if failed else ())):
+            with contextlib.suppress(OSError, RuntimeError) if failed else contextlib.nullcontext():
                 part.close()
 
 

@@ -1,8 +1,9 @@
-"""A process beside one that nothing waits for: it says why that ended, if it could not say so itself.
+"""A process beside another: it says why that ended, if it could not say so itself, and ends it if it is held.
 
 A crash in compiled code, a kill, and code that never lets the interpreter go leave no time for Python. The
 guard needs nothing of the process that it guards. faulthandler writes stacks to it, through a socket so small
-that the crash waits until the reason is on the screen. Ranks have a launcher instead, see `ranks.last_words`.
+that the crash waits until the reason is on the screen. Of a rank that ended, its launcher speaks instead, see
+`ranks.last_words`.
 
 It ends a process whose watchdog has not looked for too long. It counts its own waits and not the clock, and
 none while the process is stopped: so time in which either of them could not run is not counted.
@@ -14,7 +15,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import socket
 import time
@@ -28,17 +28,13 @@ _CRASHES |= {"Illegal instruction": signal.SIGILL, "Floating": signal.SIGFPE}
 _SPEAKS_AFTER = 0.05  # seconds, in which the first line has come
 _LOOKS = 20  # times within the longest silence
 _WRITES_FOR = 1  # seconds, in which stacks are in their file
-_RANKS_END = 10  # seconds, in which ranks notice that their launcher is no more
 
 
-def start(
-    record: ranks.RankFile, stacks: int = 2, most_silence: float = math.inf, folder: str | None = None
-) -> int | None:
-    """Start the guard of this process, which ends with it; `record` must be in memory. `most_silence` are
-    seconds between two looks of the watchdog.
+def start(record: ranks.RankFile, stacks: int = 2, most_silence: float = math.inf) -> int | None:
+    """Start the guard of this process, which ends with it. `most_silence` are seconds between looks of the
+    watchdog.
 
-    What faulthandler writes to the returned descriptor goes to the descriptor `stacks`. A process that has a
-    `folder` for the time of its work is done when it has removed that; else the guard removes it.
+    What faulthandler writes to the returned descriptor goes to the descriptor `stacks`.
     """
     try:
         guarded = os.pidfd_open(os.getpid())
@@ -51,7 +47,7 @@ def start(
             os.setsid()
             if os.fork() == 0:  # nobody's child, so that nobody waits for it or takes it for a data worker
                 ours.close()
-                _attend(record, heard, guarded, stacks, most_silence, folder)
+                _attend(record, heard, guarded, stacks, most_silence)
         finally:
             os._exit(0)
     os.waitpid(between, 0)
@@ -61,19 +57,18 @@ def start(
 
 
 def _attend(
-    record: ranks.RankFile,
-    heard: socket.socket,
-    guarded: int,
-    stacks: int,
-    most_silence: float,
-    folder: str | None,
+    record: ranks.RankFile, heard: socket.socket, guarded: int, stacks: int, most_silence: float
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if _waits_too_long(record, heard, guarded, most_silence):
         signal.pidfd_send_signal(guarded, signal.SIGUSR2)  # faulthandler writes the stacks
         time.sleep(_WRITES_FOR)
-        say(f"megatron-vlm: {held(f'process {record.content["pid"]}', record.read())}")
+        record.content = record.read()  # which the other process has written, and can no longer
+        message = f"megatron-vlm: {held(record.content, most_silence)}"
+        record.end("hang", message)
+        if record.claim():
+            say(message)
         signal.pidfd_send_signal(guarded, signal.SIGKILL)
         return
     first = ""
@@ -81,22 +76,19 @@ def _attend(
         time.sleep(_SPEAKS_AFTER)
         first = heard.recv(256, socket.MSG_PEEK).decode(errors="replace")
     content = record.read()
-    if not content["ended"] and (folder is None or os.path.exists(folder)):
+    if not content["ended"] and ranks.world_size() == 1:
         who = f"process {content['pid']}"
         number = next((number for name, number in _CRASHES.items() if name in first), None)
         say(f"megatron-vlm: {by_signal(who, number, content)}")
     while heard in select.select([heard, guarded], [], [])[0] and (stack := heard.recv(1 << 16)):
         os.write(stacks, stack)
-    if folder is not None:
-        os.closerange(0, 3)  # who reads what the process printed shall not wait
-        time.sleep(_RANKS_END)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _waits_too_long(record: ranks.RankFile, heard: socket.socket, guarded: int, most_silence: float) -> bool:
     """Waits until the process ends or crashes; or until its watchdog did not look for longer: then True."""
     period = None if most_silence == math.inf else most_silence / _LOOKS
-    last_look, silence = None, 0.0
+    last_look = None
+    silence = 0.0
     while not select.select([heard, guarded], [], [], period)[0]:
         try:
             content = record.read()

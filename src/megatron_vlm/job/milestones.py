@@ -34,7 +34,7 @@ class Epochs:
         before, after = map(self.rows_in, (self._whole, self._whole + 1))
         return self._whole + (rows - before) / (after - before)
 
-    def words(self, config: RunConfig, last: int, rows: int) -> Iterator[str]:
+    def notes(self, config: RunConfig, last: int, rows: int) -> Iterator[str]:
         """Lines about the steps of an epoch; and of the run, if it is counted in epochs. It trains `rows`
         rows in its `last` steps."""
         batch, one = config.train.global_batch_size, self.rows_in(1)
@@ -62,7 +62,7 @@ def check_validation(train: TrainConfig, has_data: bool) -> None:
         )
 
 
-def validation_words(train: TrainConfig, has_data: bool) -> Iterator[str]:
+def validation_notes(train: TrainConfig, has_data: bool) -> Iterator[str]:
     """Lines for the user if there is validation data but no time for it, or the other way round."""
     if train.eval_every and not has_data:
         yield (
@@ -81,7 +81,7 @@ class Milestones:
     steps: int
     epoch_ends: frozenset[int] = frozenset()
 
-    def words(self, done: int) -> Iterator[str]:
+    def notes(self, done: int) -> Iterator[str]:
         """Lines about a run that has trained so many steps, if it is at its end."""
         if done >= self.steps:
             yield (

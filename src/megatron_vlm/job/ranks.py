@@ -72,7 +72,7 @@ def shared_folder(run_dir: str | Path | None = None) -> Path | None:
 class RankFile:
     """This rank's file; without a folder, it is in memory, which processes forked from this one share."""
 
-    def __init__(self, folder: Path | None, hang_seconds: float = float("inf")):
+    def __init__(self, folder: Path | None):
         self.folder = folder
         self.content: dict[str, Any] = {
             "rank": rank(),
@@ -82,7 +82,6 @@ class RankFile:
             "step": 0,
             "beats": 0,
             "looked": time.time(),  # when the watchdog last did
-            "hang_seconds": hang_seconds,
             "hang": None,
             "ended": None,
         }
@@ -209,12 +208,12 @@ def _reason(who: str, content: dict[str, Any] | None, code: int) -> tuple[int, f
         return _BEST_FIRST.index(ended["kind"]), ended["time"], ended.get("code", HANG_CODE), ended["message"]
     if code == 0:
         return None
-    kind, said = "silence", f"{who} ended with code {code} and said nothing; MEGATRON_VLM_DEBUG=1 says more."
+    kind = "silence"
+    said = f"{who} ended with code {code} and said nothing; MEGATRON_VLM_DEBUG=1 says more."
     if code < 0:
-        kind, said = "SIGTERM" if -code == signal.SIGTERM else "signal", by_signal(who, -code, content)
+        kind = "SIGTERM" if -code == signal.SIGTERM else "signal"
+        said = by_signal(who, -code, content)
         code = 128 - code
-    elif content and not ended and time.time() - content["looked"] > content["hang_seconds"]:
-        code, said = HANG_CODE, held(who, content, ", or was stopped for so long")
     return _BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {said}"
 
 
@@ -227,9 +226,10 @@ def by_signal(who: str, number: int | None, content: dict[str, Any] | None) -> s
     return f"{who} {signalled}{doing}: {why}{stacks}.\n{START_AGAIN.capitalize()}."
 
 
-def held(who: str, content: dict[str, Any], or_else: str = "") -> str:
-    """The last words of a process that faulthandler ended, as its interpreter could not run for too long."""
-    where = f"{who} let no other code run for {content['hang_seconds']:g} s while {content['doing']}{or_else}"
+def held(content: dict[str, Any], seconds: float) -> str:
+    """The last words of a process that its guard ends, as its interpreter could not run for too long."""
+    who = f"rank {content['rank']}" if world_size() > 1 else f"process {content['pid']}"
+    where = f"{who} let no other code run for {seconds:g} s while {content['doing']}"
     return f"{where}; its stacks are in errors/ of the run folder.\n{START_AGAIN.capitalize()}."
 
 
@@ -251,8 +251,8 @@ def hung(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path)
         where = f", in {content['hang']['where']}" if content["hang"] else ""
         texts.append(f"rank {number} (pid {content['pid']}) {worst} while {content['doing']}{where}")
     who = listed(texts, 3, "; ")
-    only_slow = worst in _WORST_FIRST[3:] and "SIGSTOP" not in who
-    remedy = "raise train.hang_seconds if it only needs longer" if only_slow else START_AGAIN
+    may_be_slow = worst in _WORST_FIRST[3:]
+    remedy = "raise train.hang_seconds if it only needs longer" if may_be_slow else START_AGAIN
     return (
         f"megatron-vlm: no rank came further for {hang_seconds:g} s: {who}.\n"
         f"The stacks of all ranks and workers are in {errors}; {remedy}."

@@ -47,6 +47,7 @@ def explain(error: BaseException, file: Path) -> tuple[int, str]:
     """
     notes = "\n".join(["", *getattr(error, "__notes__", ())])
     text, what = without_traceback(str(error)), _what_was_read(error)
+    # from the surest sign of what it is to the weakest: only what nothing here explains is a bug
     if is_worker_death(error):
         return USERS_CODE, text if _raised_by_us(error) else f"{text}\n{START_AGAIN.capitalize()}."
     if isinstance(error, OSError) and error.errno is not None:
@@ -119,8 +120,8 @@ def without_traceback(text: str) -> str:
     if marker not in text:
         return text
     after = text.rpartition(marker)[2].strip("\n").splitlines()
-    kept = [number for number, line in enumerate(after) if not line.startswith((" ", "\t"))]
-    return "\n".join(after[kept[0] :]) if kept else text.partition(marker)[0].strip()
+    unindented = [number for number, line in enumerate(after) if not line.startswith((" ", "\t"))]
+    return "\n".join(after[unindented[0] :]) if unindented else text.partition(marker)[0].strip()
 
 
 def named(error: BaseException) -> str:

@@ -5,12 +5,11 @@ run. A thread of every rank looks at the beats of all ranks. If no rank has made
 the stacks of all its threads, and of its data workers, to `<errors>/rankN.txt`, and says what it does. The
 first rank that has heard all others names the rank that hangs, and all end.
 
-Code that never lets the interpreter go stops that thread, too. So what needs no interpreter waits for its
-looks, and ends the process with its stacks when none has come for longer: the guard of a single process, or
-faulthandler's timer in a rank.
+Code that never lets the interpreter go stops that thread, too. So a process beside it waits for its looks,
+and ends it with its stacks when none has come for longer, see `guard`.
 
 A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time has missed nothing: it does not count the time
-in which it did not run. `kill -USR2 PID` writes a rank's stacks at any time.
+in which it did not run, and neither does its guard. `kill -USR2 PID` writes a rank's stacks at any time.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron_vlm.job.ranks import HANG_CODE, say
 
 WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
 WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
-TIMER_AFTER = 10  # seconds after the watchdog, which has better words
+GUARD_AFTER = 10  # seconds after the watchdog, which has better words
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
 
 _watch: Watch | None = None
@@ -53,7 +52,7 @@ def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -
     folder = Path(run_dir)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
-    _watch = Watch(folder / errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir), hang_seconds))
+    _watch = Watch(folder / errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir)))
     yield
     _watch.finish()
     _watch = None
@@ -110,7 +109,7 @@ class Watch:
         self.progress: list[Callable[[], Any]] = [lambda: len(sys.modules)]  # imports are work, too
         self.reader: int | None = None
         self.files, self._moved = False, 0
-        self._found: list[Any] = []
+        self._progress_seen: list[Any] = []
         self._parent = os.getppid()
         self._period = min(5.0, hang_seconds / 20)
         self._done = threading.Event()
@@ -118,16 +117,11 @@ class Watch:
         self.path = errors / f"rank{ranks.rank()}.txt"
         self.owned = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
         self.file = io.TextIOWrapper(open_to_write(self.path, append=True), "utf-8")
-        # where a crash in compiled code writes its stacks; workers have another parent than this process
-        alone = ranks.world_size() == 1
-        to_guard = guard.start(record, self.file.fileno(), hang_seconds + TIMER_AFTER) if alone else None
-        self._guarded = to_guard is not None
-        self._crashes = to_guard if self._guarded else self.file
+        to_guard = guard.start(record, self.file.fileno(), hang_seconds + GUARD_AFTER)
         atexit.register(record.end, "done", "")  # Python itself ends the process
         os.register_at_fork(after_in_child=self._in_worker)
-        faulthandler.enable(self._crashes)
+        faulthandler.enable(self.file if to_guard is None else to_guard)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
-        self._wind_up()
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -135,7 +129,6 @@ class Watch:
         self._done.set()
         self._thread.join()
         self.record.end("done", "")
-        faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
         self.file.close()
@@ -157,17 +150,20 @@ class Watch:
     # ---- the thread
 
     def _look(self) -> None:
-        seen, still, looked = None, 0.0, time.monotonic()
+        seen = None
+        still = 0.0
+        looked = time.monotonic()
         while not self._done.wait(self._period):
             now = time.monotonic()
-            self._wind_up()
-            passed, looked = now - looked, now
+            self.record.write(looked=time.time())
+            passed = now - looked
+            looked = now
             self._beat_for_files_and_workers(passed)
             others = self.record.others()
-            found = [self.record.content["beats"], *((n, content["beats"]) for n, content in others.items())]
+            beats = [self.record.content["beats"], *((n, content["beats"]) for n, content in others.items())]
             # this process did not run during the rest of a longer gap
-            still = still + min(passed, 2 * self._period) if found == seen else 0.0
-            seen = found
+            still = still + min(passed, 2 * self._period) if beats == seen else 0.0
+            seen = beats
             if still > self.hang_seconds and not self._done.is_set():
                 self._end_the_job()
             if ranks.several_machines():
@@ -175,24 +171,19 @@ class Watch:
             if os.getppid() != self._parent and "TORCHELASTIC_RUN_ID" in os.environ:
                 end_now(HANG_CODE)  # torchrun was killed; nobody would end this rank
 
-    def _wind_up(self) -> None:
-        self.record.write(looked=time.time())
-        if not self._guarded:
-            faulthandler.dump_traceback_later(self.hang_seconds + TIMER_AFTER, exit=True, file=self.file)
-
     def _beat_for_files_and_workers(self, passed: float) -> None:
-        found = [progress() for progress in self.progress]
+        progress = [count() for count in self.progress]
         moved = _bytes_read_and_written()
-        if found != self._found or (self.files and moved - self._moved > MUCH_IO * passed):
+        if progress != self._progress_seen or (self.files and moved - self._moved > MUCH_IO * passed):
             self.record.write(beats=self.record.content["beats"] + 1)
-        self._found, self._moved = found, moved
+        self._progress_seen = progress
+        self._moved = moved
 
     def _end_the_job(self) -> None:
         frames = self._frames()
-        where = _where(frames) + _stopped_workers()
         innermost = "".join(frame.f_code.co_filename for frame in frames[:3])
         waits = ranks.world_size() > 1 and any(place in innermost for place in WAITING)
-        self.record.write(hang={"where": where, "waits": waits})
+        self.record.write(hang={"where": _where(frames), "waits": waits})
         self._write_stacks()
         others = self._hear_others()
         contents = {ranks.rank(): self.record.content, **others}
@@ -260,12 +251,6 @@ def _where(frames: list[Any]) -> str:
         f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
         for frame in named
     )
-
-
-def _stopped_workers() -> str:
-    pids = [worker.pid for worker in multiprocessing.active_children()]
-    stopped = [str(pid) for pid in pids if ranks.process_state(pid) == "T"]
-    return f"; its data worker (pid {', '.join(stopped)}) is stopped (SIGSTOP)" if stopped else ""
 
 
 def _bytes_read_and_written() -> int:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_vlm.models.stream import Stream
-from megatron_vlm.parallel.linears import product
 
 CHUNK_BYTES = 2**28  # of the fp32 logits that are held at a time
 NEVER = -1e9  # a logit whose probability is zero; finite, as 0 * inf is not a number
@@ -59,7 +58,7 @@ def output_logits(
     """Megatron's `output_processor`: the logits (n, V) of the wanted tokens, on all tensor-parallel ranks."""
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
-    logits = hidden_ND @ weight.t() if torch.is_grad_enabled() else product(hidden_ND, weight)
+    logits = hidden_ND @ weight.t()
     if config.tensor_model_parallel_size > 1:
         logits = gather_from_tensor_model_parallel_region(logits)[:, : config.vocab_size]
     return capped(logits, config.logit_softcap)

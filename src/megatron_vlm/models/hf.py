@@ -60,7 +60,9 @@ def open_source(path: str | Path, tied: bool | None = None) -> Source:
     """
     description = describe(load_config(path))
     folder = resolve(path)
-    description.hf_config.tie_word_embeddings = are_tied(description.weight_map, folder, tied)
+    if tied is None:
+        tied = are_tied(description.weight_map, folder)
+    description.hf_config.tie_word_embeddings = tied
     return Source(folder, description)
 
 

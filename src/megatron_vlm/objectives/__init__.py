@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron_vlm.config import RunConfig
 from megatron_vlm.objectives.base import Objective
 from megatron_vlm.objectives.dpo import DPO
-from megatron_vlm.objectives.tokens import TOKENS
 
+TOKENS = Objective(loss="megatron_vlm.training.losses.tokens:of_run")  # their mean loss, by their weights
 OBJECTIVES = {"tokens": TOKENS, "dpo": DPO}
 
 

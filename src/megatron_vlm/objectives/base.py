@@ -10,10 +10,6 @@ from typing import Any
 from megatron_vlm.config import DataConfig, RunConfig
 
 
-def no_problems(config: RunConfig) -> Iterable[str]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Objective:
     """An entry of `OBJECTIVES`. What computes is named as "module:name" and imported when it is needed.
@@ -37,7 +33,7 @@ class Objective:
     reference_passes: int = 0
     record_part: str = ""
     record_keys: tuple[str, ...] = ()
-    problems: Callable[[RunConfig], Iterable[str]] = no_problems
+    problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()
 
     def step_loss(self, config: RunConfig, chunks: list[Any]) -> Callable[..., Any]:
         """The function that makes the gradients of a run that begins with these chunks' weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.batch import HOST_FIELDS, Batch, GenericVisualInputs
+from megatron_vlm.batch import HOST_FIELDS, Batch
 from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.reasons import named
@@ -83,25 +84,23 @@ class BatchBroadcaster:
         on the host of all ranks, except `visual_inputs`, which arrives in pinned memory on the first pipeline
         stage and is None beyond. If it raises, every rank of the group raises ReadFailed with the same text.
         """
+        batch: Batch | dict = {}
+        header = None
         if self.reads:
-            header, batch = self._read(iterator)
-        else:
-            header, batch = self._exchange_header(None), {}
+            try:
+                batch = next(iterator, {})
+                header = _header(batch) if batch else None
+            except Exception as error:
+                why = named(error).removeprefix("data: ")
+                text = f"data: rank {self._source} could not read a batch: {why}"
+                self._exchange_header({"error": text})
+                raise ReadFailed(text) from error
+        header = self._exchange_header(header)
         if header is None:
             return None
         if "error" in header:
             raise ReadFailed(header["error"])
         return self._deliver(header, batch)
-
-    def _read(self, iterator: Iterator[Batch]) -> tuple[dict[str, Any] | None, Batch | dict]:
-        try:
-            batch = next(iterator, None)
-            header = None if batch is None else _header(batch)
-        except Exception as error:
-            text = f"data: rank {self._source} could not read a batch: {named(error).removeprefix('data: ')}"
-            self._exchange_header({"error": text})
-            raise ReadFailed(text) from error
-        return self._exchange_header(header), batch or {}
 
     def _exchange_header(self, header: dict[str, Any] | None) -> dict[str, Any] | None:
         box = [header]
@@ -110,23 +109,26 @@ class BatchBroadcaster:
         return box[0]
 
     def _deliver(self, header: dict[str, Any], batch: Batch | dict) -> Batch:
-        received = dict(header["values"])
-        for name, shape, dtype in header["tensors"]:
-            received[name] = self._broadcast(batch.get(name), shape, dtype, self._group)
+        received = {
+            name: self._broadcast(batch.get(name), value, self._group) if isinstance(value, Tensor) else value
+            for name, value in header.items()
+        }
+        visual = received.get("visual_inputs")
         received["visual_inputs"] = None
-        if header["visual"] and self._first_stage:
-            held = batch["visual_inputs"].as_model_kwargs() if batch else {}
-            visual = {
-                name: self._broadcast(held.get(name), shape, dtype, self._stage_group, self._pins)
-                for name, shape, dtype in header["visual"]
+        if visual is not None and self._first_stage:
+            mine = batch.get("visual_inputs")
+            pixels = {
+                name: self._broadcast(getattr(mine, name, None), empty, self._stage_group, self._pins)
+                for name, empty in visual.as_model_kwargs().items()
+                if empty.is_meta
             }
-            received["visual_inputs"] = GenericVisualInputs(**visual, **header["visual_on_host"])
+            received["visual_inputs"] = dataclasses.replace(visual, **pixels)
         return received
 
     def _broadcast(
-        self, tensor: Tensor | None, shape, dtype, group: dist.ProcessGroup, pins: bool = False
+        self, tensor: Tensor | None, empty: Tensor, group: dist.ProcessGroup, pins: bool = False
     ) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype) if tensor is None else tensor.contiguous()
+        tensor = torch.empty(empty.shape, dtype=empty.dtype) if tensor is None else tensor.contiguous()
         tensor = tensor.pin_memory() if pins else tensor
         if group.size() > 1 and tensor.numel():
             # as bytes: gloo does not know every dtype
@@ -142,17 +144,10 @@ def _group_of(key: Any) -> dist.ProcessGroup:
 
 
 def _header(batch: Batch) -> dict[str, Any]:
-    """The names, shapes and dtypes that the others need to allocate, and the values that are not tensors."""
-    visual = batch.get("visual_inputs")
-    visual = visual.as_model_kwargs() if visual is not None else {}
-    others = {name: value for name, value in batch.items() if name != "visual_inputs"}
-    return {
-        "tensors": _shapes({name: v for name, v in others.items() if isinstance(v, Tensor)}),
-        "visual": _shapes({name: v for name, v in visual.items() if name not in HOST_FIELDS}),
-        "visual_on_host": {name: v for name, v in visual.items() if name in HOST_FIELDS},
-        "values": {name: v for name, v in others.items() if not isinstance(v, Tensor)},
-    }
-
-
-def _shapes(tensors: dict[str, Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
-    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    """The batch with tensors on `meta`, which the others allocate. Small visual ones are in it."""
+    header = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in batch.items()}
+    if (visual := batch.get("visual_inputs")) is not None:
+        pixels = {name: v for name, v in visual.as_model_kwargs().items() if name not in HOST_FIELDS}
+        empty = {name: v.to("meta") for name, v in pixels.items()}
+        header["visual_inputs"] = dataclasses.replace(visual, **empty)
+    return header

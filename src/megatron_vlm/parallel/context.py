@@ -79,6 +79,7 @@ def _dealt(lengths: Sequence[int], ranks: int, most_work: float) -> list[list[Pi
                 return chosen
         return chosen if len(chosen) == ranks else []
 
+    # the longest first: what is short fits into the gaps that they leave
     for document in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
         length, chosen = lengths[document], takers(lengths[document])
         runs = 2 * len(chosen) if len(chosen) > 1 else 1
@@ -87,6 +88,7 @@ def _dealt(lengths: Sequence[int], ranks: int, most_work: float) -> list[list[Pi
             reached = give(chosen[min(i, runs - 1 - i)], document, start, stop) if chosen else start
             if reached < stop:
                 rest.append((document, reached, stop))
+    # now only numbers of tokens must come out even, whatever the work
     for document, start, stop in rest:
         while start < stop:
             start = give(max(range(ranks), key=room.__getitem__), document, start, stop)

@@ -86,11 +86,9 @@ def _import_megatron_without_compiler() -> None:
 
 def _is_cuda(device) -> bool:
     """Whether `device` names CUDA in one of torch's spellings; a bare index counts as CUDA."""
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    if isinstance(device, str):
-        return device.split(":")[0] == "cuda"
-    return isinstance(device, int) and not isinstance(device, bool)
+    if isinstance(device, str | torch.device):
+        return str(device).split(":")[0] == "cuda"
+    return type(device) is int
 
 
 _FACTORIES = (
@@ -188,14 +186,8 @@ def _answer_cuda_module() -> None:
 def _keep_rng_on_cpu() -> None:
     """Gives Megatron's RNG tracker and activation recomputation the CPU generator instead of CUDA's."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
-
-    def get_state(device=None, clone=False, graph_safe=False):
-        return torch.random.get_rng_state()
-
-    def set_state(state, device=-1, graph_safe=False):
-        torch.random.set_rng_state(state)
-
-    random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
+    random._get_cuda_rng_state = lambda *_, **__: torch.random.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.random.set_rng_state(state)
     torch.cuda.get_rng_state = lambda device=None: torch.random.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.random.set_rng_state(state)
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)

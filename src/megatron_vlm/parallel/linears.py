@@ -11,16 +11,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, pad
 
-FEW_ROWS, OUTPUTS_AT_ONCE = 16, 768
 ALIGNED = 8  # channels of a row in bf16, of which torch's grouped product on CUDA takes multiples alone
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x times the transposed weight, without gradients. For few rows and many outputs, MKL is a quarter
-    quicker with some of the outputs at a time."""
-    if x.is_cpu and x.shape[:-1].numel() <= FEW_ROWS and len(weight) > OUTPUTS_AT_ONCE:
-        return torch.cat([linear(x, part) for part in weight.split(OUTPUTS_AT_ONCE)], dim=-1)
-    return linear(x, weight)
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -31,7 +22,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
             return super().forward(input_, *args)
         if self.sequence_parallel:
             input_ = tensor_parallel.gather_from_sequence_parallel_region(input_, group=self.tp_group)
-        return _with_bias(self, product(input_, self.weight))
+        return _with_bias(self, linear(input_, self.weight))
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -40,7 +31,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if torch.is_grad_enabled() or self.explicit_expert_comm:
             return super().forward(input_)
-        output = product(input_, self.weight)
+        output = linear(input_, self.weight)
         if self.sequence_parallel:
             output = tensor_parallel.reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
         elif self.tp_group.size() > 1:

@@ -35,11 +35,15 @@ def init_distributed(parallel: ParallelConfig, seed: int) -> None:
     """
     _check_layout(parallel, int(os.environ.get("WORLD_SIZE", 1)))
     check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
         torch.set_num_threads(cpu.threads())
-    _join_processes()
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=collective_timeout())
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     _make_groups(parallel)
     seed_all(seed)
 
@@ -142,14 +146,6 @@ def seed_all(seed: int) -> None:
 def _check_layout(parallel: ParallelConfig, processes: int) -> None:
     if problems := list(layout_problems(parallel, processes)):
         raise ConfigError("\n".join(problems))
-
-
-def _join_processes() -> None:
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=collective_timeout())
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _make_groups(parallel: ParallelConfig) -> None:

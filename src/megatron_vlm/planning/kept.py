@@ -9,7 +9,12 @@ from megatron_vlm.models.language_model import DTYPES, LanguageModelConfig, has_
 
 
 def saved_by_layer(
-    megatron_config: LanguageModelConfig, layer: int, value: int, attention: bool, feed_forward: bool
+    megatron_config: LanguageModelConfig,
+    layer: int,
+    value: int,
+    attention: bool,
+    feed_forward: bool,
+    dropout: bool = False,
 ) -> float:
     """Bytes per token that a layer saves for its backward pass; `value` is the size of a number.
 
@@ -17,7 +22,8 @@ def saved_by_layer(
     queries, keys, values and output, where a document that all ranks of context parallelism share gives a
     rank up to all of its keys and values; a gated feed-forward its gate and up, and their product for the
     next projection. Of `attention` and `feed_forward`, one that is not trained and has no adapters saves only
-    what the gradient of its input needs.
+    what the gradient of its input needs. Dropout of adapters' inputs saves a byte for each input of the
+    linears, and the output of attention once more.
     """
     tp = megatron_config.tensor_model_parallel_size
     cut = tp if megatron_config.sequence_parallel else 1
@@ -36,26 +42,18 @@ def saved_by_layer(
     )
     if megatron_config.qk_layernorm:  # keys lie where values do
         saved += value * queries + 4 * (queries + keys) / heads.channels
-    if not has_experts(megatron_config, layer):
-        return saved + channels * megatron_config.ffn_hidden_size / tp
-    saved += channels * (megatron_config.moe_shared_expert_intermediate_size or 0) / tp
+    experts = has_experts(megatron_config, layer)
+    inner = megatron_config.ffn_hidden_size
+    if experts:
+        inner = megatron_config.moe_shared_expert_intermediate_size or 0
+    saved += channels * inner / tp
+    if dropout:
+        saved += attention * (width + (1 + value) * queries) + feed_forward * (width + inner / tp)
+    if not experts:
+        return saved
     routed = channels * megatron_config.moe_ffn_hidden_size
     routed += feed_forward * value * megatron_config.hidden_size
     return saved + megatron_config.moe_router_topk * routed / cut
-
-
-def saved_by_dropout(
-    megatron_config: LanguageModelConfig, layer: int, value: int, attention: bool, feed_forward: bool
-) -> float:
-    """Bytes per token that dropout of adapters' inputs saves besides: a byte for each input of the linears,
-    and the output of attention once more."""
-    tp = megatron_config.tensor_model_parallel_size
-    width = megatron_config.hidden_size / (tp if megatron_config.sequence_parallel else 1)
-    heads = megatron_config.num_attention_heads * heads_of(megatron_config, layer).channels / tp
-    channels = megatron_config.ffn_hidden_size
-    if has_experts(megatron_config, layer):
-        channels = megatron_config.moe_shared_expert_intermediate_size or 0
-    return attention * (width + (1 + value) * heads) + feed_forward * (width + channels / tp)
 
 
 def saved_by_output_layer(

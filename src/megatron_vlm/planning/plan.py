@@ -7,8 +7,9 @@ layers save for their backward pass, and a fixed reserve covers temporary buffer
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field, replace
-from operator import add
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from megatron.core.transformer.spec_utils import build_module
@@ -38,26 +39,14 @@ from megatron_vlm.planning.adapters import (
     adapter_sizes,
     saved_sizes,
 )
-from megatron_vlm.planning.kept import saved_by_dropout, saved_by_layer, saved_by_output_layer
+from megatron_vlm.planning.kept import saved_by_layer, saved_by_output_layer
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters of one rank; experts count separately, as other ranks hold their optimizer state."""
-
-    dense: int = 0
-    experts: int = 0
-    trained_dense: int = 0
-    trained_experts: int = 0
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(*map(add, astuple(self), astuple(other)))
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
+# Numbers of one rank: "dense" and "experts", apart as other ranks hold the experts' optimizer state, and
+# "trained_dense" and "trained_experts" of them
+Parameters = Counter[str]
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ class KnownCosts:
     """Costs that plans of one model and one size of images share, so that they are computed once."""
 
     image: costs.ImageCost | None = None
-    held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by tp and ep
+    pieces: dict[tuple[int, int], _Pieces] = field(default_factory=dict)  # by tp and ep
 
 
 def make_plan(
@@ -136,12 +125,13 @@ def make_plan(
     meta = torch.device("meta")
     megatron_config.attention_backends = attention_backends(megatron_config, config.model, meta)
     split = config.parallel.tp, config.parallel.ep
-    if split not in known.held:
+    if split not in known.pieces:
         with setup.pretended(config.parallel, gpus), meta:
-            known.held[split] = _Held(config, megatron_config, description)
-    held = known.held[split]
+            known.pieces[split] = _Pieces(config, megatron_config, description)
+    pieces = known.pieces[split]
     stages = tuple(
-        _stage(config, megatron_config, architecture, held, image, gpus, i) for i in range(config.parallel.pp)
+        _stage(config, megatron_config, architecture, pieces, image, gpus, i)
+        for i in range(config.parallel.pp)
     )
     passes = costs.language_model_passes(config)
     per_row = costs.images_per_row(config, image)
@@ -167,7 +157,7 @@ def make_plan(
     )
 
 
-class _Held:
+class _Pieces:
     """Parameters of the model's pieces on one rank, from modules built on the meta device."""
 
     def __init__(self, config: RunConfig, megatron_config: LanguageModelConfig, description: Description):
@@ -182,13 +172,10 @@ class _Held:
             )
             for kind, i in examples.items()
         }
-        words = (
-            megatron_config.padded_vocabulary
-            // megatron_config.tensor_model_parallel_size
-            * megatron_config.hidden_size
-        )
-        self._words = Parameters(words, 0, words * trained, 0)
-        self._norm = Parameters(megatron_config.hidden_size, 0, megatron_config.hidden_size * trained, 0)
+        width = megatron_config.hidden_size
+        words = megatron_config.padded_vocabulary // megatron_config.tensor_model_parallel_size * width
+        self._words = Counter(dense=words, trained_dense=words * trained)
+        self._norm = Counter(dense=width, trained_dense=width * trained)
         self._adapters = adapter_sizes(config, description)
         self._saved = saved_sizes(config, description)
         self._drops = settled(config.adapter).lora_dropout > 0
@@ -203,19 +190,20 @@ class _Held:
         """Adapters, and that what is trained whole beside them, which is counted elsewhere, is trained."""
         dense = sum(self._adapters[layer, part] for part in (ATTENTION, FEED_FORWARD, None))
         experts = self._adapters[layer, EXPERTS]
-        return Parameters(dense, experts, dense + self._saved[layer], experts)
+        trained = dense + self._saved[layer]
+        return Counter(dense=dense, experts=experts, trained_dense=trained, trained_experts=experts)
 
     def stage(self, layers: tuple[range, ...], first: bool, last: bool) -> Parameters:
         """The parameters of the stage that holds these layers."""
-        total = Parameters()
-        for i in (i for held in layers for i in held):
-            total += self._layers[self._kind(i)] + self._adapters_of(i)
+        pieces = [self._layers[self._kind(i)] + self._adapters_of(i) for i in chain.from_iterable(layers)]
         if first:
-            total += self._words + self.vision + self._adapters_of(FIRST)
+            pieces += [self._words, self.vision, self._adapters_of(FIRST)]
         if last:
-            total += self._norm + self._adapters_of(LAST)
+            pieces += [self._norm, self._adapters_of(LAST)]
         one_chunk = first and last and len(layers) == 1
-        return total + self._words if last and not (one_chunk and self._config.tie_embeddings) else total
+        if last and not (one_chunk and self._config.tie_embeddings):
+            pieces.append(self._words)
+        return sum(pieces, Counter())
 
     def saved(self, megatron_config: LanguageModelConfig, layer: int, value: int) -> float:
         """Bytes per token that a layer saves; its linears' inputs, where these or adapters are trained."""
@@ -223,30 +211,29 @@ class _Held:
         attention = self._trained or adapters[layer, ATTENTION] + self._saved[layer] > 0
         inner = adapters[layer, FEED_FORWARD] + adapters[layer, EXPERTS]
         feed_forward = self._trained or inner + self._saved[layer] > 0
-        saved = saved_by_layer(megatron_config, layer, value, attention, feed_forward)
-        if self._drops:
-            saved += saved_by_dropout(megatron_config, layer, value, attention, feed_forward)
-        return saved
+        return saved_by_layer(megatron_config, layer, value, attention, feed_forward, self._drops)
 
 
 def _count(module: torch.nn.Module, trained: bool) -> Parameters:
     experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
     dense = sum(p.numel() for p in module.parameters()) - experts
-    return Parameters(dense, experts, dense * trained, experts * trained)
+    return Counter(
+        dense=dense, experts=experts, trained_dense=dense * trained, trained_experts=experts * trained
+    )
 
 
 def _count_vision(description: Description, frozen: list[str]) -> Parameters:
     prefixes = tuple(prefix for group in frozen for prefix in description.groups[group])
     sizes = {f"vision.{n}": p.numel() for n, p in description.build_vision().named_parameters()}
     trained = sum(size for name, size in sizes.items() if not name.startswith(prefixes))
-    return Parameters(sum(sizes.values()), 0, trained, 0)
+    return Counter(dense=sum(sizes.values()), trained_dense=trained)
 
 
 def _stage(
     config: RunConfig,
     megatron_config: LanguageModelConfig,
     architecture: dict,
-    held: _Held,
+    pieces: _Pieces,
     image: costs.ImageCost,
     gpus: int,
     number: int,
@@ -260,7 +247,7 @@ def _stage(
         for v in range(parallel.vpp)
         for count in [layout.get_num_layers_to_build(vp_stage=v, pp_rank=number)]
     )
-    parameters = held.stage(layers, first, last)
+    parameters = pieces.stage(layers, first, last)
     value, state = (2, 12) if config.model.dtype == "bf16" else (4, 8)  # bytes of a weight, of its Adam state
     dense_ranks = expert_ranks = 1
     if parallel.distributed_optimizer:
@@ -270,19 +257,22 @@ def _stage(
     images = config.train.micro_batch_size * costs.images_per_tower(config, image)
     lm_passes = costs.language_model_passes(config)
     seq_length = config.data.seq_length
-    layers_flops = sum(costs.layer_flops(architecture, i, seq_length) for held in layers for i in held)
-    activations = _activations(config, megatron_config, held, layers, image, gpus, number)
+    numbers = chain.from_iterable(layers)
+    layers_flops = sum(costs.layer_flops(architecture, i, seq_length) for i in numbers)
+    activations = _activations(config, megatron_config, pieces, layers, image, gpus, number)
     if first and parallel.tp > 1:  # the tower's gradients, joined, when their mean over the ranks is taken
-        activations = max(activations, 4 * held.vision.trained_dense)
+        activations = max(activations, 4 * pieces.vision["trained_dense"])
     flops = lm_passes * layers_flops + last * costs.output_passes(config) * costs.output_flops(architecture)
-    trained = parameters.trained_dense + parameters.trained_experts
+    total = parameters["dense"] + parameters["experts"]
+    trained_dense = parameters["trained_dense"]
+    trained_experts = parameters["trained_experts"]
+    trained = trained_dense + trained_experts
     return Stage(
         layers=layers,
-        parameters=parameters.total,
-        weights=value * (parameters.total + costs.reference_passes(config) * trained),
+        parameters=total,
+        weights=value * (total + costs.reference_passes(config) * trained),
         gradients=4 * trained,
-        optimizer=state
-        * (parameters.trained_dense / dense_ranks + parameters.trained_experts / expert_ranks),
+        optimizer=state * (trained_dense / dense_ranks + trained_experts / expert_ranks),
         activations=activations,
         flops=flops * tokens / (parallel.tp * parallel.cp)
         + first * costs.vision_passes(config, image) * images * image.flops,
@@ -292,7 +282,7 @@ def _stage(
 def _activations(
     config: RunConfig,
     megatron_config: LanguageModelConfig,
-    held: _Held,
+    pieces: _Pieces,
     layers: tuple[range, ...],
     image: costs.ImageCost,
     gpus: int,
@@ -311,19 +301,19 @@ def _activations(
     cut = tp if megatron_config.sequence_parallel else 1
     hidden = tokens * value * megatron_config.hidden_size
     numbers = [i for each in layers for i in each]
-    per_layer = [tokens * held.saved(megatron_config, i, value) for i in numbers]
-    kept = sum(per_layer)
+    per_layer = [tokens * pieces.saved(megatron_config, i, value) for i in numbers]
+    saved = sum(per_layer)
     if recompute:  # the layers' inputs; the first ones bring visual features for later layers
         extras = sum(extras_before(megatron_config, i + 1) for i in numbers)
-        kept = hidden / cut * (len(per_layer) + extras)
+        saved = hidden / cut * (len(per_layer) + extras)
     forwards = forwards_kept(config, derived(config, gpus)["micro_batches_per_step"], stage)
     masks = len(set(megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
-    of_one = kept + value * masks * tokens * rows * config.data.seq_length
-    kept = forwards * of_one
+    of_one = saved + value * masks * tokens * rows * config.data.seq_length
+    saved = forwards * of_one
     images = rows * costs.images_per_tower(config, image)
     if stage == 0:
-        kept += images * forwards * image.kept(recompute)
-        kept += rows * costs.images_per_row(config, image) * image.pixel_bytes  # on all ranks
+        saved += images * forwards * image.kept(recompute)
+        saved += rows * costs.images_per_row(config, image) * image.pixel_bytes  # on all ranks
     # a layer's input from all tensor-parallel ranks, and the gradient that goes back to them
     besides = 2 * hidden if megatron_config.sequence_parallel else 0.0
     if recompute:
@@ -334,7 +324,7 @@ def _activations(
         besides = max(besides, saved_by_output_layer(config, megatron_config, tokens, trained))
     if stage == 0:
         besides = max(besides, images * image.made_again(recompute) - of_one)
-    return kept + besides
+    return saved + besides
 
 
 def forwards_kept(config: RunConfig, micro_batches: int, stage: int) -> float:

@@ -13,11 +13,11 @@ from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.models.description import Description
-from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.overrides import apply_overrides, split_override
+from megatron_vlm.planning.notes import ways_to_fit
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.planning.search import planned_layouts
 from megatron_vlm.planning.step_time import Gpu
-from megatron_vlm.planning.words import ways_to_fit
 from megatron_vlm.run_folder.adapter_start import begun
 
 ROWS_IN_A_STEP = 32
@@ -67,7 +67,7 @@ def propose(
     model = source["model.hf_path"]
     first = paths_of(source["data.train_data_path"])[0]
     name = said.get("name") or f"{Path(model).name}-{Path(first).name.partition('.')[0]}"
-    found: dict[str, tuple[Any, str]] = {
+    chosen: dict[str, tuple[Any, str]] = {
         "name": (name, ""),
         "run_dir": (f"runs/{name}", "here the run lives, and from here it goes on if started again"),
         **{key: (value, "") for key, value in source.items()},
@@ -75,25 +75,25 @@ def propose(
     }
     processes = processes or len(gpus) or 1
     if not gpus:
-        found["model.dtype"] = "fp32", "there is no GPU here"
+        chosen["model.dtype"] = "fp32", "there is no GPU here"
     rows = -(-ROWS_IN_A_STEP // processes) * processes
-    found["train.global_batch_size"] = rows, f"{rows // processes} for each GPU" if processes > 1 else ""
+    chosen["train.global_batch_size"] = rows, f"{rows // processes} for each GPU" if processes > 1 else ""
     if not {"train.steps", "train.epochs"} & set(said):
-        found |= {"train.steps": (None, ""), "train.epochs": (1, "every row once")}
+        chosen |= {"train.steps": (None, ""), "train.epochs": (1, "every row once")}
     if apply_overrides(RunConfig(), said).adapter.used:
-        found["optimizer.lr"] = LR_OF_ADAPTERS, "adapters take more than whole weights do"
-    found["optimizer.warmup_steps"] = None, "a tenth of the run, at most 50"
-    found["train.save_every"] = STEPS_BETWEEN_SAVES, "so much is lost at most if the run is interrupted"
+        chosen["optimizer.lr"] = LR_OF_ADAPTERS, "adapters take more than whole weights do"
+    chosen["optimizer.warmup_steps"] = None, "a tenth of the run, at most 50"
+    chosen["train.save_every"] = STEPS_BETWEEN_SAVES, "so much is lost at most if the run is interrupted"
     if {"data.valid_data_path", "data.validation_share"} & set(said):
-        found["train.eval_every"] = STEPS_BETWEEN_SAVES, "and at the end"
-    found |= {key: (value, "") for key, value in said.items()}
+        chosen["train.eval_every"] = STEPS_BETWEEN_SAVES, "and at the end"
+    chosen |= {key: (value, "") for key, value in said.items()}
     if gpus and not any(key.startswith(LAYOUT) for key in said):
-        found |= _layout({key: value for key, (value, _) in found.items()}, description, gpus, processes)
-    values = {key: value for key, (value, _) in found.items()}
+        chosen |= _layout({key: value for key, (value, _) in chosen.items()}, description, gpus, processes)
+    values = {key: value for key, (value, _) in chosen.items()}
     config = dict(all_settings(apply_overrides(RunConfig(), values)))  # of the settings' own types
-    given = dict.fromkeys(_setting(key, config) for key in found)
-    order = sorted(given, key=lambda key: ("." in key, key.split(".")[0]))
-    reasons = {key: reason for key, (_, reason) in found.items() if reason}
+    keys = dict.fromkeys(_setting(key, config) for key in chosen)
+    order = sorted(keys, key=lambda key: ("." in key, key.split(".")[0]))
+    reasons = {key: reason for key, (_, reason) in chosen.items() if reason}
     return Proposal({key: config[key] for key in order}, reasons, processes)
 
 
@@ -123,10 +123,7 @@ def _layout(
         )
     layout, plan = plans[0]
     usual = dict(all_settings(RunConfig()))
-    found = {}
-    for key, value in (setting.split("=") for setting in layout):
-        if value != str(usual[key]):
-            found[key] = (int(value) if value.isdigit() else value, "")
-    tp = found.get("parallel.tp", (1, ""))[0]
+    values = dict(map(split_override, layout))
+    unusual = {key: (value, "") for key, value in values.items() if value != str(usual[key])}
     reason = f"the quickest of {len(plans)} layouts that fit on {there}, with {readable_size(plan.memory)}"
-    return found | {"parallel.tp": (tp, reason)}
+    return unusual | {"parallel.tp": (values["parallel.tp"], reason)}

@@ -217,7 +217,7 @@ def _labels() -> Iterator[tuple[str, str]]:
         "pp": [ps.get_pipeline_model_parallel_group(), ps.get_embedding_group(check_initialized=False)],
     }
     return (
-        (group.group_name, label) for label, held in groups.items() for group in held if group is not None
+        (group.group_name, label) for label, those in groups.items() for group in those if group is not None
     )
 
 

@@ -60,11 +60,11 @@ class Rehearsal:
     @property
     def collectives(self) -> dict[tuple[str, str], tuple[float, float]]:
         """(group, kind) -> (calls, bytes) of a step."""
-        found: dict[tuple[str, str], tuple[float, float]] = {}
+        totals: dict[tuple[str, str], tuple[float, float]] = {}
         for what, count in self._of_step(Collective):
-            calls, nbytes = found.get((what.group, what.kind), (0, 0))
-            found[what.group, what.kind] = calls + count, nbytes + count * what.nbytes
-        return found
+            calls, nbytes = totals.get((what.group, what.kind), (0, 0))
+            totals[what.group, what.kind] = calls + count, nbytes + count * what.nbytes
+        return totals
 
     @property
     def operations(self) -> float:
@@ -110,9 +110,9 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
         weights = _nbytes(p for chunk in chunks for p in chunk.parameters())
         gradients = _gradients(model)
         gc.collect()
-        held = recorder.alive
+        before_losses = recorder.alive
         step_loss = objective_of(config).step_loss(config, model)
-        reference = recorder.alive - held
+        reference = recorder.alive - before_losses
         count = derived(config, gpus)["micro_batches_per_step"]
         stage = parallel_state.get_pipeline_model_parallel_rank()
         batches = [example_batch(config, description, META)] * _enough(config, count, stage)
@@ -130,7 +130,7 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
         stage=stage,
         weights=weights + reference,
         gradients=gradients,
-        optimizer=held - weights - gradients,
+        optimizer=before_losses - weights - gradients,
         peak=recorder.peak,
         micro_batches=count,
         micro_batch=Seen({what: number / len(batches) for what, number in micro_batch.items()}),
@@ -233,12 +233,12 @@ def _images(config: RunConfig, description: Description) -> tuple[list[GenericVi
         visual = GenericVisualInputs(**description.blank_image(int(pixels)))
         return visual, sum(description.visual_tokens(visual))
 
-    whole, tokens = image(pixels)
+    largest, tokens = image(pixels)
     room = config.data.seq_length - 1  # of which each image takes one token more than it has
     number = min(int(config.data.visual_share * config.data.seq_length) // tokens, room // (tokens + 1))
     rest = int(config.data.visual_share * config.data.seq_length) - number * tokens
-    found = [(whole, tokens)] * number
-    part, of_part = image(pixels * rest / tokens)
-    if of_part <= min(rest, room - number * (tokens + 1)):
-        found.append((part, of_part))
-    return [visual for visual, _ in found], [count for _, count in found]
+    images = [(largest, tokens)] * number
+    last, tokens_of_last = image(pixels * rest / tokens)
+    if tokens_of_last <= min(rest, room - number * (tokens + 1)):
+        images.append((last, tokens_of_last))
+    return [visual for visual, _ in images], [count for _, count in images]

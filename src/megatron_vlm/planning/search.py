@@ -1,32 +1,23 @@
-"""The layouts of a run that fit, the quickest first: all are planned, the best are rehearsed."""
+"""The layouts of a run that fit by their plans, the quickest first."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models.attention_sizes import all_heads
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.planning.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
+from megatron_vlm.planning.plan import KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.planning.recorder import Collective
-from megatron_vlm.planning.rehearsal import rehearse
-from megatron_vlm.planning.step_time import Gpu, StepTime, collective_seconds, step_time
+from megatron_vlm.planning.step_time import Gpu, collective_seconds
 
 SIZES = (1, 2, 4, 8, 16, 32)
 # tokens of a row that context parallelism leaves a rank at least: shorter rows are cheaper on whole ranks
 FEWEST_TOKENS = 8192
 MOST_REHEARSED = 5
-
-
-@dataclass(frozen=True)
-class RehearsedLayout:
-    settings: tuple[str, ...]
-    memory: int  # bytes of the fullest rank that was rehearsed, with the reserve
-    time: StepTime
 
 
 def planned_layouts(
@@ -37,23 +28,15 @@ def planned_layouts(
     They are in the order of an estimated step's time. tp stays inside a node, the batches as they are.
     """
     known = KnownCosts()
-    found = []
+    fitting = []
     for settings in _layouts(config, description, gpus, gpu):
         try:
             plan = make_plan(apply_overrides(config, settings), description, gpus, known)
         except ValueError:
             continue  # it does not divide GPUs, model or batch
         if plan.memory <= capacity:
-            found.append((planned_seconds(plan, gpu), settings, plan))
-    return [(settings, plan) for _, settings, plan in sorted(found, key=lambda each: each[0])]
-
-
-def rehearse_all(plans: list[tuple[tuple[str, ...], MemoryPlan]], gpu: Gpu) -> Iterator[RehearsedLayout]:
-    """The first of the planned layouts, rehearsed one after the other."""
-    for settings, plan in plans[:MOST_REHEARSED]:
-        ranks = [rehearse(plan.config, plan.description, plan.gpus, rank) for rank in representatives(plan)]
-        memory = max(one.peak for one in ranks) + RESERVE
-        yield RehearsedLayout(settings, memory, step_time(ranks, gpu, plan.useful_flops))
+            fitting.append((planned_seconds(plan, gpu), settings, plan))
+    return [(settings, plan) for _, settings, plan in sorted(fitting, key=lambda each: each[0])]
 
 
 def representatives(plan: MemoryPlan) -> list[int]:
@@ -90,6 +73,7 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
         ranks = tuple(range(0, size * apart, apart))
         return collective_seconds(Collective("", kind, ranks, int(nbytes)), gpu)
 
+    # calls of a layer in its forward and backward pass, and in the forward pass that recomputation repeats
     exchanged = layers * (10 + 4 * again) * call("allgather", hidden, parallel.tp, 1)
     routed = hidden // parallel.tp * architecture.get("moe_router_topk", 0)
     exchanged += layers * (4 + 2 * again) * call("alltoall", routed, parallel.ep, 1)

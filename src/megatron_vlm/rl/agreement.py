@@ -5,32 +5,34 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
+import numpy as np
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_vlm.job.alarm import alarm
+from megatron_vlm.parallel.setup import from_all_ranks
 from megatron_vlm.rl.micro_batches import Document, MicroBatch
 
 
-@dataclass
-class Given:
+class Given(NamedTuple):
     """The input of a rank to a call: `rows` of micro batches, and a checksum of its samples."""
 
-    rows: int = 0
-    normalizer: float = 1.0
-    samples: int = 0
-    checksum: int = 0
-    model: int = field(default_factory=parallel_state.get_data_parallel_rank)
+    rows: int
+    normalizer: float
+    samples: int
+    checksum: int
+    model: int
 
-    def count(self, documents: Sequence[Document]) -> None:
-        self.samples = len(documents)
+    @classmethod
+    def of(cls, documents: Sequence[Document], rows: int, normalizer: float) -> Given:
+        checksum = 0
         for document in documents:
             for tensor in (document.input_ids, document.scored):
-                self.checksum = zlib.crc32(tensor.numpy().tobytes(), self.checksum)
+                checksum = zlib.crc32(tensor.numpy().tobytes(), checksum)
+        model = parallel_state.get_data_parallel_rank()
+        return cls(max(1, rows), float(normalizer), len(documents), checksum, model)
 
 
 def told(own: Any, error: Exception | None = None) -> list[Any]:
@@ -38,9 +40,8 @@ def told(own: Any, error: Exception | None = None) -> list[Any]:
 
     If a rank has an error, it raises that, and the others ValueError that quotes it.
     """
-    every: list[Any] = [None] * dist.get_world_size()
     with alarm():
-        dist.all_gather_object(every, (own, None if error is None else f"{type(error).__name__}: {error}"))
+        every = from_all_ranks((own, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
     for rank, (_, problem) in enumerate(every):
@@ -49,7 +50,7 @@ def told(own: Any, error: Exception | None = None) -> list[Any]:
     return [value for value, _ in every]
 
 
-def most_rows(given: Given, error: Exception | None) -> int:
+def most_rows(given: Given | None, error: Exception | None) -> int:
     """The most rows that a rank has. Collective.
 
     Raises an error of any rank as `told` does, and ValueError on every rank if the normalizers differ, or the
@@ -62,12 +63,12 @@ def most_rows(given: Given, error: Exception | None) -> int:
             f"normalizer: ranks give {shown}; give one on all ranks, such as the number of samples, or of "
             "trained tokens, of the whole step."
         )
-    first: dict[int, int] = {}
+    models = [each.model for each in every]
     for rank, each in enumerate(every):
-        other = every[first.setdefault(each.model, rank)]
-        if (each.samples, each.checksum) != (other.samples, other.checksum):
+        first = models.index(each.model)
+        if (each.samples, each.checksum) != (every[first].samples, every[first].checksum):
             raise ValueError(
-                f"samples: ranks {first[each.model]} and {rank} share a model, but give {other.samples} and "
+                f"samples: ranks {first} and {rank} share a model, but give {every[first].samples} and "
                 f"{each.samples} samples that differ; give the same on all ranks of one tp, cp and pp group."
             )
     return max(each.rows for each in every)
@@ -80,23 +81,19 @@ def means(
 
     Raises the first of what `failed`, and ValueError for a loss that is not finite, as `told` does.
     """
-    sums: dict[str, list[float]] = {}
+    sums: dict[str, np.ndarray] = {}
     wrong: list[int] = []
     for row, report in zip(rows, reports, strict=False):  # only the last stage has reports
         for name, pair in report.items():
-            sums[name] = _added(sums.get(name), pair.tolist())
+            sums[name] = sums.get(name, 0) + np.array(pair.tolist())
         if "loss" in report and not math.isfinite(report["loss"][0]):
             wrong += [document.number for document in row.documents]
     if wrong:
         text = f"the loss of samples {wrong} is not finite; look at their fields, or step with a lower lr."
         failed = [*failed, ValueError(text)]
     model = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
-    total = {"loss": [0.0, 0.0]}  # there may be no samples
-    for own in told(sums if model == (0, 0) else {}, failed[0] if failed else None):
-        for name, pair in own.items():
-            total[name] = _added(total.get(name), pair)
-    return {name: value / (count or 1.0) for name, (value, count) in total.items()}
-
-
-def _added(one: list[float] | None, other: list[float]) -> list[float]:
-    return other if one is None else [a + b for a, b in zip(one, other, strict=True)]
+    total = {"loss": np.zeros(2)}  # there may be no samples
+    for of_rank in told(sums if model == (0, 0) else {}, failed[0] if failed else None):
+        for name, pair in of_rank.items():
+            total[name] = total.get(name, 0) + pair
+    return {name: float(value / (count or 1.0)) for name, (value, count) in total.items()}

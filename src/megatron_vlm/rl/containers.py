@@ -1,27 +1,74 @@
 """Samples of reinforcement learning, whose tensors differ in shape, as one batch.
 
 `TensorList` stands where a tensor with a batch axis would, for samples of different shapes. `TensorBatch`
-maps names to tensors and TensorLists of one batch size. Names and meanings of the methods are as in
-SkyRL's containers (skyrl/backends/skyrl_train/training_batch.py).
+maps names to tensors and TensorLists of one batch size. Both select, cut and repeat rows (`Batched`). Names
+and meanings of the methods are as in SkyRL's containers (skyrl/backends/skyrl_train/training_batch.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_vlm.batch import HOST_FIELDS, GenericVisualInputs
-from megatron_vlm.messages import printable, suggestion
-from megatron_vlm.rl.rows import Batched, Rows, is_number
+from megatron_vlm.messages import listed, printable, suggestion
 
 VISUAL_FIELDS = tuple(field.name for field in dataclasses.fields(GenericVisualInputs))
 # what processors give besides, which pad images to one size (LFM2-VL's, Gemma 4's, LLaVA-OneVision's)
 VISUAL_FIELDS += ("pixel_attention_mask", "spatial_shapes", "image_position_ids", "batch_num_images")
+
+
+# a slice, row numbers (negative ones count from the end), or one bool per row
+Rows = slice | Sequence[int] | Sequence[bool] | np.ndarray | Tensor
+
+
+class Batched:
+    """Everything that follows from `batch_size`, at least 1, and `_take(rows)`, which gives rows that exist.
+    No selection is empty: that raises ValueError. A slice shares memory."""
+
+    def __getitem__(self, rows: Rows) -> Self:
+        index = rows
+        numbers = np.arange(self.batch_size)
+        if not isinstance(rows, slice):
+            index = torch.as_tensor(rows).cpu().numpy() if len(rows) else []
+        chosen = list(map(int, numbers[index]))
+        if not chosen:
+            raise ValueError(
+                f"{type(self).__name__}: none of {len(numbers)} rows is selected, but a batch has at least "
+                "one; check the selection before you use it."
+            )
+        # torch has no negative steps
+        return self._take(rows if isinstance(rows, slice) and (rows.step or 1) > 0 else chosen)
+
+    def chunk(self, chunk_size: int) -> list[Self]:
+        """Pieces of `chunk_size` rows in order; the last may be smaller. `torch.chunk` takes their number."""
+        return self.split(chunk_size)
+
+    def split(self, sizes: int | list[int]) -> list[Self]:
+        """Pieces of these sizes in order, or all of one size, as `torch.split` does."""
+        pieces = torch.arange(self.batch_size).split(sizes)
+        edges = np.cumsum([0, *map(len, pieces)]).tolist()
+        return [self[start:stop] for start, stop in pairwise(edges)]
+
+    def repeat(self, repeats: int) -> Self:
+        """All rows `repeats` times: 0, 1, 0, 1."""
+        return self[torch.arange(self.batch_size).repeat(repeats)]
+
+    def repeat_interleave(self, repeats: int | Sequence[int] | Tensor) -> Self:
+        """Each row `repeats` times, or as often as its own number says: 0, 0, 1, 1."""
+        return self[torch.arange(self.batch_size).repeat_interleave(torch.as_tensor(repeats).cpu())]
+
+
+def is_number(index: object) -> bool:
+    """Whether this selects one row."""
+    return isinstance(index, int | np.integer) or (isinstance(index, Tensor) and index.dim() == 0)
 
 
 class TensorList(Batched):
@@ -105,7 +152,7 @@ class TensorList(Batched):
 Field = Tensor | TensorList
 
 
-class TensorBatch(Batched, MutableMapping[str, Field]):
+class TensorBatch(Batched, UserDict[str, Field]):
     """Names mapped to tensors and TensorLists of one batch size.
 
     `self["name"]` is a field, `self[rows]` a batch of these rows, where a slice shares memory, `self[i]` a
@@ -116,10 +163,8 @@ class TensorBatch(Batched, MutableMapping[str, Field]):
     """
 
     def __init__(self, fields: Mapping[str, Field | Sequence[Tensor] | None] | None = None, **more: Field):
-        self._fields: dict[str, Field] = {}
-        for key, value in {**(fields or {}), **more}.items():
-            if value is not None:
-                self[key] = value
+        every = {**(fields or {}), **more}
+        super().__init__({key: value for key, value in every.items() if value is not None})
 
     @classmethod
     def from_samples(cls, samples: Iterable[Mapping[str, Any]]) -> TensorBatch:
@@ -131,8 +176,6 @@ class TensorBatch(Batched, MutableMapping[str, Field]):
         """
         rows = [{key: value for key, value in each.items() if value is not None} for each in samples]
         keys = dict.fromkeys(key for row in rows for key in row)
-        if not keys:
-            raise ValueError(f"from_samples: {len(rows)} samples have no field; give at least one.")
         return cls({key: _field_of_samples(key, [row.get(key) for row in rows]) for key in keys})
 
     def samples(self) -> list[dict[str, Tensor]]:
@@ -147,9 +190,9 @@ class TensorBatch(Batched, MutableMapping[str, Field]):
 
     @property
     def batch_size(self) -> int:
-        if not self._fields:
+        if not self.data:
             raise ValueError("TensorBatch: without fields there is no batch size; set a field first.")
-        return len(next(iter(self._fields.values())))
+        return len(next(iter(self.values())))
 
     @property
     def device(self) -> torch.device:
@@ -160,40 +203,24 @@ class TensorBatch(Batched, MutableMapping[str, Field]):
     def __getitem__(self, index: str | int | Rows) -> Any:
         if not isinstance(index, str):
             return super().__getitem__([int(index)] if is_number(index) else index)
-        if index not in self._fields:
-            raise KeyError(f"TensorBatch has no field {printable(index)}{suggestion(index, self._fields)}")
-        return self._fields[index]
+        if index not in self.data:
+            raise KeyError(f"TensorBatch has no field {printable(index)}{suggestion(index, self.data)}")
+        return self.data[index]
 
     def __setitem__(self, key: str, value: Field | Sequence[Tensor]) -> None:
         if not isinstance(key, str):
             raise TypeError(f"TensorBatch: {key!r} is no name; fields are set by name, not by row.")
         field = _field(key, value)
-        sizes = {name: len(each) for name, each in self.items() if name != key and len(each) != len(field)}
-        if sizes:
-            raise ValueError(
-                f"TensorBatch: {printable(key)} has batch size {len(field)}, {_listed(sizes)}; "
-                "every field needs one entry for each sample."
-            )
-        devices = {name: each.device for name, each in self.items() if name not in {key, *HOST_FIELDS}}
-        if key not in HOST_FIELDS and set(devices.values()) - {field.device}:
-            raise ValueError(
-                f"TensorBatch: {printable(key)} is on {field.device}, {_listed(devices)}; "
-                "bring all fields to one device with `.to`."
-            )
-        self._fields[key] = field
-
-    def __delitem__(self, key: str) -> None:
-        self[key]  # raises for an unknown one
-        del self._fields[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._fields
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
+        for name, other in self.items():
+            anywhere = not HOST_FIELDS.isdisjoint((name, key))
+            fits = len(other) == len(field) and (anywhere or other.device == field.device)
+            if name != key and not fits:
+                raise ValueError(
+                    f"TensorBatch: {printable(key)} has batch size {len(field)} and is on {field.device}, "
+                    f"{printable(name)} has {len(other)} and is on {other.device}; give every field one "
+                    "entry for each sample, and bring all of them to one device with `.to`."
+                )
+        self.data[key] = field
 
     def select(self, keys: Iterable[str]) -> TensorBatch:
         """These fields alone."""
@@ -210,8 +237,6 @@ class TensorBatch(Batched, MutableMapping[str, Field]):
         batch lacks, and for one that differs in dtype, device or, as a tensor, in the shape of a row.
         """
         batches = list(batches)
-        if not batches:
-            raise ValueError("TensorBatch.cat: there are no batches; give at least one.")
         keys = dict.fromkeys(key for batch in batches for key in batch)
         return TensorBatch({key: _cat(key, batches) for key in keys})
 
@@ -239,23 +264,17 @@ class TensorBatch(Batched, MutableMapping[str, Field]):
 
 
 def _field(key: str, value: object) -> Field:
-    if not isinstance(value, Tensor | TensorList):
-        value = getattr(value, "tensors", value)  # SkyRL's TensorList
-        if not isinstance(value, list | tuple):
-            kind = type(value).__name__
-            raise ValueError(
-                f"TensorBatch: {printable(key)} is of type {kind}; give a tensor or a list of them."
-            )
-        try:
-            return TensorList(value)
-        except ValueError as error:
-            raise ValueError(f"TensorBatch: {printable(key)}: {error}") from error
     if isinstance(value, Tensor) and not (value.dim() and len(value)):
         raise ValueError(
             f"TensorBatch: {printable(key)} has shape {tuple(value.shape)}; "
             "the first axis has to be that of the samples, at least one."
         )
-    return value
+    if isinstance(value, Tensor | TensorList):
+        return value
+    try:
+        return TensorList(getattr(value, "tensors", value))  # SkyRL's TensorList has `tensors`
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"TensorBatch: {printable(key)}: {error}") from error
 
 
 def _field_of_samples(key: str, values: list[Any]) -> Field:
@@ -263,8 +282,7 @@ def _field_of_samples(key: str, values: list[Any]) -> Field:
     try:
         tensors = [None if value is None else torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:
-        kinds = ", ".join(sorted({type(value).__name__ for value in values}))
-        raise ValueError(f"from_samples: {printable(key)} holds {kinds}; give numbers or tensors.") from error
+        raise ValueError(f"from_samples: {printable(key)}: {error}; give numbers or tensors.") from error
     if all(tensor is not None and tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors)
     return _filled(key, tensors)
@@ -288,10 +306,10 @@ def _filled(key: str, tensors: list[Tensor | None]) -> TensorList:
     """With an entry of zero rows for each None. Raises ValueError if there is one and the field needs all."""
     lacking = [row for row, tensor in enumerate(tensors) if tensor is None]
     if lacking and key not in VISUAL_FIELDS:
-        shown = ", ".join(map(str, lacking[:5])) + (", …" if len(lacking) > 5 else "")
         raise ValueError(
-            f"TensorBatch: {len(lacking)} of {len(tensors)} samples lack {printable(key)}: {shown}; "
-            f"give it to all. Only visual fields may be absent: {', '.join(VISUAL_FIELDS)}."
+            f"TensorBatch: {len(lacking)} of {len(tensors)} samples lack {printable(key)}: "
+            f"{listed(list(map(str, lacking)), 5)}; give it to all. "
+            f"Only visual fields may be absent: {', '.join(VISUAL_FIELDS)}."
         )
     like = next(tensor for tensor in tensors if tensor is not None)
     no_rows = like.new_empty((0, *like.shape[1:]))
@@ -306,26 +324,19 @@ def _equal(one: Field, other: Field) -> bool:
 
 def _packed(tensor: Tensor) -> tuple:
     """The parts of a tensor to pickle: its own pickle has all that it is a view of, and fails for uint16."""
-    return (
-        tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy(),
-        tensor.dtype,
-        tensor.shape,
-        tensor.device,
-    )
+    data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return data, tensor.dtype, tensor.shape, tensor.device
 
 
-def _unpacked(data: np.ndarray, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> Tensor:
+def _unpacked(parts: tuple) -> Tensor:
+    data, dtype, shape, device = parts
     writable = np.require(data, requirements="W")  # memory that processes share may not be
     return torch.from_numpy(writable).view(dtype).reshape(shape).to(device)
 
 
 def _restored_list(tensors: list[tuple]) -> TensorList:
-    return TensorList(_unpacked(*each) for each in tensors)
+    return TensorList(map(_unpacked, tensors))
 
 
 def _restored_batch(fields: dict[str, tuple | TensorList]) -> TensorBatch:
-    return TensorBatch({key: _unpacked(*f) if isinstance(f, tuple) else f for key, f in fields.items()})
-
-
-def _listed(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{printable(key)} {value}" for key, value in values.items())
+    return TensorBatch({key: _unpacked(f) if isinstance(f, tuple) else f for key, f in fields.items()})

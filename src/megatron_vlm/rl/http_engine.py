@@ -11,27 +11,29 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import itertools
 import json
 import math
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import torch
-from torch import distributed as dist
 
 from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import printable
+from megatron_vlm.models.hf import Source
+from megatron_vlm.parallel import setup
 from megatron_vlm.rl.policy import Policy
 from megatron_vlm.rl.rollouts import Answered, RolloutPrompt, Sample, samples_of
 
 SHOWN = 300  # characters of a refusal that are shown
+NEWER = "serve with a version that knows return_token_ids and no_stop_trim."
 BYTES_PER_TOKEN = 1024  # of an answer: its id, text and log-probability take 100 to 300
 # A server's defaults come from the checkpoint's generation_config.json, and would be another distribution.
 ALL_TOKENS = {
@@ -41,6 +43,8 @@ ALL_TOKENS = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+# what it raises to read an answer of another form
+OF_ANOTHER_FORM = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 
 class EngineError(ValueError):
@@ -78,59 +82,44 @@ class HttpEngine:
 
     def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
         """Raises EngineError on every rank."""
-        said: list[Any] = [None]
-        if dist.get_rank() == 0:
+
+        def answers_or_problem() -> list[list[Answered]] | str:
             try:
-                said = [self._ask_all(policy, prompts)]
-            except Exception as error:  # noqa: BLE001 - the other ranks wait for what is said
-                said = [str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"]
+                return self._ask_all(policy, prompts)
+            except EngineError as error:
+                return str(error)
+
         with alarm():
-            dist.broadcast_object_list(said, src=0)
-        if isinstance(said[0], str):
-            raise EngineError(said[0])
-        return samples_of(policy, prompts, said[0])
+            said = setup.on_first_rank(answers_or_problem)
+        if isinstance(said, str):
+            raise EngineError(said)
+        return samples_of(policy, prompts, said)
 
     def _ask_all(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[list[Answered]]:
-        source, reading = policy.source, threading.Lock()  # JSON may take 30 times its size
+        source, free = policy.source, asyncio.Semaphore(self.at_once)
         stop = stop_tokens(source.folder, source.description.hf_config)
-        size = source.description.text.vocab_size
-        kinds = source.description.visual_kinds
 
-        def text_of(tokens: list[int]) -> list[int]:
-            """Without placeholders, and what a server may put in their place."""
-            known = [token for token in tokens if 0 <= token < size]
-            kind = torch.as_tensor(kinds(torch.tensor(known, dtype=torch.long))).tolist()
-            return [token for token, each in zip(known, kind, strict=True) if each == 0]
-
-        def ask(prompt: RolloutPrompt) -> list[Answered]:
-            address, request = self._request(prompt, stop)
-            per_answer = BYTES_PER_TOKEN * self.max_new_tokens + 16 * len(prompt.inputs["input_ids"])
-            said = self._post(address, json.dumps(request).encode(), 2**16 + self.answers * per_answer)
+        async def ask(prompt: RolloutPrompt) -> list[Answered]:
+            async with free:
+                address, request = await asyncio.to_thread(self._request, prompt, stop)
+                per_answer = BYTES_PER_TOKEN * self.max_new_tokens + 16 * len(prompt.inputs["input_ids"])
+                most_bytes = 2**16 + self.answers * per_answer
+                said = await self._post(address, json.dumps(request).encode(), most_bytes)
             try:
-                with reading:
-                    return self._read(json.loads(said), address, prompt, size, text_of)
-            except EngineError:
-                raise
-            except (
-                AttributeError,
-                LookupError,
-                OverflowError,
-                RecursionError,
-                TypeError,
-                ValueError,
-            ) as error:
-                raise EngineError(
-                    f"{address}: the answer is not in the form of vLLM's or SGLang's "
+                return self._read(json.loads(said), prompt, source)
+            except OF_ANOTHER_FORM as error:
+                problem = (
+                    "the answer is not in the form of vLLM's or SGLang's "
                     f"({type(error).__name__}: {printable(error)}); look at it with curl."
-                ) from error
+                )
+                problem = str(error) if isinstance(error, EngineError) else problem
+                raise EngineError(f"{address}: {problem}") from error
 
-        with ThreadPoolExecutor(self.at_once) as pool:
-            asked = [pool.submit(ask, prompt) for prompt in prompts]
-            try:
-                return [one.result() for one in asked]
-            finally:
-                for one in asked:
-                    one.cancel()
+        async def ask_each() -> list[list[Answered]]:
+            return await asyncio.gather(*map(ask, prompts))
+
+        with ThreadPoolExecutor(1) as thread:  # the caller's may run a loop already, as a notebook's does
+            return thread.submit(asyncio.run, ask_each()).result()
 
     def _request(self, prompt: RolloutPrompt, stop: list[int]) -> tuple[str, dict[str, Any]]:
         """The address, and what is sent there."""
@@ -153,25 +142,28 @@ class HttpEngine:
         request |= {"logprobs": True, "return_prompt_token_ids": True, "return_meta_info": True}
         return f"{base}/v1/chat/completions", request | {"messages": _with_images(prompt)}
 
-    def _post(self, address: str, body: bytes, most_bytes: int) -> bytes:
-        for attempt in range(self.retries + 1):
+    async def _post(self, address: str, body: bytes, most_bytes: int) -> bytes:
+        for attempt in itertools.count():
+            final = attempt == self.retries
             try:
-                status, said = asyncio.run(self._attempt(address, body, most_bytes))
-                if 200 <= status < 300:
-                    return said
+                status, said = await self._attempt(address, body, most_bytes)
+                if 200 <= status < 300 and len(said) <= most_bytes:
+                    break
                 problem = f"status {status}: {printable(said.decode('utf-8', 'replace'), SHOWN)}"
-                final = status < 500 and status != 429
+                if status < 300:
+                    problem = f"the answer has more than the {most_bytes} bytes that its tokens may take"
+                final = final or (status < 500 and status != 429)
             except TimeoutError:
                 problem, final = f"no whole answer in {self.timeout:g} s", True
             except (aiohttp.ClientError, OSError) as error:
-                problem, final = printable(error), False
-            if final or attempt == self.retries:
+                problem = printable(error)
+            if final:
                 raise EngineError(
                     f"{address}: {problem} (try {attempt + 1} of {self.retries + 1}); "
                     "see that the server runs and what it logs."
                 )
-            time.sleep(self.pause * 2**attempt)
-        raise AssertionError("a last attempt returns or raises")
+            await asyncio.sleep(self.pause * 2**attempt)
+        return said
 
     async def _attempt(self, address: str, body: bytes, most_bytes: int) -> tuple[int, bytes]:
         """Status and body. Follows no redirect, as it would lose the request's body, and unpacks nothing."""
@@ -181,75 +173,73 @@ class HttpEngine:
             aiohttp.ClientSession(timeout=limit, auto_decompress=False) as session,
             session.post(address, data=body, headers=headers, allow_redirects=False) as response,
         ):
-            async for part in response.content.iter_any():
-                said += part
-                if response.status >= 300 and len(said) >= SHOWN:
+            most = SHOWN if response.status >= 300 else most_bytes
+            async for piece in response.content.iter_any():
+                said += piece
+                if len(said) > most:
                     break
-                if len(said) > most_bytes:
-                    raise EngineError(
-                        f"{address}: the answer has more than the {most_bytes} bytes that {self.answers} "
-                        f"answers of {self.max_new_tokens} tokens take; see what the server sends."
-                    )
             return response.status, bytes(said)
 
-    def _read(
-        self,
-        found: dict[str, Any],
-        address: str,
-        prompt: RolloutPrompt,
-        vocabulary: int,
-        text_of: Callable[[list[int]], list[int]],
-    ) -> list[Answered]:
-        choices = sorted(found["choices"], key=lambda choice: choice["index"])
-        if len(choices) != self.answers:
-            raise EngineError(
-                f"{address}: {len(choices)} answers, not {self.answers}; see what the server logs."
-            )
-        if address.endswith("/chat/completions"):
-            theirs = found.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
-            if theirs is None:
-                raise EngineError(
-                    f"{address}: the answer does not say which prompt_token_ids it is for; serve with a "
-                    "version that knows return_token_ids."
-                )
-            ours, count = prompt.inputs["input_ids"].tolist(), (found.get("usage") or {}).get("prompt_tokens")
+    def _read(self, said: dict[str, Any], prompt: RolloutPrompt, source: Source) -> list[Answered]:
+        choices = sorted(said["choices"], key=lambda choice: choice["index"])
+        _need(
+            len(choices) == self.answers,
+            f"{len(choices)} answers, not {self.answers}; see what the server logs.",
+        )
+        if prompt.images:
+            theirs = said.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
+            _need(theirs is not None, f"the answer has no prompt_token_ids; {NEWER}")
+            ours = prompt.inputs["input_ids"].tolist()
+            count = (said.get("usage") or {}).get("prompt_tokens")
             # a server may name one placeholder an image, and still count all that it sees
-            if theirs != ours and (text_of(theirs) != text_of(ours) or count != len(ours)):
-                raise EngineError(
-                    f"{address}: the server's prompt has {count or len(theirs)} tokens and ours {len(ours)}, "
-                    f"or they differ: {_first_difference(theirs, ours)}; serve a folder with the policy's "
-                    "chat template and processor."
-                )
-        for answer in (answers := [_answered(choice, address, vocabulary) for choice in choices]):
-            if len(answer.tokens) > self.max_new_tokens:
-                raise EngineError(
-                    f"{address}: an answer has {len(answer.tokens)} tokens, max_new_tokens is "
-                    f"{self.max_new_tokens}; see that the server heeds what it is asked."
-                )
+            same_text = count == len(ours) and _text(theirs, source) == _text(ours, source)
+            _need(
+                theirs == ours or same_text,
+                f"the server's prompt has {count or len(theirs)} tokens and ours {len(ours)}, of which the "
+                f"first {len(os.path.commonprefix([theirs, ours]))} are the same; serve a folder with the "
+                "policy's chat template and processor.",
+            )
+        answers = [_answered(choice, source.description.text.vocab_size) for choice in choices]
+        most = max(len(answer.tokens) for answer in answers)
+        _need(
+            most <= self.max_new_tokens,
+            f"an answer has {most} tokens, max_new_tokens is {self.max_new_tokens}; see that the server "
+            "heeds what it is asked.",
+        )
         return answers
+
+
+def _need(holds: bool, problem: str) -> None:
+    """Raises EngineError that says the problem, unless this holds."""
+    if not holds:
+        raise EngineError(problem)
+
+
+def _text(tokens: list[int], source: Source) -> list[int]:
+    """Without placeholders, and what a server may put in their place."""
+    size = source.description.text.vocab_size
+    ids = torch.tensor([token for token in tokens if 0 <= token < size], dtype=torch.long)
+    return ids[torch.as_tensor(source.description.visual_kinds(ids)) == 0].tolist()
 
 
 def _with_images(prompt: RolloutPrompt) -> list[dict]:
     """The conversation with its images as PNG, so that the server sees the pixels that we see."""
-    images, turns = iter(prompt.images), []
-    for turn in prompt.messages:
-        parts = []
-        for part in turn["content"]:
-            if part["type"] == "image":
-                png = io.BytesIO()
-                decode_image(next(images)).save(png, "PNG", compress_level=1)
-                data = base64.b64encode(png.getvalue()).decode()
-                part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-            elif part["type"] != "text":
-                raise EngineError(
-                    f"a prompt has a {printable(part['type'])}; servers are given text and images."
-                )
-            parts.append(part)
-        turns.append(turn | {"content": parts})
-    return turns
+    images = iter(prompt.images)
+
+    def sent(part: dict) -> dict:
+        kind = part["type"]
+        _need(kind in ("text", "image"), f"a prompt has a {kind}; servers are given text and images.")
+        if kind == "text":
+            return part
+        png = io.BytesIO()
+        decode_image(next(images)).save(png, "PNG", compress_level=1)
+        data = base64.b64encode(png.getvalue()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+    return [turn | {"content": [sent(part) for part in turn["content"]]} for turn in prompt.messages]
 
 
-def _answered(choice: dict[str, Any], address: str, vocabulary: int) -> Answered:
+def _answered(choice: dict[str, Any], vocabulary: int) -> Answered:
     """From vLLM's and SGLang's `token_ids` and `logprobs`, or SGLang's `meta_info`."""
     logprobs = choice.get("logprobs") or {}
     tokens, values = choice.get("token_ids"), logprobs.get("token_logprobs")
@@ -257,37 +247,20 @@ def _answered(choice: dict[str, Any], address: str, vocabulary: int) -> Answered
         values = [each["logprob"] for each in logprobs.get("content") or []]
     meta = (choice.get("meta_info") or {}).get("output_token_logprobs")
     if tokens is None and meta is not None:
-        tokens, values = [each[1] for each in meta], [each[0] for each in meta]
-    if tokens is None:
-        raise EngineError(
-            f"{address}: the answer has no token_ids, and its text is not tokenised again; serve with a "
-            "version that knows return_token_ids."
-        )
-    if len(values) != len(tokens) or not all(math.isfinite(value) for value in values):
-        raise EngineError(
-            f"{address}: {len(values)} log-probabilities for {len(tokens)} tokens, or one is no number; "
-            "let the server return log-probabilities."
-        )
-    if wrong := [token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)]:
-        raise EngineError(
-            f"{address}: token {printable(wrong[0])} is none of the model's {vocabulary}; "
-            "serve the policy's model."
-        )
+        tokens = [token for _, token, *_ in meta]
+        values = [value for value, *_ in meta]
+    _need(tokens is not None, f"the answer has no token_ids, and its text is not tokenised again; {NEWER}")
+    _need(
+        len(values) == len(tokens) and all(map(math.isfinite, values)),
+        f"{len(values)} log-probabilities for {len(tokens)} tokens, or one is no number; let the server "
+        "return log-probabilities.",
+    )
+    wrong = [token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)]
+    shown = printable(wrong[0]) if wrong else ""
+    _need(not wrong, f"token {shown} is none of the model's {vocabulary}; serve the policy's model.")
+    reason = choice["finish_reason"]
     ended_by = choice.get("matched_stop", choice.get("stop_reason"))
-    if isinstance(ended_by, int) and tokens[-1:] != [ended_by]:  # SGLang before no_stop_trim
-        raise EngineError(
-            f"{address}: an answer lacks the token {ended_by} that ended it and is to be trained; serve with "
-            "a version that knows no_stop_trim."
-        )
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise EngineError(
-            f"{address}: an answer ended by {printable(choice['finish_reason'])}; see what the server logs."
-        )
-    return Answered(tokens, [float(value) for value in values], choice["finish_reason"] == "stop")
-
-
-def _first_difference(theirs: list[int], ours: list[int]) -> str:
-    for place, (their, our) in enumerate(zip(theirs, ours, strict=False)):
-        if their != our:
-            return f"token {place} is {printable(their)} there and {our} here"
-    return "one begins with the other"
+    trimmed = isinstance(ended_by, int) and tokens[-1:] != [ended_by]  # SGLang before no_stop_trim
+    _need(not trimmed, f"an answer lacks the token {ended_by} that ended it and is to be trained; {NEWER}")
+    _need(reason in ("stop", "length"), f"an answer ended by {printable(reason)}; see what the server logs.")
+    return Answered(tokens, [float(value) for value in values], reason == "stop")

@@ -24,15 +24,13 @@ SMALLEST_DEVIATION = 1e-6  # added to a group's standard deviation, as in verl's
 
 def checked(found: object) -> Loss:
     """Returns what a loss function returned. Raises ValueError unless it is a `Loss` of the shapes above."""
-    if not isinstance(found, Loss):
-        kind = type(found).__name__
-        raise ValueError(f"a loss function returned {kind}; return losses.Loss(total, logs).")
-    wrong = [] if isinstance(found.total, Tensor) and not found.total.dim() else ["total"]
-    wrong += [n for n, v in found.logs.items() if not isinstance(v, Tensor) or v.shape != (2,)]
-    if wrong or not found.total.requires_grad:
+    named = {**found.logs, "total": found.total} if isinstance(found, Loss) else {type(found).__name__: None}
+    shapes = {name: tuple(each.shape) for name, each in named.items() if isinstance(each, Tensor)}
+    if shapes != {name: (2,) for name in named} | {"total": ()} or not found.total.requires_grad:
         raise ValueError(
-            f"a loss function's {', '.join(wrong) or 'total'} has another shape, or no gradient; return a "
-            "total without axes, made of the log-probabilities, and logs of shape (2,), a sum and a count."
+            f"a loss function returned {', '.join(named)} of shapes {shapes}; return losses.Loss(total, "
+            "logs): a total without axes, made of the log-probabilities, and logs of shape (2,), a sum and a "
+            "count."
         )
     return found
 

@@ -7,7 +7,6 @@ optimizer. Megatron 0.19's own helpers give tensors new memory, which an fp32 op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 
 import torch
@@ -61,35 +60,28 @@ class Memory:
 
     def _storages(self, kind: str) -> list[UntypedStorage]:
         """Each once, of the device; what the optimizer shares with the model belongs to the model."""
-        other = {} if kind != OPTIMIZER else self._unique(chain(self._of_model(), self._of_grads()))
-        tensors = {MODEL: self._of_model, OPTIMIZER: self._of_optimizer, GRADS: self._of_grads}[kind]()
-        return [storage for key, storage in self._unique(tensors).items() if key not in other]
-
-    @staticmethod
-    def _unique(tensors: Iterator[Tensor]) -> dict[int, UntypedStorage]:
-        storages = (
-            tensor.untyped_storage() for tensor in tensors if tensor.device.type == setup.device().type
-        )
-        return {storage._cdata: storage for storage in storages if storage.resizable()}
-
-    def _of_model(self) -> Iterator[Tensor]:
-        for chunk in self._chunks:
-            yield from chain(chunk.module.parameters(), chunk.module.buffers())
-            yield from (each.param_data for each in _buffers(chunk) if each.param_data is not None)
-
-    def _of_grads(self) -> Iterator[Tensor]:
-        return (each.grad_data for chunk in self._chunks for each in _buffers(chunk))
-
-    def _of_optimizer(self) -> Iterator[Tensor]:
-        for part in parts(self._optimizer):
-            if part.optimizer is not None:
-                yield from (param for group in part.optimizer.param_groups for param in group["params"])
-                states = part.optimizer.state.values()
-                yield from (each for state in states for each in state.values() if isinstance(each, Tensor))
-
-
-def _buffers(chunk: DistributedDataParallel) -> list:
-    return chunk.buffers + chunk.expert_parallel_buffers
+        modules = [chunk.module for chunk in self._chunks]
+        buffers = [each for chunk in self._chunks for each in chunk.buffers + chunk.expert_parallel_buffers]
+        adams = [each.optimizer for each in parts(self._optimizer) if each.optimizer is not None]
+        states = [state for adam in adams for state in adam.state.values()]
+        tensors = {
+            MODEL: [
+                *(tensor for module in modules for tensor in chain(module.parameters(), module.buffers())),
+                *(each.param_data for each in buffers if each.param_data is not None),
+            ],
+            GRADS: [each.grad_data for each in buffers],
+            OPTIMIZER: [
+                *(param for adam in adams for group in adam.param_groups for param in group["params"]),
+                *(each for state in states for each in state.values() if isinstance(each, Tensor)),
+            ],
+        }
+        owned: dict[int, tuple[str, UntypedStorage]] = {}
+        for owner, of_owner in tensors.items():
+            for tensor in of_owner:
+                storage = tensor.untyped_storage()
+                if tensor.device.type == setup.device().type and storage.resizable():
+                    owned.setdefault(storage._cdata, (owner, storage))
+        return [storage for owner, storage in owned.values() if owner == kind]
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

@@ -8,13 +8,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
+from torch import distributed as dist
 
 from megatron_vlm.batch import HOST_FIELDS, IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
 from megatron_vlm.data.encode.packing import pack
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.positions import Kinds
+from megatron_vlm.parallel import setup
 from megatron_vlm.rl.containers import VISUAL_FIELDS, TensorBatch
 
 
@@ -29,9 +32,7 @@ class Document:
     @cached_property
     def input_ids(self) -> Tensor:
         """(T,)"""
-        if self.sample.get("input_ids") is None:
-            raise ValueError(f"sample {self.number}: lacks input_ids; give its tokens (T,).")
-        ids = torch.as_tensor(self.sample["input_ids"]).cpu()
+        ids = torch.as_tensor(self.sample.get("input_ids", ())).cpu()
         if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
             raise ValueError(
                 f"sample {self.number}: input_ids are {ids.dtype} {tuple(ids.shape)}; give whole numbers, "
@@ -42,13 +43,13 @@ class Document:
     @cached_property
     def visual(self) -> GenericVisualInputs | None:
         """Its images and videos; an entry of no rows is as good as none."""
-        held = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
+        seen = {k: torch.as_tensor(v) for k, v in self.sample.items() if k in VISUAL_FIELDS and v is not None}
         # what was made under `inference_mode` cannot be kept for a backward pass
-        held = {key: value.clone() if value.is_inference() else value for key, value in held.items()}
-        made = self.needs.of_processor({k: v for k, v in held.items() if len(v)})
-        given = {key: made[key] for key in self.needs.visual_keys if made.get(key) is not None}
-        given = {key: value.cpu() if key in HOST_FIELDS else value for key, value in given.items()}
-        return GenericVisualInputs.from_mapping(given) if given else None
+        seen = {key: value.clone() if value.is_inference() else value for key, value in seen.items()}
+        outputs = self.needs.of_processor({k: v for k, v in seen.items() if len(v)})
+        wanted = {key: outputs[key] for key in self.needs.visual_keys if outputs.get(key) is not None}
+        wanted = {key: value.cpu() if key in HOST_FIELDS else value for key, value in wanted.items()}
+        return GenericVisualInputs(**wanted) if wanted else None
 
     @cached_property
     def scored(self) -> Tensor:
@@ -56,15 +57,10 @@ class Document:
         ids = self.input_ids
         mask = self.sample.get("loss_mask")
         mask = torch.ones(len(ids)) if mask is None else torch.as_tensor(mask).cpu()
-        if mask.shape != ids.shape:
+        if mask.shape != ids.shape or ((mask != 0) & (mask != 1)).any():
             raise ValueError(
-                f"sample {self.number}: loss_mask is {tuple(mask.shape)} for {len(ids)} tokens; give one "
-                "entry for each token."
-            )
-        if (others := mask[(mask != 0) & (mask != 1)]).numel():
-            raise ValueError(
-                f"sample {self.number}: loss_mask holds {others[0].item():g}; give 0 or 1, and weights as a "
-                "field for the loss."
+                f"sample {self.number}: loss_mask is {tuple(mask.shape)} for {len(ids)} tokens, or holds "
+                "more than 0 and 1; give one of these for each token, and weights as a field for the loss."
             )
         mask = mask.bool().clone()
         mask[0] = False
@@ -93,28 +89,20 @@ class Document:
         first, (n,) for each scored one. Raises ValueError for another shape, and for T - 1 entries if these
         may also be one for each token of `loss_mask`, the first included, which is never scored.
         """
-        tokens, count = len(self.input_ids), int(self.scored.sum())
-        place = f"sample {self.number}: {printable(name)}"
-        if value.dim() > 1:
-            raise ValueError(f"{place} is {tuple(value.shape)}; give a number, or one axis of tokens.")
         if value.dim() == 0:
-            return value.expand(count)
-        if len(value) == tokens:
-            return value[self.scored.to(value.device)]
-        if len(value) == tokens - 1:
-            mask = self.sample.get("loss_mask")
-            if count == tokens - 2 and mask is not None and mask[0]:
-                raise ValueError(
-                    f"{place} has {tokens - 1} entries, and loss_mask as many tokens: they may be those of "
-                    f"the mask, or all but the first; give {tokens}, one for each token."
-                )
-            return value[self.scored[1:].to(value.device)]
-        if len(value) == count:
-            return value
-        raise ValueError(
-            f"{place} has {len(value)} entries for {tokens} tokens, {count} of them scored; give a number, "
-            "or one entry for each token, for each but the first, or for each scored one."
-        )
+            return value.expand(int(self.scored.sum()))
+        tokens, scored = len(self.input_ids), self.scored
+        masks = {scored.sum().item(): scored[scored], tokens - 1: scored[1:], tokens: scored}
+        masked = self.sample.get("loss_mask")
+        if masked is not None and masked[0] and scored.sum() == tokens - 2:
+            del masks[tokens - 1]  # which may be all but the first, or those of loss_mask
+        if value.dim() > 1 or len(value) not in masks:
+            raise ValueError(
+                f"sample {self.number}: {printable(name)} is {tuple(value.shape)} for {tokens} tokens, "
+                f"{int(scored.sum())} of them scored; give a number, or one entry for each token, and only "
+                "where it is clear which are meant, for each but the first, or for each scored one."
+            )
+        return value[masks[len(value)].to(value.device)]
 
 
 @dataclass
@@ -127,13 +115,13 @@ class MicroBatch:
 
     def fields(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """name -> (N,) over the scored tokens of the row; `sample` is the number of each one's sample."""
-        found = {
+        fields = {
             name: torch.cat([document.field(name) for document in self.documents]).to(device)
             for name in names
         }
         counts = torch.tensor([int(document.scored.sum()) for document in self.documents])
         numbers = torch.tensor([document.number for document in self.documents])
-        return found | {"sample": numbers.repeat_interleave(counts).to(device)}
+        return fields | {"sample": numbers.repeat_interleave(counts).to(device)}
 
 
 def documents_of(samples: Sequence[Mapping[str, Any]] | TensorBatch, needs: DataNeeds) -> list[Document]:
@@ -202,3 +190,59 @@ def blank(needs: DataNeeds, kinds: Kinds) -> MicroBatch:
     token = every[torch.as_tensor(kinds(every)) == 0][:1]  # no placeholder
     row = _packed([Document(-1, {"input_ids": token}, needs)])
     return MicroBatch(row.batch, [])
+
+
+# ---- the way back -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The number of absolute differences of log-probabilities; which sample has the largest (None: no
+    token)."""
+
+    tokens: int
+    mean: float
+    max: float
+    worst_sample: int | None
+
+
+def by_sample(reports: list[dict[str, Tensor]], documents: list[Document], kinds: int) -> list[Tensor]:
+    """The scores (kinds, T - 1) of each sample, 0 where none was wanted; `reports` have the last stage's, of
+    rows that hold these documents. Collective over pipeline stages."""
+    counts = [int(each.scored.sum()) for each in documents]
+    scores = torch.zeros(kinds, sum(counts), device=setup.device())
+    if reports:
+        scores = torch.cat([report["scores"] for report in reports], dim=1)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(scores, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    placed: list[Tensor] = [torch.empty(0)] * len(documents)
+    for each, of_document in zip(documents, scores.split(counts, dim=1), strict=True):
+        placed[each.number] = scores.new_zeros(kinds, len(each.input_ids) - 1)
+        placed[each.number][:, each.scored[1:].to(scores.device)] = of_document
+    return placed
+
+
+def differences(
+    documents: list[Document], scores: list[Tensor], rollout: Sequence[Tensor], kinds: Kinds
+) -> dict[str, Difference]:
+    """See `Policy.compare`; `scores` (T - 1,) are the policy's."""
+    compared = []
+    for document, ours, engine_scores in zip(documents, scores, rollout, strict=True):
+        wanted = document.scored[1:]
+        theirs = document.of_scored("rollout", torch.as_tensor(engine_scores).cpu().float())
+        seen = (torch.as_tensor(kinds(document.input_ids)) != 0).cumsum(0)[1:][wanted] > 0
+        compared.append((document.number, (ours.cpu()[wanted] - theirs).abs(), seen))
+    return {
+        name: _difference([(number, off[seen == after]) for number, off, seen in compared])
+        for name, after in (("text", False), ("after image", True))
+    }
+
+
+def _difference(parts: list[tuple[int, Tensor]]) -> Difference:
+    every = torch.cat([off for _, off in parts]) if parts else torch.empty(0)
+    if not len(every):
+        return Difference(0, 0.0, 0.0, None)
+    largest = torch.stack([off.max() for _, off in parts if len(off)])
+    worst = [number for number, off in parts if len(off)][int(largest.argmax())]  # NaN is above all
+    return Difference(len(every), every.mean().item(), largest.max().item(), worst)

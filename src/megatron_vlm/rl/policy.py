@@ -25,13 +25,21 @@ from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.models.weights.by_part import parameters_by_part
-from megatron_vlm.models.weights.streaming import from_every_stage, hf_weights
+from megatron_vlm.models.weights.exporting import from_every_stage, hf_weights
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.agreement import Given, means, most_rows
 from megatron_vlm.rl.losses import Loss, checked
 from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
-from megatron_vlm.rl.micro_batches import MicroBatch, blank, check_tokens, documents_of, micro_batches
-from megatron_vlm.rl.outputs import Difference, by_sample, differences
+from megatron_vlm.rl.micro_batches import (
+    Difference,
+    MicroBatch,
+    blank,
+    by_sample,
+    check_tokens,
+    differences,
+    documents_of,
+    micro_batches,
+)
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.training import checkpoint
@@ -71,9 +79,10 @@ class Policy:
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
         described = source.description
-        own = parameters_by_part(chunks, config.optimizer.by_part, described.groups, described.rules)
-        self.config, self.source, self.chunks, self.max_tokens = config, source, chunks, max_tokens
-        self.optimizer, self.scheduler = build_optimizer(chunks, config, own=own)
+        by_part = parameters_by_part(chunks, config.optimizer.by_part, described.groups, described.rules)
+        self.config, self.source = config, source
+        self.chunks, self.max_tokens = chunks, max_tokens
+        self.optimizer, self.scheduler = build_optimizer(chunks, config, own=by_part)
         self.memory = Memory(chunks, self.optimizer)
         self._empty()
 
@@ -152,12 +161,12 @@ class Policy:
             if not row.documents:
                 return scores.sum(), {}
             try:
-                found = checked(loss_function(scores[0], scores[1] if entropy else None, row.given))
+                of_row = checked(loss_function(scores[0], scores[1] if entropy else None, row.given))
             except Exception as error:  # noqa: BLE001 - all ranks raise it below; now they wait for this one
                 failed.append(error)
                 return scores.sum(), {}
-            total = found.total / normalizer
-            return total, found.logs | {"loss": torch.stack([total.detach(), total.new_zeros(())])}
+            total = of_row.total / normalizer
+            return total, of_row.logs | {"loss": torch.stack([total.detach(), total.new_zeros(())])}
 
         try:
             with alarm():
@@ -217,8 +226,8 @@ class Policy:
         self.memory.need("adapter_weights", MODEL)
         if not self.config.adapter.used:
             raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
-        own = adapter_tensors([chunk.module for chunk in self.chunks])
-        return _to_the_end(from_every_stage(own))
+        adapters = adapter_tensors([chunk.module for chunk in self.chunks])
+        return _to_the_end(from_every_stage(adapters))
 
     def compare(
         self, samples: Samples, rollout: Sequence[Tensor], temperature: float = 1.0
@@ -229,13 +238,13 @@ class Policy:
         result has `text` for tokens before any image or video, `after image` for the others, over this rank's
         samples: what an engine prepares or places differently shows in the second alone.
         """
-        needs, kinds = self.source.needs, self.source.description.visual_kinds
-        scores, documents = self.logprobs(samples, temperature).log_probs, documents_of(samples, needs)
+        scores = self.logprobs(samples, temperature).log_probs
+        documents = documents_of(samples, self.source.needs)
         if len(rollout) != len(documents):
             raise ValueError(
                 f"rollout: {len(rollout)} tensors for {len(documents)} samples; give one for each."
             )
-        return differences(documents, scores, rollout, kinds)
+        return differences(documents, scores, rollout, self.source.description.visual_kinds)
 
     def _empty(self) -> None:
         for chunk in self.chunks:
@@ -251,7 +260,9 @@ class Policy:
         self, samples: Samples, fields: Sequence[str] = (), normalizer: float = 1.0
     ) -> list[MicroBatch]:
         """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
-        needs, rows, given, error = self.source.needs, [], Given(), None
+        needs = self.source.needs
+        rows: list[MicroBatch] = []
+        given = error = None
         try:
             wanted = "a number above 0, the same on all ranks"
             check_number("normalizer", normalizer, lambda n: 0 < n < math.inf, wanted)
@@ -266,8 +277,7 @@ class Policy:
             add_routes(rows, self.chunks)
             for row in rows:
                 row.given = row.fields(fields, setup.device())
-            given.rows, given.normalizer = max(1, len(rows)), float(normalizer)
-            given.count(documents)
+            given = Given.of(documents, len(rows), normalizer)
         except Exception as problem:  # noqa: BLE001 - all ranks raise it; now they wait for this one
             error = problem
         pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1

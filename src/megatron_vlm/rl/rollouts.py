@@ -88,7 +88,7 @@ class OwnEngine:
 
     def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
         policy.memory.need("OwnEngine", MODEL)
-        found = generate(
+        generated = generate(
             policy.chunks,
             [prompt.inputs for prompt in prompts],
             self.max_new_tokens,
@@ -102,7 +102,7 @@ class OwnEngine:
         self.seed += 1
         answered = [
             [Answered(one.tokens, one.logprobs, one.finish_reason == "stop") for one in of_prompt]
-            for of_prompt in found
+            for of_prompt in generated
         ]
         return samples_of(policy, prompts, answered)
 
@@ -118,19 +118,20 @@ def samples_of(
     kinds = policy.source.description.visual_kinds
     samples = []
     for number, (prompt, answers) in enumerate(zip(prompts, answered, strict=True)):
-        given, visual = prompt.inputs["input_ids"], prompt.inputs["visual_inputs"]
+        prompt_ids = prompt.inputs["input_ids"]
+        visual = prompt.inputs["visual_inputs"]
         for tokens, log_probs, ended in answers:
             answer = torch.tensor(tokens, dtype=torch.long)
             placeholders = (torch.as_tensor(kinds(answer)) != 0).nonzero()
-            kept = int(placeholders[0]) if len(placeholders) else len(answer)
-            ids = torch.cat([given, answer[:kept]])
+            length = int(placeholders[0]) if len(placeholders) else len(answer)
+            ids = torch.cat([prompt_ids, answer[:length]])
             samples.append(
                 {
                     "input_ids": ids,
-                    "loss_mask": torch.arange(len(ids)) >= len(given),
-                    "rollout_log_probs": torch.tensor(log_probs[:kept], dtype=torch.float32),
+                    "loss_mask": torch.arange(len(ids)) >= len(prompt_ids),
+                    "rollout_log_probs": torch.tensor(log_probs[:length], dtype=torch.float32),
                     "prompt": number,
-                    "ended": ended and kept == len(answer),
+                    "ended": ended and length == len(answer),
                     **(visual.as_model_kwargs() if visual is not None else {}),
                 }
             )

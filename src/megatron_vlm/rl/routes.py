@@ -40,10 +40,10 @@ def _given(document: Document) -> Tensor | None:
 def _routes(document: Document, config) -> Tensor:
     """(T, layers, k) int16, checked."""
     tokens, shape = len(document.input_ids), (config.num_layers, config.moe_router_topk)
-    whole = torch.full((tokens, *shape), FREE_ROUTE, dtype=torch.int16)
+    routes_TLJ = torch.full((tokens, *shape), FREE_ROUTE, dtype=torch.int16)
     routes = _given(document)
     if routes is None:
-        return whole
+        return routes_TLJ
     place = f"sample {document.number}: {FIELD}"
     if routes.is_floating_point() or len(routes) not in (tokens, tokens - 1) or routes.shape[1:] != shape:
         raise ValueError(
@@ -51,8 +51,8 @@ def _routes(document: Document, config) -> Tensor:
             f"(tokens, layers, experts of each), here ({tokens}, {shape[0]}, {shape[1]}), or one token less."
         )
     with_experts = torch.tensor(config.moe_layer_freq, dtype=torch.bool)
-    whole[: len(routes), with_experts] = routes.long()[:, with_experts].clamp(-1, 2**15 - 1).short()
-    ordered = whole.sort(-1).values
+    routes_TLJ[: len(routes), with_experts] = routes.long()[:, with_experts].clamp(-1, 2**15 - 1).short()
+    ordered = routes_TLJ.sort(-1).values
     free = ordered[..., -1] < 0
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
     wrong = ~free & ((ordered[..., 0] < 0) | twice | (ordered[..., -1] >= config.num_moe_experts))
@@ -62,23 +62,23 @@ def _routes(document: Document, config) -> Tensor:
             f"{place} of token {token} in layer {layer} are {routes[token, layer].tolist()}; give {shape[1]} "
             f"different experts below {config.num_moe_experts}, or only {FREE_ROUTE} if the router chooses."
         )
-    return whole
+    return routes_TLJ
 
 
 @contextmanager
 def recorded(chunks: list[nn.Module]) -> Iterator[Chosen]:
     """Records what the routers choose inside, where nothing is recomputed. Raises ValueError without any."""
-    found: Chosen = {}
+    chosen: Chosen = {}
     if not get_model_config(chunks[0]).num_moe_experts:
         raise ValueError(f"{FIELD}: the model has no experts; ask for log-probabilities alone.")
 
     def note(router: Router, _, output: tuple[Tensor, Tensor]) -> None:
-        found.setdefault(router.layer_number, []).append(output[1])
+        chosen.setdefault(router.layer_number, []).append(output[1])
 
     routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))
     hooks = [router.register_forward_hook(note) for router in routers]
     try:
-        yield found
+        yield chosen
     finally:
         for hook in hooks:
             hook.remove()
@@ -100,15 +100,16 @@ def of_samples(chosen: Chosen, rows: list[MicroBatch], chunks: list[nn.Module]) 
         if not row.documents:
             continue
         shape = row.batch["input_ids"].numel(), config.num_layers, config.moe_router_topk
-        whole = torch.full(shape, FREE_ROUTE, dtype=torch.int32, device=device)
-        held = layout(row.batch).placement.tokens[parallel_state.get_context_parallel_rank()]
+        # FREE_ROUTE is the least number: a maximum over ranks leaves what one of them knows
+        routes_TLJ = torch.full(shape, FREE_ROUTE, dtype=torch.int32, device=device)
+        tokens = layout(row.batch).placement.tokens[parallel_state.get_context_parallel_rank()]
         for layer, of_rows in chosen.items():
             experts = of_rows[number]
-            mine = held[rank * len(experts) :][: len(experts)] if cut else held
-            whole[torch.from_numpy(mine).to(device), layer - 1] = experts[: len(mine)].int()
+            mine = tokens[rank * len(experts) :][: len(experts)] if cut else tokens
+            routes_TLJ[torch.from_numpy(mine).to(device), layer - 1] = experts[: len(mine)].int()
         for group in groups:
             if group.size() > 1:
-                dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
-        parts = whole.cpu().short().split([len(document.input_ids) for document in row.documents])
+                dist.all_reduce(routes_TLJ, op=dist.ReduceOp.MAX, group=group)
+        parts = routes_TLJ.cpu().short().split([len(document.input_ids) for document in row.documents])
         placed |= {document.number: part for document, part in zip(row.documents, parts, strict=True)}
     return [placed[number] for number in sorted(placed)]

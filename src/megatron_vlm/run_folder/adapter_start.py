@@ -20,10 +20,10 @@ def begun(config: RunConfig) -> RunConfig:
 
     So the folder that a run began with may then be moved, changed or removed.
     """
-    kept = of_run(config.run_dir)
-    if config.adapter.start is None or not kept.is_dir() or latest_checkpoint(config.run_dir) is None:
+    copy = of_run(config.run_dir)
+    if config.adapter.start is None or not copy.is_dir() or latest_checkpoint(config.run_dir) is None:
         return config
-    return replace(config, adapter=replace(config.adapter, start=str(kept)))
+    return replace(config, adapter=replace(config.adapter, start=str(copy)))
 
 
 def of_run(run_dir: str | Path) -> Path:
@@ -33,10 +33,10 @@ def of_run(run_dir: str | Path) -> Path:
 
 def keep(run_dir: str | Path, files: list[Path]) -> None:
     """Copies the files of the adapter that a run begins with. A copy of an earlier beginning is replaced."""
-    kept = of_run(run_dir)
-    if files[0].parent == kept:
+    copy = of_run(run_dir)
+    if files[0].parent == copy:
         return
-    remove(kept)
-    with folder_aside(kept) as aside:
+    remove(copy)
+    with folder_aside(copy) as aside:
         for file in files:
             copy_file(file, aside / file.name)

@@ -52,12 +52,12 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
     """
     paths = _files(Path(run_dir) / FOLDER)
     rows = [{"rank": _rank(path), **row} for path in paths for row in read_rows(path)]
-    found = [row for row in rows if row["step"] == step]
-    if not found:
+    of_step = [row for row in rows if row["step"] == step]
+    if not of_step:
         steps = [row["step"] for row in rows]
         known = f"it holds steps {min(steps)} to {max(steps)}" if steps else "it holds no step"
         raise ValueError(f"{run_dir}: no batch of step {step} in {FOLDER}/; {known}.")
-    return found
+    return of_step
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -14,7 +15,6 @@ from megatron_vlm.files import open_file, read_text
 from megatron_vlm.messages import printable
 
 STATE = "state.json"
-_PIECE = 4 << 20  # bytes read at a time
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, list]:
@@ -72,16 +72,11 @@ def checksum_problems(path: Path, files: dict[str, list]) -> list[str]:
 
 
 def _size_and_checksum(path: Path, sync: bool = False) -> list:
-    digest = xxhash.xxh3_64()
-    size = 0
-    piece = memoryview(bytearray(_PIECE))
     with open_file(path) as file:
-        while read := file.readinto(piece):
-            digest.update(piece[:read])
-            size += read
+        digest = hashlib.file_digest(file, xxhash.xxh3_64)
         if sync:
             os.fsync(file.fileno())
-    return [size, digest.hexdigest()]
+        return [file.tell(), digest.hexdigest()]
 
 
 def _checksum_of(text: str) -> str:

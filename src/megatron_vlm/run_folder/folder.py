@@ -61,6 +61,11 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
     raise ConfigError(_no_latest(folder, complete))
 
 
+def is_latest(path: Path) -> bool:
+    """Whether `latest` names this checkpoint, and it is complete."""
+    return _named(path.parent / "latest") == path.name and _is_complete(path)
+
+
 def complete_checkpoints(run_dir: str | Path) -> list[str]:
     """The names of all complete checkpoints, oldest first. Raises ConfigError if there is no folder."""
     folder = checkpoints(run_dir)

@@ -10,46 +10,43 @@ tensors. Only the run's own folder is ever read.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import reading
-from megatron_vlm.models.adapters.base import check_same
+from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
-from megatron_vlm.training.generators import generator_states, restore_generators
 from megatron_vlm.training.tensor_files import bytes_to_write, read_tensors, sharded_state, write_tensors
 
 
 @dataclass
-class CheckpointState:
-    """The state that `load_latest` restored, and what the data loaders are to restore."""
-
-    step: int
-    path: Path
-    loader_states: list[Any]  # one per data-parallel rank that saved, in order; their number may differ now
-
-
-@dataclass
 class Saved:
-    """The facts of the newest complete checkpoint before it is loaded; the defaults if there is none."""
+    """The facts of the newest complete checkpoint; the defaults if there is none."""
 
     step: int = 0
+    path: Path | None = None
     tied: bool | None = None  # whether the output layer is the embedding; None if that is not known
     extra: dict[str, Any] = field(default_factory=dict)
+    # one per data-parallel rank that saved, in order; their number may differ now
+    loader_states: list[Any] = field(default_factory=list)
 
 
 def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
@@ -89,9 +86,12 @@ def save(
     `loader_state` is JSON data from the ranks that read (one per data-parallel rank), None elsewhere; `extra`
     is JSON data, of which rank 0's is kept. `latest` changes only when everything is on disk; then all but
     the `keep` newest checkpoints are removed and, if asked for, the one with the lowest `valid_loss` in its
-    `extra`. Raises OSError with the place, the bytes to write and the bytes free; `latest` then stays as it
-    was.
+    `extra`. A step that `latest` names already is not written again. Raises OSError with the place, the bytes
+    to write and the bytes free; `latest` then stays as it was.
     """
+    final = run_folder.checkpoints(run_dir) / f"step_{step:08d}"
+    if on_first_rank(run_folder.is_latest, final):
+        return final
     watchdog.beat(f"saving step {step} in {run_dir}", files=True)
     ranks = from_all_ranks(_rank_state(loader_state))
     tensors = sharded_state(model_chunks, optimizer, loading=False)
@@ -113,26 +113,19 @@ def save(
     return on_first_rank(finish)
 
 
-def exists(run_dir: str | Path) -> bool:
-    """Whether `load_latest` finds a checkpoint; raises ConfigError as it does. Every rank calls it."""
-    return on_first_rank(run_folder.latest_checkpoint, run_dir) is not None
-
-
+@reading("run_dir")
 def saved(run_dir: str | Path) -> Saved:
     """Call it before a model is built to load it: the run's source may have changed since. Collective."""
 
     def read() -> Saved:
         path = run_folder.latest_checkpoint(run_dir)
-        state = _state(path) if path else {}
-        return Saved(**{name: state[name] for name in ("step", "tied", "extra") if name in state})
+        return _saved(path, _state(path)) if path else Saved()
 
     return on_first_rank(read)
 
 
 @reading("run_dir")
-def load_latest(
-    run_dir: str | Path, model_chunks: list, optimizer=None, scheduler=None
-) -> CheckpointState | None:
+def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, scheduler=None) -> Saved | None:
     """Restore the newest complete checkpoint of `run_dir` in place; None if there is none.
 
     Model, Adam's moments and step, and the schedule's step are restored exactly, whatever layout saved them.
@@ -151,8 +144,14 @@ def load_latest(
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
     if state["layout"] == layout():
-        restore_generators(state["ranks"][dist.get_rank()]["rng"])
-    return CheckpointState(state["step"], path, _loader_states(state))
+        _restore_generators(state["ranks"][dist.get_rank()]["rng"])
+    return _saved(path, state)
+
+
+def _saved(path: Path, state: dict[str, Any]) -> Saved:
+    loaders = {rank["dp_rank"]: rank["loader"] for rank in state["ranks"] if rank["loader"] is not None}
+    in_order = [loaders[rank] for rank in sorted(loaders)]
+    return Saved(state["step"], path, state["tied"], state["extra"], in_order)
 
 
 def _adapters(model_chunks: list) -> list[str] | None:
@@ -166,24 +165,20 @@ def _adapters(model_chunks: list) -> list[str] | None:
 
 def _files_of_rank(names: Iterable[str]) -> list[str]:
     """The files (`__RANK_0.distcp`) that this rank wrote, or its share of those that other ranks wrote."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    writers = {name: re.match(r"__(\d+)_", name) for name in names}
-    return [name for name, found in writers.items() if (int(found[1]) if found else 0) % world == rank]
+    writers = {name: int(re.match(r"(?:__(\d+)_)?", name)[1] or 0) for name in names}
+    return [name for name, writer in writers.items() if writer % dist.get_world_size() == dist.get_rank()]
 
 
 def _checked_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, after a check that its files are as saved: one rank reads each file."""
-    on_first_rank(_check_sizes, path)
-    state = read_state(path)
-    mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
-    if problems := [text for rank in from_all_ranks(checksum_problems(path, mine)) for text in rank]:
+    state = on_first_rank(_state, path)
+    problems = on_first_rank(size_problems, path, state["files"])
+    if not problems:
+        mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
+        problems = [text for rank in from_all_ranks(checksum_problems(path, mine)) for text in rank]
+    if problems:
         raise ConfigError(run_folder.damaged(path, problems))
     return state
-
-
-def _check_sizes(path: Path) -> None:
-    if problems := size_problems(path, _state(path)["files"]):
-        raise ConfigError(run_folder.damaged(path, problems))
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -214,11 +209,41 @@ def _rank_state(loader_state: Any) -> dict[str, Any]:
     json.dumps(loader_state)  # raises TypeError for what is not JSON data, before anything is written
     return {
         "dp_rank": parallel_state.get_data_parallel_rank(),
-        "rng": generator_states(),
+        "rng": _generator_states(),
         "loader": loader_state,
     }
 
 
-def _loader_states(state: dict[str, Any]) -> list[Any]:
-    saved = {entry["dp_rank"]: entry["loader"] for entry in state["ranks"] if entry["loader"] is not None}
-    return [saved[rank] for rank in sorted(saved)]
+# ---- random generators -----------------------------------------------------------------------------------
+
+
+def _generator_states() -> dict[str, Any]:
+    """The states of python, numpy, torch, the device and Megatron's tracker, as JSON data."""
+    name, np_keys, *np_rest = np.random.get_state()
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np_keys.tolist(), *np_rest],
+        "torch": _to_text(torch.get_rng_state()),
+        "device": _to_text(torch.cuda.get_rng_state()),
+        "tracker": {name: _to_text(state) for name, state in tracker.items()},
+    }
+
+
+def _restore_generators(rng: dict[str, Any]) -> None:
+    """Set all generators to the states that `_generator_states` returned."""
+    version, keys, gauss = rng["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(rng["numpy"]))
+    torch.set_rng_state(_from_text(rng["torch"]))
+    torch.cuda.set_rng_state(_from_text(rng["device"]))
+    states = {name: _from_text(text) for name, text in rng["tracker"].items()}
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,16 +1,20 @@
-"""Validation loss: the mean over all trained tokens of the validation split, in eval mode."""
+"""A model without training: the loss of the validation split, and logits of given tokens, in any layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm.batch import fully_masked
+from megatron_vlm.batch import Batch, fully_masked
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.schedule import in_evaluation
+from megatron_vlm.models.head import of_all_context_ranks, output_logits
+from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
+from megatron_vlm.models.stream import Stream
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.training.figures import BySource
 from megatron_vlm.training.losses.tokens import Reports, StepLoss
@@ -49,3 +53,18 @@ def validation_loss(
     if len(sums):
         dist.all_reduce(sums)
     return mean_loss(sums_alone)[0], by_source.figures(sums.cpu().numpy())
+
+
+@torch.no_grad()
+def logits_of(
+    chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None = None
+) -> list[Tensor]:
+    """The logits (n, V) of each micro batch's `wanted` tokens, indices into B * S.
+    None: of all tokens, with zeros for padding. An empty list but on the last pipeline stage. Collective."""
+    wanted = wanted or [np.arange(batch["input_ids"].numel()) for batch in micro_batches]
+    streams = streams_of(chunks, micro_batches, wanted)
+    return run_schedule(chunks, streams, _reported, output_logits, forward_only=True)
+
+
+def _reported(stream: Stream, local_NV: Tensor) -> tuple[Tensor, Tensor]:
+    return local_NV.new_zeros(()), of_all_context_ranks(local_NV, stream, dim=0)

@@ -63,7 +63,7 @@ class StepFigures:
         self._work = StepWork(config, description) if counts_data() else None
         self._by_source = BySource(sources, objective_of(config).figures)
         self._done = Work(0, 0, 0, 0)
-        self._sums: list[float] = []
+        self.sums: list[float] = []  # over all ranks, of what `of_this_rank` returned
         on_gpu = setup.device().type == "cuda"
         name = torch.cuda.get_device_name() if on_gpu and config.model.dtype == "bf16" else ""
         self._peak = peak_flops(name)
@@ -91,14 +91,10 @@ class StepFigures:
         self._expert_tokens.zero_()
         return torch.cat((numbers, experts, self._by_source.sums()))
 
-    def added(self, sums: list[float]) -> None:
-        """Takes the sums over all ranks of what `of_this_rank` returned."""
-        self._sums = sums
-
     def of_step(self, seconds: float, data_seconds: float) -> dict[str, float]:
         """The figures of the step that took `seconds`, in `data_seconds` of which it waited for data."""
-        done, ranks = Work(*self._sums[: len(Work._fields)]), dist.get_world_size()
-        rest, places = np.array(self._sums[len(done) :]), [ranks, ranks + self._expert_tokens.numel()]
+        done, ranks = Work(*self.sums[: len(Work._fields)]), dist.get_world_size()
+        rest, places = np.array(self.sums[len(done) :]), [ranks, ranks + self._expert_tokens.numel()]
         memory, experts, by_source = np.split(rest, places)
         device_seconds = max(seconds, 1e-9) * ranks
         figures = {
@@ -175,13 +171,13 @@ class BySource:
     def figures(self, sums: np.ndarray) -> dict[str, float]:
         """The figures of the sources that were there; `sums` are added over all ranks."""
         logs, sums = np.split(sums, [2 * len(self._logged)])
-        found = dict(zip(self._logged, np.divide(*logs.reshape(2, -1)).tolist(), strict=True))
+        figures = dict(zip(self._logged, np.divide(*logs.reshape(2, -1)).tolist(), strict=True))
         for name, (loss, weight, tokens, samples) in zip(self._names, sums.reshape(4, -1).T, strict=True):
             if samples:
-                found |= {f"trained_tokens/{name}": int(tokens), f"samples/{name}": int(samples)}
+                figures |= {f"trained_tokens/{name}": int(tokens), f"samples/{name}": int(samples)}
             if weight:
-                found[f"loss/{name}"] = float(loss / weight)
-        return found
+                figures[f"loss/{name}"] = float(loss / weight)
+        return figures
 
 
 def _speaks() -> bool:

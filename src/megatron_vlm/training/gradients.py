@@ -41,9 +41,8 @@ def data_parallel(
     )
     wrapped = [DistributedDataParallel(megatron_config, ddp, chunk) for chunk in chunks]
     # without it, schedules would start a reduction in every micro batch
-    megatron_config.no_sync_func = [chunk.no_sync for chunk in wrapped]
-    if len(wrapped) == 1:
-        megatron_config.no_sync_func = wrapped[0].no_sync
+    no_sync = [chunk.no_sync for chunk in wrapped]
+    megatron_config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     for chunk in wrapped:
         for module, needed in _first_uses(chunk):
             module.register_forward_pre_hook(partial(_arrived, needed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -39,7 +39,8 @@ def build_optimizer(
     the warm-up does not end before the run.
     """
     settings = _optimizer_config(config)
-    warmup, steps = _schedule(config, steps or config.train.steps or NO_END)
+    steps = steps or config.train.steps or NO_END
+    warmup = _warmup(config, steps)
     optimizer = get_megatron_optimizer(
         settings,
         model_chunks,
@@ -74,20 +75,18 @@ def _factors(config: RunConfig) -> dict[str, float]:
 
 def _overrides(config: RunConfig, own: ByPart) -> dict[ParamKey, dict[str, float]]:
     """The settings that groups of parameters have in place of the optimizer's own."""
-    found = {}
-    for key, parameters in own.get("optimizer.lr_by_part", {}).items():
-        found[_these(f"lr {key}", parameters)] = {"lr_mult": _factors(config)[key]}
-    for key, parameters in own.get("optimizer.weight_decay_by_part", {}).items():
-        decay = config.optimizer.weight_decay_by_part[key]
-        found[_these(f"weight decay {key}", parameters)] = {"start_wd": decay, "end_wd": decay}
-    return found
-
-
-def _these(name: str, parameters: list[Parameter]) -> ParamKey:
-    chosen = {id(parameter) for parameter in parameters}
-    return ParamKey(
-        with_name_predicate=ParamWithNamePredicate(name, lambda parameter, _: id(parameter) in chosen)
-    )
+    decays = config.optimizer.weight_decay_by_part.items()
+    settings = {
+        "optimizer.lr_by_part": {key: {"lr_mult": factor} for key, factor in _factors(config).items()},
+        "optimizer.weight_decay_by_part": {key: {"start_wd": wd, "end_wd": wd} for key, wd in decays},
+    }
+    overrides = {}
+    for setting, by_key in own.items():
+        for key, parameters in by_key.items():
+            chosen = frozenset(map(id, parameters))
+            is_chosen = ParamWithNamePredicate(f"{setting} {key}", lambda p, _, ids=chosen: id(p) in ids)
+            overrides[ParamKey(with_name_predicate=is_chosen)] = settings[setting][key]
+    return overrides
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
@@ -97,11 +96,10 @@ def fuse(optimizer: MegatronOptimizer) -> None:
             group.update(fused=True, foreach=False)
 
 
-def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
+def torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Adam]:
     """torch's own Adams inside `optimizer`; none if the Adam is Transformer Engine's or Apex's."""
-    for part in parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam):
-            yield part.optimizer
+    adams = [part.optimizer for part in parts(optimizer)]
+    return [adam for adam in adams if isinstance(adam, torch.optim.Adam)]
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -125,8 +123,8 @@ def _optimizer_config(config: RunConfig) -> MegatronOptimizerConfig:
     )
 
 
-def _schedule(config: RunConfig, steps: int) -> tuple[int, int]:
-    """(steps of warm-up, steps of the run)."""
+def _warmup(config: RunConfig, steps: int) -> int:
+    """The steps of warm-up in a run of `steps`."""
     warmup = config.optimizer.warmup_steps
     warmup = min(LONGEST_WARMUP, steps // 10) if warmup is None else warmup
     if not 0 <= warmup < steps:
@@ -134,7 +132,7 @@ def _schedule(config: RunConfig, steps: int) -> tuple[int, int]:
             f"optimizer: warmup_steps {warmup} is not within the run's {steps} steps; lower "
             "optimizer.warmup_steps, or raise train.steps or train.epochs."
         )
-    return warmup, steps
+    return warmup
 
 
 def _scheduler(optimizer: MegatronOptimizer, config: RunConfig, warmup: int, steps: int) -> Schedule:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from megatron.core import parallel_state
 from torch import distributed as dist
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, record_function, schedule
-from torch.profiler import profile as torch_profile
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from megatron_vlm.config import PROFILE_WARM_UP
 from megatron_vlm.files import write_whole
@@ -36,66 +36,51 @@ OPERATIONS = {  # names of operations begin with, on any thread
 }
 
 
-class Profile:
+@contextmanager
+def profiling(
+    run_dir: str | Path,
+    steps: int,
+    first: int,
+    chunks: list[torch.nn.Module],
+    say: Callable[[str], None],
+) -> Iterator[Callable[[], None]]:
     """Records `steps` steps of a run that begins with `first`, after a warm-up; if 0, it does nothing.
 
-    One rank of each pipeline stage records. Its trace and its table go into `run_dir`/profile, and `say` gets
-    the first rank's table. It changes no number of the run. Nothing is written of steps that do not come.
+    Yields a function to call after each step. One rank of each pipeline stage records. Its trace and its
+    table go into `run_dir`/profile, and `say` gets the first rank's table. It changes no number of the run.
+    Nothing is written of steps that do not come.
     """
+    sharing = (parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_and_context_parallel_rank())
+    if not steps or any(sharing):
+        yield lambda: None
+        return
+    first += PROFILE_WARM_UP
+    path = Path(run_dir, "profile", f"steps_{first}-{first + steps - 1}_rank{dist.get_rank()}")
+    hooks = name_ranges(chunks)
 
-    def __init__(
-        self,
-        run_dir: str | Path,
-        steps: int,
-        first: int,
-        chunks: list[torch.nn.Module],
-        say: Callable[[str], None],
-    ):
-        self._profiler: torch_profile | None = None
-        if steps and _first_of_its_stage():
-            first += PROFILE_WARM_UP
-            name = f"steps_{first}-{first + steps - 1}_rank{dist.get_rank()}"
-            self._path, self._steps, self._say = Path(run_dir) / "profile" / name, steps, say
-            self._hooks = name_ranges(chunks)
-            if not torch.cuda.is_available():
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that as an error
-            activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()]
-            plan = schedule(wait=PROFILE_WARM_UP - 1, warmup=1, active=steps, repeat=1)
-            self._profiler = torch_profile(
-                activities=activities, schedule=plan, on_trace_ready=self._write, acc_events=True
-            )
-
-    def step(self) -> None:
-        """Called after each step."""
-        if self._profiler:
-            self._profiler.step()
-
-    def __enter__(self) -> Profile:
-        if self._profiler:
-            self._profiler.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._profiler:
-            self._profiler.on_trace_ready = None  # `step` has written, or not all steps are there
-            self._profiler.stop()
-
-    def _write(self, profiler: torch_profile) -> None:
-        watchdog.beat(f"writing the profile {self._path}", files=True)
-        for hook in self._hooks:
+    def write(profiler: profile) -> None:
+        watchdog.beat(f"writing the profile {path}", files=True)
+        for hook in hooks:
             hook.remove()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(f"{self._path}.json.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(f"{path}.json.gz")
         watchdog.beat("adding up the profile")
-        text = table(seconds_by_part(profiler.events()), self._steps)
-        write_whole(f"{self._path}.txt", text + "\n")
+        text = table(seconds_by_part(profiler.events()), steps)
+        write_whole(f"{path}.txt", text + "\n")
         if setup.is_first_rank():
-            self._say(f"{text}\ntrace: {self._path}.json.gz, for https://ui.perfetto.dev")
+            say(f"{text}\ntrace: {path}.json.gz, for https://ui.perfetto.dev")
 
-
-def _first_of_its_stage() -> bool:
-    first = parallel_state.get_data_parallel_rank() == 0
-    return first and parallel_state.get_tensor_and_context_parallel_rank() == 0
+    if not torch.cuda.is_available():
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that as an error
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()]
+    plan = schedule(wait=PROFILE_WARM_UP - 1, warmup=1, active=steps, repeat=1)
+    profiler = profile(activities=activities, schedule=plan, on_trace_ready=write, acc_events=True)
+    profiler.start()
+    try:
+        yield profiler.step
+    finally:
+        profiler.on_trace_ready = None  # `step` has written, or not all steps are there
+        profiler.stop()
 
 
 def name_ranges(chunks: list[torch.nn.Module]) -> list[Any]:
@@ -158,21 +143,19 @@ def _parts(on_host: list[FunctionEvent]) -> dict[int, str]:
     for event in by_start:  # of operations with one number, the last made the node of the backward pass
         if not event.fwd_thread and event.sequence_nr >= 0:
             forward[event.thread, event.sequence_nr] = event
-    found: dict[int, str] = {}
+    part_of: dict[int, str] = {}
     for event in by_start:  # what an event is in comes before it
-        found[id(event)] = _own_part(event, forward, found) or found.get(id(event.cpu_parent), "other")
-    return found
+        part_of[id(event)] = _own_part(event, forward, part_of) or part_of.get(id(event.cpu_parent), "other")
+    return part_of
 
 
-def _own_part(event: FunctionEvent, forward: dict, found: dict[int, str]) -> str | None:
+def _own_part(event: FunctionEvent, forward: dict, part_of: dict[int, str]) -> str | None:
     """The part of an event, None if the event around it has it. Only backward nodes have a forward thread."""
     if event.name in PARTS:
         return event.name
-    for name, part in OPERATIONS.items():
-        if event.name.startswith(name):
-            return part
+    named = (part for name, part in OPERATIONS.items() if event.name.startswith(name))
     origin = forward.get((event.fwd_thread, event.sequence_nr)) if event.fwd_thread else None
-    return found.get(id(origin))
+    return next(named, part_of.get(id(origin)))
 
 
 def _busy(events: Any) -> float:
@@ -187,9 +170,9 @@ def _busy(events: Any) -> float:
 
 def table(seconds: dict[str, float], steps: int) -> str:
     """Milliseconds of a step by part, the longest first."""
-    whole = seconds["all"]
-    parts = sorted(((name, s) for name, s in seconds.items() if name != "all"), key=lambda part: -part[1])
+    total = seconds["all"]
+    parts = sorted(((name, s) for name, s in seconds.items() if name != "all"), key=lambda named: -named[1])
     lines = [f"{'part':<16}{'ms a step':>12}{'share':>8}"]
-    for name, part in [*parts, ("all", whole)]:
-        lines.append(f"{name:<16}{1000 * part / steps:>12.1f}{part / whole:>8.1%}")
+    for name, seconds_of_part in [*parts, ("all", total)]:
+        lines.append(f"{name:<16}{1000 * seconds_of_part / steps:>12.1f}{seconds_of_part / total:>8.1%}")
     return "\n".join(lines)

@@ -76,7 +76,7 @@ def mean_loss(reports: Reports, figures: StepFigures | None = None) -> tuple[flo
     dist.all_reduce(total)
     loss_sum, weight, count, *sums = total.tolist()
     if figures:
-        figures.added(sums)
+        figures.sums = sums
     return (loss_sum / weight if weight else float("nan")), int(count)
 
 

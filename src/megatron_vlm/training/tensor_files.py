@@ -6,7 +6,11 @@ Nothing is loaded that could run code: Megatron's objects are read with `weights
 
 from __future__ import annotations
 
+import os
+import pickle
 import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +25,28 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import free_bytes, naming
+from megatron_vlm.files import free_bytes, naming, open_file
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.models.adapters import model as adapters
 from megatron_vlm.run_folder import folder as run_folder
-from megatron_vlm.training.metadata import check_metadata, weights_only
 from megatron_vlm.training.optimizer import fuse, parts, torch_adams
 
 _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # by parameter, so that TP and PP may change
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
+}
+
+_METADATA_NAMES = {  # by module, apart from torch's dtypes
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata "
+    "MetadataIndex StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
 }
 
 
@@ -71,12 +84,12 @@ def read_tensors(path: Path, model_chunks: list, optimizer) -> None:
     The files are as they were saved. Raises ConfigError for those that are unsafe, or of another model.
     """
     try:
-        check_metadata(path / ".metadata")
+        _check_metadata(path / ".metadata")
     except ValueError as error:
         raise ConfigError(run_folder.damaged(path, [str(error)])) from error
     wanted = sharded_state(model_chunks, optimizer, loading=True)
     try:
-        with weights_only():
+        with _weights_only():
             loaded = dist_checkpointing.load(wanted, str(path))
     except (CheckpointException, CheckpointingException, EOFError, ValueError) as error:
         raise ConfigError(
@@ -137,7 +150,9 @@ def _give_state(adam: torch.optim.Adam) -> None:
 
 
 def _load_optimizer(optimizer, loaded) -> None:
-    for part, state in zip(parts(optimizer), _states(loaded, len(parts(optimizer))), strict=True):
+    # as Megatron's ChainedOptimizer takes them apart
+    states = [loaded] if len(parts(optimizer)) == 1 else [state for _, state in sorted(loaded.items())]
+    for part, state in zip(parts(optimizer), states, strict=True):
         _follow_config(part, state.get("optimizer", state))
     optimizer.load_state_dict(loaded)
     fuse(optimizer)
@@ -148,11 +163,6 @@ def _load_optimizer(optimizer, loaded) -> None:
             state["step"] = torch.tensor(step, device=parameter.device)
 
 
-def _states(loaded: dict, count: int) -> list[dict]:
-    """The state of each of `count` optimizers in one, as Megatron's ChainedOptimizer takes them apart."""
-    return [loaded] if count == 1 else [state for _, state in sorted(loaded.items())]
-
-
 def _follow_config(part, state: dict) -> None:
     """Gives a saved state the groups of parameters that the configuration makes now; of the saved ones only
     Adam's step stays. Megatron looks for groups with equal learning rates and more, and would find none."""
@@ -160,3 +170,49 @@ def _follow_config(part, state: dict) -> None:
     step = {"step": steps[0]} if steps else {}
     groups = part.optimizer.state_dict()["param_groups"]
     state["param_groups"] = [{**group, **step} for group in groups]
+
+
+# ---- nothing that its pickles name is run -----------------------------------------------------------------
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the plain records torch writes into `.metadata`, and refuses every other name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _METADATA_NAMES.get(module, "").split():
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def _check_metadata(path: Path) -> None:
+    """Raises ValueError if `.metadata`, which torch unpickles, holds anything but what torch writes there.
+
+    Nothing that it names is run. The files that it refers to must lie beside it.
+    """
+    try:
+        with open_file(path) as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"a {type(metadata).__name__}")
+        for stored in (metadata.storage_data or {}).values():
+            if os.path.basename(stored.relative_path) != stored.relative_path:
+                raise ValueError(f"it refers to {stored.relative_path}")
+    except Exception as error:  # damaged pickles, and pickles of other things, raise anything
+        raise ValueError(
+            f"{printable(path)} is not the metadata of a checkpoint of ours ({printable(error)})"
+        ) from error
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Sets the variable that overrules the `torch.load(weights_only=False)` of torch's checkpoint planner."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

@@ -40,7 +40,7 @@ class TrainLoader(ABC):
     """
 
     sources: Sequence[str] = ()
-    words: Sequence[str] = ()  # what a user should know of the data
+    notes: Sequence[str] = ()  # what a user should know of the data
     _loader: DataLoader
 
     def __init__(self, drops: LimitedDrops, fingerprint: dict) -> None:

@@ -33,7 +33,7 @@ from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.held_out import divided
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
-from megatron_vlm.data.records.unread import first_words
+from megatron_vlm.data.records.unread import first_notes
 from megatron_vlm.messages import reading
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
@@ -205,8 +205,8 @@ class HFTrainLoader(TrainLoader):
     ) -> None:
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
-        self.sources, self.words = sources_of_keys(rows.table), list(first_words(rows.table))
-        rows.encoder.drops.note(self.words)
+        self.sources, self.notes = sources_of_keys(rows.table), list(first_notes(rows.table))
+        rows.encoder.drops.note(self.notes)
         self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
         self._loader = loader_of(rows, self._ledger, num_workers)
         self._place = order.place

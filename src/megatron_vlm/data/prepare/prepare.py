@@ -53,7 +53,7 @@ class PrepareSummary:
     total_bytes: int  # of the shards
     skipped: dict[str, int]  # per reason
     seconds: float
-    words: list[str]  # what the first records of the sources tell
+    notes: list[str]  # what the first records of the sources tell
 
     def __str__(self) -> str:
         lines = [f"{self.output}: {self.total_bytes / 1e6:.1f} MB in {self.seconds:.1f} s"]
@@ -63,7 +63,7 @@ class PrepareSummary:
         ]
         lines += [f"  {self.images} images", f"  {sum(self.skipped.values())} records skipped"]
         lines += [f"    {reason}: {count}" for reason, count in sorted(self.skipped.items())]
-        return "\n".join(lines + [f"  {words}" for words in self.words])
+        return "\n".join(lines + [f"  {note}" for note in self.notes])
 
 
 @reading("source")
@@ -124,10 +124,10 @@ def prepare_energon_dataset(
                 bar.update(result.samples + len(result.skipped_lines))
         results.sort(key=lambda result: result.order)
         names = list(dict.fromkeys(name for part in parts for name in part.splits))
-        from megatron_vlm.data.records.unread import first_words
+        from megatron_vlm.data.records.unread import first_notes
 
-        words = [word for part in parts for word in first_words(part.source.open())]
-        summary = _finish(aside, output, names, results, words)
+        notes = [note for part in parts for note in first_notes(part.source.open())]
+        summary = _finish(aside, output, names, results, notes)
     summary.seconds = time.monotonic() - started
     return summary
 
@@ -243,7 +243,7 @@ def _shard_jobs(parts: list[_Part], folder: Path, samples_per_shard: int) -> Ite
 
 
 def _finish(
-    folder: Path, output: Path, splits: list[str], results: list[ShardResult], words: list[str]
+    folder: Path, output: Path, splits: list[str], results: list[ShardResult], notes: list[str]
 ) -> PrepareSummary:
     """Write the index and `skipped.jsonl`. Raises ValueError when no sample was written."""
     skipped: Counter = sum((result.skipped for result in results), Counter())
@@ -257,7 +257,7 @@ def _finish(
             f"skipped {dict(skipped)} of the source's records, such as" if skipped else "it has no records."
         )
         remedies = [f"{reason}: {REASONS[reason]}" for reason in skipped]
-        raise ValueError("\n".join([f"prepare: nothing to write; {what}", *examples, *remedies, *words]))
+        raise ValueError("\n".join([f"prepare: nothing to write; {what}", *examples, *remedies, *notes]))
     for result in results:  # Energon would count a shard without samples
         if not result.samples:
             result.path.unlink()
@@ -271,7 +271,7 @@ def _finish(
         total_bytes=sum(result.path.stat().st_size for result in written),
         skipped=dict(skipped),
         seconds=0.0,
-        words=words,
+        notes=notes,
     )
 
 

@@ -24,15 +24,15 @@ LOOKED_AT = 100  # records of each source, from its first to its last
 Record = tuple[dict, Path, dict, dict[str, list]]  # root of its media; what `normalise` makes of it
 
 
-def first_words(table: Table | StreamedRows) -> Iterator[str]:
+def first_notes(table: Table | StreamedRows) -> Iterator[str]:
     """Lines about each source by its first records: media that are not read, and what is read in another form
     than it is written. There are none about a stream, as reading it would take its records."""
     if isinstance(table, StreamedRows):
         return
     for part in table.tables.values() if isinstance(table, Blend) else [table]:
         if records := list(_some_records(part)):
-            for words in (*_unread(records), *_other_paths(records), *_placeholders(records)):
-                yield f"data: {printable(part.origin(0)[0])}: {words}"
+            for note in (*_unread(records), *_other_paths(records), *_placeholders(records)):
+                yield f"data: {printable(part.origin(0)[0])}: {note}"
 
 
 def _some_records(table: Table) -> Iterator[Record]:

@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
+from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron_vlm import weight_files
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules.adapters import adapter_problems
-from megatron_vlm.files import folder_aside, read_file, write_whole
+from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
 from megatron_vlm.messages import printable, reading
-from megatron_vlm.models.adapters.base import fingerprint
-from megatron_vlm.models.adapters.model import adapter_tensors, adapters_of, peft_key
-from megatron_vlm.models.adapters.saved import PREFIX, check_finite, fill_saved, sliced
-from megatron_vlm.models.weights.streaming import from_every_stage
+from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
+from megatron_vlm.models.weights.exporting import from_every_stage
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder.adapter_start import keep, of_run
@@ -39,6 +40,7 @@ WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference
 WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size")
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # others of peft change the base weights
 MOST_BYTES = 1 << 24  # of a config file
+SAMPLE = 4096  # bytes that are looked at in the middle of each tensor of a checkpoint
 
 
 def settled(adapter: AdapterConfig) -> AdapterConfig:
@@ -75,10 +77,18 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
     settings = {f"adapter.{key}": given[key] for key in READ if given.get(key) or given.get(key) == 0}
     if "adapter.target_parameters" in settings:  # to peft, no modules are then none
         settings.setdefault("adapter.target_modules", [])
-    return _checked(place, settings)
+    try:
+        run = apply_overrides(RunConfig(), settings)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    if run.adapter.r < 1:
+        raise ConfigError(f"{place}: r {run.adapter.r} is no rank; give the folder of another adapter.")
+    for problem in adapter_problems(run):
+        raise ConfigError(f"{place}: {problem}")
+    return run.adapter
 
 
-def words_of_start(config: RunConfig) -> Iterator[str]:
+def notes_of_start(config: RunConfig) -> Iterator[str]:
     """Lines about the adapter in `adapter.start`: whether it is the run's own copy, and whether it is of a
     base of another name."""
     start, base = config.adapter.start, config.model.hf_path
@@ -92,19 +102,6 @@ def words_of_start(config: RunConfig) -> Iterator[str]:
             f"adapter.start: {printable(start)} says that it was trained on {printable(named)}; here "
             f"it adapts {printable(base)}"
         )
-
-
-def _checked(place: str, settings: dict[str, Any]) -> AdapterConfig:
-    run = RunConfig()
-    try:
-        run = apply_overrides(run, settings)
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
-    if run.adapter.r < 1:
-        raise ConfigError(f"{place}: r {run.adapter.r} is no rank; give the folder of another adapter.")
-    for problem in adapter_problems(run):
-        raise ConfigError(f"{place}: {problem}")
-    return run.adapter
 
 
 @reading("start")
@@ -129,27 +126,41 @@ def load_adapters(
             f"adapter.start: {printable(start)} has no {WEIGHTS}; save the adapter as safetensors, as "
             "pickles are not read."
         )
-    try:
-        weight_files.header(file)
-    except ValueError as error:
-        raise ConfigError(f"adapter.start: {error}") from error
+    weight_files.header(file)  # refuses what is cut short
     with safe_open(file, framework="pt") as stored:
         _check_keys(file, set(stored.keys()), chunks[0])
         for chunk in chunks:
             try:
                 _fill(chunk, stored)
-                fill_saved(chunk, stored)
             except ValueError as error:
                 raise ConfigError(f"adapter.start: {printable(file)}: {error}") from error
     if run_dir is not None:
         on_first_rank(keep, run_dir, [file.with_name(CONFIG), file])
 
 
+def fingerprint(folder: Path) -> str:
+    """XXH3 of the names, types and shapes of a checkpoint's tensors, and of some bytes of each.
+
+    It is the same however the tensors are spread over files. A tensor whose other bytes alone differ is not
+    noticed; training changes all.
+    """
+    seen = []
+    for name in weight_files.weight_files(folder):
+        tensors, first = weight_files.header(folder / name)
+        with open_file(folder / name) as file:
+            for key, entry in tensors.items():
+                start, end = entry["data_offsets"]
+                file.seek(first + max(start, (start + end - SAMPLE) // 2))
+                sample = xxhash.xxh3_64_hexdigest(file.read(min(SAMPLE, end - start)))
+                seen.append([key, entry["dtype"], entry["shape"], sample])
+    return xxhash.xxh3_64_hexdigest(json.dumps(sorted(seen)).encode())
+
+
 def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
     targets = chunk.adapters.targets
     wanted = {peft_key(target, name) for target in targets for name in ("lora_A", "lora_B")}
     wanted |= {peft_key(target, "lora_magnitude_vector") for target in targets if target.dora}
-    wanted |= {PREFIX + key for one in chunk.adapters.saved.values() for _, key in one.keys}
+    wanted |= {PREFIX + key for one in chunk.adapters.saved.values() for key in one.keys}
     for keys, what in ((wanted - stored, "lacks"), (stored - wanted, "has, and the model does not,")):
         if keys:
             raise ConfigError(
@@ -160,12 +171,34 @@ def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
 
 @torch.no_grad()
 def _fill(chunk: MegatronModule, stored: Any) -> None:
-    for lora in adapters_of(chunk):
+    """Reads this rank's part of a file whose keys are those wanted. Raises ValueError for a tensor of another
+    shape, or with values that are not finite."""
+    for lora in chunk.adapters.children():
         for name, shape in lora.whole.items():
             key = peft_key(lora.target, name)
             local = getattr(lora, name)
-            local.copy_(lora.part(name, sliced(stored, key, shape)))
-            check_finite(key, local)
+            local.copy_(lora.part(name, _sliced(stored, key, shape)))
+            _check_finite(key, local)
+    group = parallel_state.get_tensor_model_parallel_group()
+    for one, weight in saved_weights(chunk):
+        pairs = zip(one.keys, one.shapes, strict=True)
+        sources = [_sliced(stored, PREFIX + key, shape) for key, shape in pairs]
+        one.rule.operation.load(weight, sources, group.rank(), group.size())
+        _check_finite(PREFIX + one.keys[0], weight)
+
+
+def _sliced(stored: Any, key: str, shape: list[int]) -> Any:
+    """A tensor of a file, to be read in parts. Raises ValueError unless it is floats of this shape."""
+    values = stored.get_slice(key)
+    if list(values.get_shape()) != shape or values.get_dtype() not in weight_files.FLOATS:
+        kind = f"{values.get_shape()} of {values.get_dtype()}"
+        raise ValueError(f"{key} is {kind} and must be floats of shape {shape}; is it of another base model?")
+    return values
+
+
+def _check_finite(key: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise ValueError(f"{key} holds values that are not finite.")
 
 
 def save_adapters(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +22,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.utils import (
-    make_sharded_tensor_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
-)
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -107,24 +103,35 @@ def initial_A(target: Target, seed: int, base: Tensor) -> Tensor:
     return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=numbers)
 
 
-@dataclass
 class Adapted:
     """A linear of ours with the adapters of the HF linears that it holds; a forward hook of the linear.
 
     `parts` are those linears in the order of the weight's rule, None where one has no adapter: its rows of
     the output stay as they are. `heights` are their rows on this rank. `order` says which of these, counted
-    through all parts, each row of ours is; None: the same.
+    through all parts, each row of ours is; None: the same. Along `axis` tensor parallelism cuts the weight;
+    None: a replica of the tower.
     """
 
-    weight: nn.Parameter
-    parts: list[Lora | None]
-    heights: list[int]
-    order: Tensor | None
-    axis: int | None  # along which tensor parallelism cuts the weight; None: a replica of the tower
-    sequence_parallel: bool
-    dropout: float
-    dora: bool
-    _squares: Tensor | None = None  # (out,) norms of the weight's rows here, squared: they never change
+    def __init__(self, module: nn.Module, loras: dict[int, Lora], target: Target, dropout: float):
+        """`loras` are by the place of their linear in `target.rule`."""
+        operation = target.rule.operation
+        self.weight = module.weight
+        rows = [view.flatten() for view in operation.views(torch.arange(len(self.weight), device="cpu"))]
+        self.parts = [loras.get(place) for place in range(len(rows))]
+        self.heights = list(map(len, rows))
+        self.order = torch.cat(rows).argsort().to(self.weight.device) if len(rows) > 1 else None
+        self.axis = operation.axis
+        self.sequence_parallel = operation.axis is not None and module.sequence_parallel
+        self.dropout = dropout
+        self.dora = target.dora
+        self._squares: Tensor | None = None  # (out,) norms of the weight's rows, squared: they never change
+        for lora in self.loras:
+            for name, cut in lora.axes.items():
+                if self.axis is None:  # replicas of the tower see different images
+                    getattr(lora, name).average_gradients_across_tp_domain = True
+                elif cut is None:  # what is whole has its gradient from this rank's tokens
+                    getattr(lora, name).sequence_parallel = self.sequence_parallel
+        module.register_forward_hook(self)
 
     @property
     def loras(self) -> Iterator[Lora]:
@@ -175,7 +182,11 @@ class Adapted:
         adapted = [
             torch.full_like(part, lora is not None) for part, (lora, _) in zip(magnitudes, parts, strict=True)
         ]
-        magnitude, is_adapted = (self._as_ours(torch.cat(of).float()) for of in (magnitudes, adapted))
+        magnitude = torch.cat(magnitudes).float()
+        is_adapted = torch.cat(adapted)
+        if self.order is not None:
+            magnitude = magnitude.index_select(0, self.order)
+            is_adapted = is_adapted.index_select(0, self.order)
         return torch.where(is_adapted > 0, magnitude / self.norms(), 1.0)
 
     @torch.no_grad()
@@ -208,9 +219,6 @@ class Adapted:
         merged = self.weight.float() + self.B(torch.float32) @ self.A(torch.float32)
         return (merged * self.factors()[:, None] if self.dora else merged).to(self.weight.dtype)
 
-    def _as_ours(self, rows: Tensor) -> Tensor:
-        return rows if self.order is None else rows.index_select(0, self.order)
-
     def _shared(self, low: Tensor) -> Tensor:
         """A x of the tokens whose outputs this rank computes, whole: the only numbers that ranks exchange."""
         if self.axis == 0 and self.sequence_parallel:
@@ -224,36 +232,12 @@ class Adapted:
         return low
 
     def _dropped(self, x: Tensor) -> Tensor:
-        with self._generator():
-            return nn.functional.dropout(x, self.dropout)
-
-    def _generator(self) -> AbstractContextManager:
-        """The same numbers on ranks that have the same inputs. Those of the tower come from the generator
-        that its recomputation restores."""
-        if self.axis is None:
-            return nullcontext()
+        """Drops by the same numbers on ranks that have the same inputs. Those of the tower come from the
+        generator that its recomputation restores."""
+        numbers = nullcontext()
         if self.axis == 0 and not self.sequence_parallel:
-            return get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
-        return get_cuda_rng_tracker().fork()
-
-
-def adapt(module: nn.Module, parts: dict[int, Lora], target: Target, share: float) -> Adapted:
-    """Lets `parts`, adapters by the place of their linear in `target.rule`, add to the output of `module`."""
-    operation, weight = target.rule.operation, module.weight
-    rows = [view.flatten() for view in operation.views(torch.arange(len(weight), device="cpu"))]
-    order = torch.cat(rows).argsort().to(weight.device) if len(rows) > 1 else None
-    sequence_parallel = operation.axis is not None and module.sequence_parallel
-    adapted = Adapted(
-        *(weight, [parts.get(place) for place in range(len(rows))], list(map(len, rows)), order),
-        *(operation.axis, sequence_parallel, share, target.dora),
-    )
-    for lora in adapted.loras:
-        if operation.axis is None:  # replicas of the tower see different images
-            for parameter in lora.parameters():
-                parameter.average_gradients_across_tp_domain = True
-        else:  # what is whole has its gradient from this rank's tokens
-            for name, cut in lora.axes.items():
-                if cut is None:
-                    getattr(lora, name).sequence_parallel = sequence_parallel
-    module.register_forward_hook(adapted)
-    return adapted
+            numbers = get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
+        elif self.axis is not None:
+            numbers = get_cuda_rng_tracker().fork()
+        with numbers:
+            return nn.functional.dropout(x, self.dropout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,25 +12,23 @@ import xxhash
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from megatron_vlm.config import ConfigError
+from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.experts import AdaptedExperts, ExpertLora
-from megatron_vlm.models.adapters.lora import Adapted, Lora, adapt
-from megatron_vlm.models.adapters.saved import (
-    PREFIX,
-    SavedModule,
-    saved_tensors,
-    saved_weights,
-    sharded_saved,
-)
-from megatron_vlm.models.adapters.targets import Target
-from megatron_vlm.models.weights.exporting import to_all
+from megatron_vlm.models.adapters.lora import Adapted, Lora
+from megatron_vlm.models.adapters.targets import SavedModule, Target
+from megatron_vlm.models.weights.exporting import gather, hf_tensors
 from megatron_vlm.models.weights.rules import ADAPTERS, named_weights
+
+PREFIX = "base_model.model."  # of all keys in peft's files
 
 
 class Adapters(nn.Module):
-    """Modules nested as in the HF model: `adapters.model.language_model.layers.0.self_attn.q_proj` has the
-    parameters `lora_A` and `lora_B`; `linears` are the weights of ours that they belong to.
-    `targets` and `saved`, what is trained whole, are of the whole model; `base` is the fingerprint of
-    the checkpoint that they adapt."""
+    """Every `Lora` by its module's name in the HF model: `model.language_model.layers.0.self_attn.q_proj`.
+
+    `linears` are the weights of ours that they belong to. `targets` and `saved`, what is trained whole, are
+    of the whole model; `base` is the fingerprint of the checkpoint that they adapt.
+    """
 
     def __init__(self, targets: list[Target], saved: dict[str, SavedModule]):
         super().__init__()
@@ -43,15 +42,6 @@ class Adapters(nn.Module):
         known = [[target.module, target.rank, target.scale, target.dora] for target in self.targets]
         known += [[name] for name in self.saved]
         return xxhash.xxh3_64_hexdigest(json.dumps(sorted(known)).encode())
-
-    def place(self, module: str, lora: Lora) -> None:
-        *path, last = module.split(".")
-        node: nn.Module = self
-        for name in path:
-            if name not in node._modules:
-                node.add_module(name, nn.Module())
-            node = node._modules[name]
-        node.add_module(last, lora)
 
 
 def add_adapters(
@@ -76,19 +66,38 @@ def add_adapters(
             kind = ExpertLora if mine[0].experts else Lora
             loras = {target.place: kind(target, weight, seed) for target in mine}
             for target in mine:
-                chunk.adapters.place(target.module, loras[target.place])
+                chunk.adapters._modules[target.module] = loras[target.place]  # `add_module` takes no dots
                 if hasattr(weight, "unused"):  # no feature depends on it, see `family_parts.towers`
                     loras[target.place].requires_grad_(False)
             module, own_name = owners[id(weight)]
             if mine[0].experts:
                 module.adapted[own_name] = adapted = AdaptedExperts(weight, loras[0])
             else:
-                adapted = adapt(module, loras, mine[0], dropout)
+                adapted = Adapted(module, loras, mine[0], dropout)
             chunk.adapters.linears.append(adapted)
 
 
-def adapters_of(chunk: MegatronModule) -> Iterator[Lora]:
-    return (part for part in chunk.adapters.modules() if isinstance(part, Lora))
+def check_same(path: Path, saved: list[str] | None, now: list[str] | None) -> None:
+    """Raises ConfigError unless the saved adapters, if it holds any, belong to this model."""
+    if saved == now:
+        return
+    if saved is None or now is None:
+        held, wanted = ("whole weights", "adapters") if saved is None else ("adapters", "whole weights")
+        why = f"holds {held}, and this run trains {wanted}; set adapter.* as it was, or give another run_dir."
+    elif saved[0] != now[0]:
+        why = (
+            f"holds adapters of a base model with fingerprint {printable(saved[0])}, and model.hf_path has "
+            f"{now[0]}; give the checkpoint on which they were trained, or another run_dir."
+        )
+    else:
+        why = "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
+    raise ConfigError(f"checkpoint: {printable(path)} {why}")
+
+
+def saved_weights(chunk: MegatronModule) -> Iterator[tuple[SavedModule, Tensor]]:
+    """The weights in a chunk of modules that are trained whole."""
+    saved = chunk.adapters.saved
+    return ((saved[name], weight) for name, weight in named_weights(chunk) if name in saved)
 
 
 def adapter_tensors(
@@ -98,12 +107,27 @@ def adapter_tensors(
     chooses what is gathered for a parameter. A collective over the tensor-parallel group, and the
     expert-parallel one for experts: every rank of the stage iterates to the end."""
     for chunk in chunks:
-        for lora in adapters_of(chunk):
+        for lora in chunk.adapters.children():
             for name, axis in lora.axes.items():
                 local = value(getattr(lora, name))
-                shards = [local] if axis is None else to_all(local, lora.group)
+                shards = [local] if axis is None else gather(local, lora.group)
                 yield peft_key(lora.target, name), lora.as_in_peft(name, shards)
-    yield from saved_tensors(chunks, value)
+    yield from _saved_tensors(chunks, value)
+
+
+def _saved_tensors(
+    chunks: list[MegatronModule], value: Callable[[Tensor], Tensor | None]
+) -> Iterator[tuple[str, Tensor]]:
+    """(peft's key, whole tensor) of this pipeline stage on every rank, see `hf_tensors`."""
+    if not (saved := chunks[0].adapters.saved):
+        return
+    trained = {id(weight) for chunk in chunks for _, weight in saved_weights(chunk)}
+    keys = {}
+    for weight, one in saved.items():
+        keys |= zip(one.rule.hf_names(weight), one.keys, strict=True)
+    rules = [one.rule for one in saved.values()]
+    tensors = hf_tensors(chunks, rules, value=lambda weight: value(weight) if id(weight) in trained else None)
+    yield from ((PREFIX + keys[hub], tensor) for hub, tensor in tensors)
 
 
 def peft_key(target: Target, name: str) -> str:
@@ -114,19 +138,28 @@ def peft_key(target: Target, name: str) -> str:
 
 def sharded_state(chunk: MegatronModule) -> dict[str, Any]:
     """The state of a chunk with adapters for a checkpoint, by names that are the same in every layout."""
-    return sharded_saved(chunk) | {
+    return _sharded_saved(chunk) | {
         f"{ADAPTERS}{lora.target.module}.{name}": lora.sharded(f"{ADAPTERS}{lora.target.module}.{name}", name)
-        for lora in adapters_of(chunk)
+        for lora in chunk.adapters.children()
         for name in lora.axes
     }
+
+
+def _sharded_saved(chunk: MegatronModule) -> dict[str, Any]:
+    """The state of what is trained whole: of Megatron's own entries of the chunk, these alone."""
+    trained = {id(weight) for _, weight in saved_weights(chunk)}
+    if not trained:
+        return {}
+    # each layer by a name of its own: else all layers are one tensor, of which no part may be missing
+    state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    return {key: entry for key, entry in state.items() if id(getattr(entry, "data", None)) in trained}
 
 
 @torch.no_grad()
 def load_state(chunk: MegatronModule, state: dict[str, Any]) -> None:
     """Fills the adapters of a chunk from what was read for its `sharded_state`."""
-    for lora in adapters_of(chunk):
-        for name in lora.axes:
-            getattr(lora, name).copy_(state[f"{ADAPTERS}{lora.target.module}.{name}"])
+    for name, parameter in chunk.adapters.named_parameters():
+        parameter.copy_(state[ADAPTERS + name])
     chunk.load_state_dict({k: v for k, v in state.items() if not k.startswith(ADAPTERS)}, strict=False)
 
 

@@ -1,9 +1,7 @@
-"""Which linears of a model have adapters: peft's rules, on the names that Transformers gives its modules."""
+"""Which linears of a model have adapters, and what is trained whole: peft's rules on Transformers' names."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -16,12 +14,11 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import printable, suggestion
-from megatron_vlm.models.adapters.saved import SavedModule, find_saved, outside_saved
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.weights.files import hub_name
-from megatron_vlm.models.weights.rules import Rule, WeightMap, find_weight
+from megatron_vlm.models.weights.rules import Rule, Vocabulary, WeightMap, find_weight
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, HEAD = "all-linear", "lm_head"
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,20 @@ class Target:
     place: int  # which of the rule's HF tensors the module's weight is
     out: int  # rows of the module's weight, or of each expert's
     width: int  # columns
-    rank: int
-    scale: float  # of what the adapter adds
-    dora: bool
+    rank: int = 0
+    scale: float = 0.0  # of what the adapter adds
+    dora: bool = False
     experts: int = 0
     stored: str = ""  # where peft stores it, if that is not `module`
+
+
+@dataclass(frozen=True)
+class SavedModule:
+    """A weight of `VLMModel` that is trained whole, and its HF tensors in the order of its rule."""
+
+    rule: Rule
+    keys: list[str]  # in Transformers' model
+    shapes: list[list[int]]  # whole
 
 
 def find_targets(adapter: AdapterConfig, description: Description) -> list[Target]:
@@ -47,90 +53,136 @@ def find_targets(adapter: AdapterConfig, description: Description) -> list[Targe
 
     Raises ConfigError for a name or pattern that fits nothing, or a module that cannot have an adapter.
     """
-    built, weight_map = hf_modules(description.hf_config), description.weight_map
-    modules, head = {name: type(module) for name, module in built.items()}, "lm_head"
-    linears = [name for name, kind in modules.items() if issubclass(kind, nn.Linear) and name != head]
+    modules, weight_map = hf_modules(description.hf_config), description.weight_map
+    linears = [name for name, kind in modules.items() if isinstance(kind, nn.Linear) and name != HEAD]
     linears = outside_saved(adapter.modules_to_save, linears)
-    placed = {name: find_weight(weight_map.rules, _key(name, weight_map)) for name in linears}
+    # what the rules import is trained; a linear outside them, such as another tower's, has no place
+    keys = {name: hub_name(f"{name}.weight", weight_map.renames) for name in linears}
+    places = {name: place for name, key in keys.items() if (place := find_weight(weight_map.rules, key))}
     wanted = adapter.target_modules
-    experts = _experts(adapter.target_parameters, built, weight_map)
     if wanted is None:
-        of_text = [name for name in linears if (placed[name] or ("", ""))[1].startswith("language_model.")]
-        found = _but(weight_map.peft_experts, of_text)
+        of_text = [name for name, place in places.items() if place[1].startswith("language_model.")]
+        names = _but(weight_map.peft_experts, of_text)
     elif isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
-        found = linears
+        names = linears
     else:
         _check_names("adapter.target_modules", wanted, modules, linears)
-        found = outside_saved(adapter.modules_to_save, fitting(wanted, filter(None, modules)))
-    found = _of_layers(adapter, found)
+        names = outside_saved(adapter.modules_to_save, fitting(wanted, filter(None, modules)))
+    names = _of_layers(adapter, names)
     if adapter.exclude_modules is not None:
-        _check_names("adapter.exclude_modules", adapter.exclude_modules, modules, found)
-        found = _but(adapter.exclude_modules, found)
-    as_experts = fitting(weight_map.peft_experts, found)
-    without = [name for name in found if placed.get(name) is None or name in as_experts]
-    for name in without:
-        _refuse(name, modules[name], name in as_experts, _all_but(without, found))
-    if not (found or experts):
+        _check_names("adapter.exclude_modules", adapter.exclude_modules, modules, names)
+        names = _but(adapter.exclude_modules, names)
+    # refused now, by their names: peft could not load such an adapter, or nothing would train it
+    as_experts = fitting(weight_map.peft_experts, names)
+    if without := [name for name in names if name not in places or name in as_experts]:
+        _refuse(without, names, modules[without[0]], without[0] in as_experts)
+    targets = []
+    for name in names:
+        rule, weight, place = places[name]
+        out, width = modules[name].weight.shape
+        targets.append(Target(name, rule, weight, place, out, width, dora=adapter.use_dora))
+    targets += _experts(adapter.target_parameters, modules, weight_map)
+    if not targets:
         raise ConfigError("adapter.exclude_modules: leaves no module with an adapter; exclude less.")
-    all_found = [*found, *experts]
-    sizes = {name: (built[name].out_features, built[name].in_features) for name in found}
-    ranks = _by_pattern("adapter.rank_pattern", adapter.rank_pattern, adapter.r, all_found)
-    alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, all_found)
-    _check_ranks(ranks, [*sizes.values(), *(experts[name].rule.row_shape for name in experts)])
+    return _with_ranks(adapter, targets)
+
+
+def _with_ranks(adapter: AdapterConfig, targets: list[Target]) -> list[Target]:
+    names = [target.module for target in targets]
+    ranks = _by_pattern("adapter.rank_pattern", adapter.rank_pattern, adapter.r, names)
+    alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, names)
     root = 0.5 if adapter.use_rslora else 1  # rsLoRA, arXiv 2312.03732
-    scales = [alpha / rank**root for rank, alpha in zip(ranks, alphas, strict=True)]
     return [
-        Target(*(name, *placed[name], *sizes[name], rank, scale, adapter.use_dora))
-        if name in sizes
-        else replace(experts[name], rank=rank, scale=scale)
-        for name, rank, scale in zip(all_found, ranks, scales, strict=True)
+        replace(target, rank=rank, scale=alpha / rank**root)
+        for target, rank, alpha in zip(targets, ranks, alphas, strict=True)
     ]
 
 
-def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: WeightMap) -> dict[str, Target]:
-    """The target of each parameter of routed experts in `names`, which are whole or ends of names.
+def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: WeightMap) -> list[Target]:
+    """The parameters of routed experts in `names`, which are whole or ends of names, without their ranks.
 
     peft wraps a module once for each of its parameters, in their order, and names them by the wrappings.
     """
-    found = {}
+    targets: dict[str, Target] = {}
     for name, module in modules.items():
-        own = {f"{name}.{key}": param for key, param in module.named_parameters(recurse=False)}
-        mine = fitting(names, own)
-        for outside, key in enumerate(reversed(mine)):
-            placed = find_weight(weight_map.rules, hub_name(key, weight_map.renames))
-            if placed is None or placed[0].rows is None:
+        parameters = {f"{name}.{key}": param for key, param in module.named_parameters(recurse=False)}
+        for outside, key in enumerate(reversed(fitting(names, parameters))):
+            shape = tuple(parameters[key].shape)
+            found = find_weight(weight_map.rules, hub_name(key, weight_map.renames))
+            if found is None or found[0].rows is None:
                 raise ConfigError(
-                    f"adapter.target_parameters: {key} is {list(own[key].shape)} and holds no routed "
-                    "experts; other weights have adapters by adapter.target_modules."
+                    f"adapter.target_parameters: {key} is {list(shape)} and holds no routed experts; other "
+                    "weights have adapters by adapter.target_modules."
                 )
-            rule = placed[0]
-            assert tuple(own[key].shape) == (rule.rows, *rule.row_shape), "Transformers stores them otherwise"
-            place_of_peft = rule.rows, name + outside * ".base_layer"
-            found[key] = Target(key, *placed, *rule.row_shape, 0, 0.0, False, *place_of_peft)
+            rule, weight, place = found
+            assert shape == (rule.rows, *rule.row_shape), "Transformers stores them otherwise"
+            experts, out, width = shape
+            stored = name + outside * ".base_layer"
+            targets[key] = Target(key, rule, weight, place, out, width, experts=experts, stored=stored)
     for name in names:
-        if not fitting([name], found):
-            fused = [key for rule in weight_map.rules if rule.rows for key in rule.hf]
-            known = suggestion(name, sorted({"experts." + key.rpartition(".")[2] for key in fused}))
-            known = known if fused else ", whose family has no routed experts"
+        if not fitting([name], targets):
+            fused = {"experts." + key.rpartition(".")[2] for r in weight_map.rules if r.rows for key in r.hf}
+            known = suggestion(name, sorted(fused)) if fused else ", whose family has no routed experts"
             raise ConfigError(
                 f"adapter.target_parameters: {printable(name)} fits no parameter of the model{known}"
             )
-    return found
-
-
-def _check_ranks(ranks: list[int], sizes: list[tuple[int, int]]) -> None:
-    """Raises ConfigError for a rank above the smaller side of every matrix: it would only cost memory."""
-    if (rank := max(ranks)) > (most := max(map(min, sizes))):
-        raise ConfigError(
-            f"adapter.r: a rank of {rank} is more than any matrix with an adapter has, at most {most}; give "
-            "a smaller one: 8 to 64 are usual."
-        )
+    return list(targets.values())
 
 
 def find_whole(adapter: AdapterConfig, description: Description) -> dict[str, SavedModule]:
-    """The modules trained whole next to adapters, by parameter; see `find_saved`."""
+    """The weights trained whole next to adapters, by name in `named_weights`: all in the modules that
+    `modules_to_save` are ends of.
+
+    Raises ConfigError for a name that fits nothing, or a module that cannot be trained and written by itself.
+    """
+    names, weight_map = adapter.modules_to_save, description.weight_map
     modules = hf_modules(description.hf_config)
-    return find_saved(adapter.modules_to_save, modules, description.weight_map)
+    named = fitting(names, filter(None, modules))
+    for end in names:
+        if not fitting([end], named):
+            known = suggestion(end, sorted({name.rpartition(".")[2] for name in modules}))
+            raise _refused(f"{printable(end)} fits no module of the model{known}")
+    for name in modules:  # peft compares letters, not whole parts of names
+        if name.endswith(tuple(names)) and name not in named:
+            raise _refused(f"peft would take {name}, too, which ends alike; give longer or whole names.")
+    rules: dict[str, Rule] = {}
+    parts: dict[str, dict[int, tuple[str, list[int]]]] = {}  # by weight and place: its key and shape
+    for name in named:
+        if outside := next((other for other in named if name.startswith(f"{other}.")), None):
+            raise _refused(f"{name} lies in {outside}, which is trained whole; name one of them.")
+        for key, value in modules[name].state_dict(prefix=f"{name}.").items():
+            rule, weight, place = _place(key, weight_map)
+            rules[weight] = rule
+            parts.setdefault(weight, {})[place] = key, list(value.shape)
+    saved = {}
+    for weight, rule in rules.items():
+        tensors = [parts[weight].get(place) for place in range(len(rule.hf))]
+        if missing := ", ".join(hf for hf, tensor in zip(rule.hf, tensors, strict=True) if tensor is None):
+            key, _ = next(filter(None, tensors))
+            raise _refused(f"{key} is one parameter here with {missing}; name modules that hold them all.")
+        saved[weight] = SavedModule(rule, [key for key, _ in tensors], [shape for _, shape in tensors])
+    return saved
+
+
+def _place(key: str, weight_map: WeightMap) -> tuple[Rule, str, int]:
+    hub = hub_name(key, weight_map.renames)
+    if weight_map.tied and any(
+        isinstance(rule.operation, Vocabulary) and hub in rule.hf for rule in weight_map.rules
+    ):
+        raise _refused(
+            f"{key} is both embedding and output layer of this model; peft would make two of them, and here "
+            "they are one."
+        )
+    place = find_weight(weight_map.rules, hub)
+    if place is None:
+        raise _refused(f"{key} is not a part of the model that is trained; leave its module out.")
+    if place[0].rows is not None:
+        raise _refused(f"{key} holds routed experts; give them adapters by adapter.target_parameters.")
+    return place
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"adapter.modules_to_save: {why}")
 
 
 def hf_modules(hf_config: Any) -> dict[str, nn.Module]:
@@ -147,6 +199,13 @@ def fitting(names: str | Iterable[str], modules: Iterable[str]) -> list[str]:
         return list(matching(names, modules))
     ends = tuple(f".{name}" for name in names)
     return [module for module in modules if f".{module}".endswith(ends)]
+
+
+def outside_saved(names: list[str], modules: list[str]) -> list[str]:
+    """The names that lie in none of `modules_to_save`: peft gives the others no adapter
+    (`tuners_utils.check_target_module_exists`)."""
+    inside = {found for name in names for found in matching(rf"(^|.*\.){name}($|\..*)", modules, "match")}
+    return [name for name in modules if name not in inside]
 
 
 def _but(names: str | Iterable[str], modules: list[str]) -> list[str]:
@@ -172,10 +231,6 @@ def _of_layers(adapter: AdapterConfig, modules: list[str]) -> list[str]:
     return [name for name in modules if layers.get(name) in wanted]
 
 
-def _key(module: str, weight_map: WeightMap) -> str:
-    return hub_name(f"{module}.weight", weight_map.renames)
-
-
 def _by_pattern(key: str, patterns: dict[str, float], default: float, modules: list[str]) -> list[float]:
     """The value of each module by the first pattern that fits the end of its name, as in peft."""
     values: dict[str, float] = {}
@@ -189,18 +244,17 @@ def _by_pattern(key: str, patterns: dict[str, float], default: float, modules: l
 
 
 def _check_names(key: str, names: str | list[str], modules: Iterable[str], linears: list[str]) -> None:
-    for name in [names] if isinstance(names, str) else names:
-        if not fitting(name if isinstance(names, str) else [name], modules):
-            ends = name.split(",") if isinstance(names, str) else ()
-            if ends and all(fitting([end], modules) for end in ends):
-                raise ConfigError(
-                    f"{key}: {printable(name)} is read as a regex, which fits no whole name of a module; "
-                    f"give ends of names as a list: {key}=[{printable(name)}]."
-                )
-            known = [*_endings(linears), *linears] if "." in name else _endings(linears)
-            known = suggestion(name, known + [ALL_LINEAR] * isinstance(names, str))
-            example = f" A regex fits whole names, such as {linears[0]}." if isinstance(names, str) else ""
-            raise ConfigError(f"{key}: {printable(name)} fits no module of the model{known}{example}")
+    is_regex = isinstance(names, str)
+    for name in [names] if is_regex else names:
+        if fitting(names if is_regex else [name], modules):
+            continue
+        known = [*_endings(linears), *linears] if "." in name else _endings(linears)
+        known = suggestion(name, known + [ALL_LINEAR] * is_regex)
+        how = (
+            f" A regex fits whole names, such as {linears[0]}; give ends of names as a list: "
+            f"{key}=[{printable(name)}]."
+        )
+        raise ConfigError(f"{key}: {printable(name)} fits no module of the model{known}{how * is_regex}")
 
 
 def _endings(modules: Iterable[str]) -> list[str]:
@@ -208,27 +262,19 @@ def _endings(modules: Iterable[str]) -> list[str]:
     return sorted({last for name in modules if not (last := name.rpartition(".")[2]).isdigit()})
 
 
-def _all_but(without: list[str], found: list[str]) -> str | None:
-    """A value of `exclude_modules` that fits only the modules `without` adapters; None if neither ends of
-    their names nor their common path do."""
-    parts, others = [name.split(".") for name in without], set(found) - set(without)
-    ends = sorted({".".join(part[-2:]) for part in parts})
-    path = re.escape(".".join(os.path.commonprefix(parts))) + r"(\..*)?"
-    for names, written in ((ends, f"[{','.join(ends)}]"), (path, f"'{path}'")):
-        if others and not fitting(names, others):
-            return written
-    return None
-
-
-def _refuse(name: str, kind: type[nn.Module], as_expert: bool, excluded: str | None) -> None:
-    """Says why a module cannot have an adapter; `excluded` leaves out all such modules."""
+def _refuse(without: list[str], names: list[str], module: nn.Module, as_expert: bool) -> None:
+    """Says why the first of some modules cannot have an adapter, and how to leave out all of them."""
+    name = without[0]
     if as_expert:
         why = "is a router, or has a name that peft takes for experts, so it could not be loaded again"
-    elif name == "lm_head":
+    elif name == HEAD:
         why = "is the output layer, which computes the loss without its logits"
-    elif not issubclass(kind, nn.Linear):
-        why = f"is a {kind.__name__}; adapters are for linears"
+    elif not isinstance(module, nn.Linear):
+        why = f"is a {type(module).__name__}; adapters are for linears"
     else:
         why = "is not a part of the model that is trained"
-    rest = f"set adapter.exclude_modules={excluded}" if excluded else "add it to exclude_modules"
+    ends = sorted({".".join(each.split(".")[-2:]) for each in without})
+    others = set(names) - set(without)
+    fits_no_other = others and not fitting(ends, others)
+    rest = f"set adapter.exclude_modules=[{','.join(ends)}]" if fits_no_other else "add it to exclude_modules"
     raise ConfigError(f"adapter.target_modules: {name} {why}; leave it out, or {rest}.")

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_vlm.models.layers.attention_plan import AttentionPlan, Exchange, View
+from megatron_vlm.models.layers.attention_plan import AttentionPlan, View
 from megatron_vlm.models.layers.fused import rotate
 from megatron_vlm.models.layers.kernels import KERNELS, Kernel
 
@@ -40,21 +40,17 @@ class CoreAttention(MegatronModule):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         view = plan.views[self.window]
         if view.exchange is not None:
-            key, value = with_foreign_keys(key, value, view.exchange, self.group)
+            # this rank's keys and values, followed by other ranks', in one collective
+            exchange = view.exchange
+            both = torch.cat((key, value), dim=1)
+            sent = both.index_select(0, exchange.rows)
+            received = all_to_all(self.group, sent, exchange.received, exchange.sent)
+            key, value = torch.cat((both, received)).chunk(2, dim=1)
         if self.backend == "dense":
             return dense(query, key, value, plan, view, self.scale)
         if view.order is not None:
             key, value = key.index_select(0, view.order), value.index_select(0, view.order)
         return Attend.apply(query, key, value, view, KERNELS[self.backend], self.scale)
-
-
-def with_foreign_keys(
-    key: Tensor, value: Tensor, exchange: Exchange, group: torch.distributed.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """This rank's keys and values, followed by other ranks', in one collective."""
-    both = torch.cat((key, value), dim=1)
-    received = all_to_all(group, both.index_select(0, exchange.rows), exchange.received, exchange.sent)
-    return torch.cat((both, received)).chunk(2, dim=1)
 
 
 class Attend(torch.autograd.Function):
@@ -115,7 +111,14 @@ def mask(plan: AttentionPlan, view: View) -> Tensor:
     """
     placement = plan.placement
     keys = np.concatenate((plan.places, np.full(plan.length - len(plan.places), -1), view.received))
-    documents, blocks = placement.documents[keys], placement.block_numbers[keys]
+    lengths = placement.ends - placement.starts
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    block_of = np.zeros(len(document_of), np.int64)  # from 1; 0: in no block
+    for number, (document, start, stop) in enumerate(placement.blocks, 1):
+        first = placement.starts[document]
+        block_of[first + start : first + stop] = number
+    documents = document_of[keys]
+    blocks = block_of[keys]
     distance = keys[: plan.length, None] - keys[None]
     same_document = documents[: plan.length, None] == documents[None]
     in_block = (blocks[: plan.length, None] == blocks[None]) & (blocks[None] > 0)

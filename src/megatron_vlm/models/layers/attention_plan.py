@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.models.layers.kernels import Segments
+from megatron_vlm.models.layers.kernels import Segments, on_device
 from megatron_vlm.parallel.context import Piece, place
 
 PADDING_AT_ONCE = 128  # tokens of a segment of padding: no work to speak of, however much there is
@@ -29,7 +28,7 @@ class Placement:
     """A micro batch's documents on the context-parallel ranks, the same on each.
 
     A token's place is its index in the documents one after the other. `tokens[rank]` are the places of the
-    tokens that a rank holds, in its order.
+    tokens that a rank holds, in its order; `owner` is the rank of every place, `row` where it lies there.
     """
 
     def __init__(
@@ -45,6 +44,12 @@ class Placement:
         self.blocks_of_windows = blocks_of_windows
         self.pieces = place(lengths, ranks, blocks)
         self.tokens = [self.places(pieces) for pieces in self.pieces]
+        tokens = sum(lengths)
+        self.owner = np.empty(tokens, np.int16)  # sorted in linear time
+        self.row = np.empty(tokens, np.int64)
+        for rank, places in enumerate(self.tokens):
+            self.owner[places] = rank
+            self.row[places] = np.arange(len(places))
 
     def has_blocks(self, window: int | None) -> bool:
         """Whether blocks are bidirectional in layers with this window."""
@@ -53,40 +58,6 @@ class Placement:
     def places(self, pieces: Sequence[Piece]) -> np.ndarray:
         runs = [np.arange(start, stop) + self.starts[document] for document, start, stop in pieces]
         return np.concatenate([np.empty(0, np.int64), *runs])
-
-    @cached_property
-    def documents(self) -> np.ndarray:
-        """The document of every place."""
-        return np.repeat(np.arange(len(self.starts)), self.ends - self.starts)
-
-    @cached_property
-    def block_numbers(self) -> np.ndarray:
-        """The block of every place, from 1; 0: in no block."""
-        numbers = np.zeros(len(self.documents), np.int64)
-        for number, (document, start, stop) in enumerate(self.blocks, 1):
-            numbers[self.starts[document] + start : self.starts[document] + stop] = number
-        return numbers
-
-    @cached_property
-    def owner(self) -> np.ndarray:
-        """The rank of every place."""
-        owner = np.empty(len(self.documents), np.int16)  # sorted in linear time
-        for rank, places in enumerate(self.tokens):
-            owner[places] = rank
-        return owner
-
-    @cached_property
-    def row(self) -> np.ndarray:
-        """Where every place lies on its rank."""
-        row = np.empty(len(self.documents), np.int64)
-        for places in self.tokens:
-            row[places] = np.arange(len(places))
-        return row
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether no document is cut."""
-        return sum(map(len, self.pieces)) == len(self.starts)
 
 
 @dataclass(frozen=True)
@@ -149,13 +120,14 @@ class AttentionPlan:
         )
         left = None if window is None else window - 1
         segments = Segments(np.array(queries), np.array(keys), left, 0, self.device)
-        if self.placement.whole:
+        if sum(map(len, self.placement.pieces)) == len(self.placement.starts):  # no document is cut
             return View(segments, window, np.empty(0, np.int64), later=self._later(window, None))
         received, exchange = self._exchange(window)
         slots = self.local.copy()
         slots[received] = self.length + np.arange(len(received))
         order = np.concatenate((slots[self.placement.places(seen)], padding))
-        return View(segments, window, received, exchange, self._on_device(order), self._later(window, order))
+        order_here = on_device(order, self.device)
+        return View(segments, window, received, exchange, order_here, self._later(window, order))
 
     def _seen(self, rank: int, window: int | None) -> list[Piece]:
         """For each piece of a rank, the run of keys that its queries see."""
@@ -183,7 +155,7 @@ class AttentionPlan:
             return mine, None
         sent = [self.local[places[owner[places] == self.rank]] for places in foreign]
         received = np.bincount(owner[mine], minlength=len(foreign)).tolist()
-        return mine, Exchange(self._on_device(np.concatenate(sent)), list(map(len, sent)), received)
+        return mine, Exchange(on_device(np.concatenate(sent), self.device), list(map(len, sent)), received)
 
     def _later(self, window: int | None, order: np.ndarray | None) -> tuple[Tensor, Tensor, Segments] | None:
         """See `View.later`. No block is cut, so its keys are this rank's own."""
@@ -202,10 +174,7 @@ class AttentionPlan:
             keys = row_of[keys]
         lengths = np.array([length for _, length in blocks])
         return (
-            self._on_device(queries),
-            self._on_device(keys),
+            on_device(queries, self.device),
+            on_device(keys, self.device),
             Segments(lengths, lengths, 0, None, self.device),
         )
-
-    def _on_device(self, indices: np.ndarray) -> Tensor:
-        return torch.from_numpy(indices).to(self.device, non_blocking=True)

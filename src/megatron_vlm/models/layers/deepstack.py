@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.parallel.layout import stage_layers
@@ -103,7 +104,7 @@ def fill_message(config: TransformerConfig, hidden_SBD: Tensor, last_layer: int)
     if not unused:
         return hidden_SBD
     rows = hidden_SBD.shape[1] // (1 + extras)
-    return torch.cat((hidden_SBD, *[torch.zeros_like(hidden_SBD[:, :rows])] * unused), dim=1)
+    return pad(hidden_SBD, (0, 0, 0, unused * rows))
 
 
 def read_message(config: TransformerConfig, message_SBD: Tensor, first_layer: int) -> Tensor:

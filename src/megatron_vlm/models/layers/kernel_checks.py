@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,9 +40,10 @@ def attention_backends(
     backends = {channels: backend for channels, _ in heads_of_layers}
     if device.type != "cuda" or backend == "dense":
         return backends
-    for channels, groups in sorted(set(heads_of_layers)):
-        pairs = zip(windows, heads_of_layers, strict=True)
-        windows_of_these = {window for window, heads in pairs if heads == (channels, groups)}
+    windows_of_heads: dict[tuple[int, int], set[int | None]] = {}
+    for window, heads_of_layer in zip(windows, heads_of_layers, strict=True):
+        windows_of_heads.setdefault(heads_of_layer, set()).add(window)
+    for (channels, groups), windows_of_these in windows_of_heads.items():
         sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
         problem = disagreement(backend, sizes, windows_of_these, device, megatron_config.params_dtype)
         if problem is not None:
@@ -86,56 +86,57 @@ def disagreement(
     with the dense backend's in fp32 on the same numbers, for every window and image blocks.
     """
     plan = AttentionPlan(Placement(DOCUMENTS, BLOCKS, 1), 0, sum(DOCUMENTS), windows, device)
-    given = _random(sizes, device, dtype)
     for window in windows:
-        if problem := _compare(name, given, plan, plan.views[window], plan.views[window]):
+        if problem := _compare(name, sizes, dtype, plan, plan.views[window], plan.views[window]):
             return f"{problem} in layers of window {window}"
     return None
 
 
 def tower_disagreement(number: int, width: int, device: torch.device, dtype: torch.dtype) -> str | None:
     """The same for a tower's attention, in which all patches of a segment see each other."""
-    whole = [(number, 0, length) for number, length in enumerate(DOCUMENTS)]
-    plan = AttentionPlan(Placement(DOCUMENTS, whole, 1), 0, sum(DOCUMENTS), {None}, device)
-    given, view = _random((number, number, width), device, dtype), view_of(np.array(DOCUMENTS), device)
-    return _compare(backend(device), given, plan, view, plan.views[None])
+    blocks = [(document, 0, length) for document, length in enumerate(DOCUMENTS)]
+    plan = AttentionPlan(Placement(DOCUMENTS, blocks, 1), 0, sum(DOCUMENTS), {None}, device)
+    view = view_of(np.array(DOCUMENTS), device)
+    return _compare(backend(device), (number, number, width), dtype, plan, view, plan.views[None])
 
 
-def _random(sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Query, key, value and the gradient of the context."""
-    made = torch.Generator(device).manual_seed(0)
-    (queries, keys, width), tokens = sizes, sum(DOCUMENTS)
-    return [
-        torch.randn(tokens, n, width, generator=made, device=device).to(dtype)
-        for n in (queries, keys, keys, queries)
-    ]
-
-
-def _compare(name: str, given: list[Tensor], plan: AttentionPlan, view: View, seen: View) -> str | None:
+def _compare(
+    name: str, sizes: tuple[int, int, int], dtype: torch.dtype, plan: AttentionPlan, view: View, seen: View
+) -> str | None:
     """The backend on `view`, against dense attention in fp32 with the mask of `seen`."""
-    scale = given[0].shape[-1] ** -0.5
+    queries, keys, width = sizes
+    random, scale = _random(plan.device, dtype), width**-0.5
+    # query, key, value and the gradient of the context
+    tensors = [random(plan.length, heads, width) for heads in (queries, keys, keys, queries)]
     try:
-        found = _with_gradients(given, lambda *x: Attend.apply(*x, view, KERNELS[name], scale))
+        found = _with_gradients(tensors, lambda q, k, v: Attend.apply(q, k, v, view, KERNELS[name], scale))
     except (RuntimeError, NotImplementedError) as error:
         return f"{name} does not run here ({str(error).splitlines()[0]})"
-    expected = _with_gradients([x.float() for x in given], lambda *x: dense(*x, plan, seen, scale))
-    for what, error in zip(("context", "dq", "dk", "dv"), _differences(found, expected), strict=True):
-        if not error <= LARGEST[given[0].dtype]:
+    wide = [x.float() for x in tensors]
+    expected = _with_gradients(wide, lambda q, k, v: dense(q, k, v, plan, seen, scale))
+    for what, ours, theirs in zip(("context", "dq", "dk", "dv"), found, expected, strict=True):
+        if not (error := _difference(ours, theirs)) <= LARGEST[dtype]:
             return f"{name} has a {what} that differs by {error:.1e}"
     return None
 
 
-def _with_gradients(given: list[Tensor], function: Callable[..., Tensor]) -> list[Tensor]:
-    *inputs, gradient = given
+def _random(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A function of lengths that makes tensors, the same numbers at every start."""
+    made = torch.Generator(device).manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=made, device=device).to(dtype)
+
+
+def _with_gradients(tensors: list[Tensor], function: Callable[..., Tensor]) -> list[Tensor]:
+    """The function's result and gradients; the last tensor is the gradient of its result."""
+    *inputs, gradient = tensors
     inputs = [x.clone().requires_grad_() for x in inputs]
     output = function(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
 
 
-def _differences(found: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """The largest of each pair, of the largest number expected."""
-    pairs = zip(found, expected, strict=True)
-    return [((ours.float() - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs]
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest, of the largest number expected."""
+    return ((ours.float() - theirs).abs().max() / theirs.abs().max()).item()
 
 
 # --- norms, rotary embeddings and gates -------------------------------------------------------------------
@@ -146,14 +147,7 @@ def check_fused(megatron_config: TransformerConfig, device: torch.device) -> Non
 
     A run then compiles nothing but for further layouts of tensors. It has not run on a GPU yet.
     """
-    sizes = FusedSizes(
-        megatron_config.hidden_size,
-        megatron_config.kv_channels,
-        megatron_config.ffn_hidden_size // megatron_config.tensor_model_parallel_size,
-        megatron_config.activation_func,
-        megatron_config.layernorm_zero_centered_gamma,
-    )
-    if problem := fused_disagreement(sizes, device, megatron_config.params_dtype):
+    if problem := fused_disagreement(megatron_config, device):
         warnings.warn(
             f"norms, rotary embeddings and gates: {problem}. They run as they are written: slower, with the "
             "same results and no more memory kept for the backward pass.",
@@ -162,71 +156,53 @@ def check_fused(megatron_config: TransformerConfig, device: torch.device) -> Non
         Fused.compiles_on = None
 
 
-class FusedSizes(NamedTuple):
-    """Channels of hidden states, of a head and of the feed-forward, and a model's kinds of functions."""
-
-    width: int
-    head: int
-    ffn: int
-    activation: Callable[[Tensor], Tensor]
-    zero_centered: bool
-
-
-def fused_disagreement(sizes: FusedSizes, device: torch.device, dtype: torch.dtype) -> str | None:
+def fused_disagreement(megatron_config: TransformerConfig, device: torch.device) -> str | None:
     """Says to the user what is wrong with the compiled functions on this device; None if nothing is."""
     for tokens in (512, 37):  # what is compiled for one length serves others
-        try:
-            errors = fused_errors(sizes, tokens, device, dtype)
-        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            return f"torch.compile fails here ({' '.join(str(error).split())[:300]})"
-        for name, error in errors.items():
-            if not error <= LARGEST[dtype]:
+        for name, (function, tensors) in fused_cases(megatron_config, tokens, device).items():
+            try:
+                compiled = _with_gradients(tensors, function)
+            except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                return f"torch.compile fails here ({' '.join(str(error).split())[:300]})"
+            with compiled_on(None):
+                written = _with_gradients([x.float() for x in tensors], function)
+            error = max(map(_difference, compiled, written))
+            if not error <= LARGEST[megatron_config.params_dtype]:
                 return f"{name}, compiled, differs by {error:.1e} for {tokens} tokens"
     return None
 
 
-def fused_errors(
-    sizes: FusedSizes, tokens: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, float]:
-    """The largest difference of each function's result and gradients from the written one in fp32."""
-    errors = {}
-    for name, (function, given) in fused_cases(sizes, tokens, device, dtype).items():
-        found = _with_gradients(given, function)
-        with compiled_on(None):
-            expected = _with_gradients([x.float() for x in given], function)
-        errors[name] = max(_differences(found, expected))
-    return errors
-
-
 def fused_cases(
-    sizes: FusedSizes, tokens: int, device: torch.device, dtype: torch.dtype
+    megatron_config: TransformerConfig, tokens: int, device: torch.device
 ) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
     """Functions of tensors by name, with random ones for it; the last is the gradient of its result."""
-    made = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=made, device=device).to(dtype)
-
-    width, head, ffn, activation, zero_centered = sizes
+    random = _random(device, megatron_config.params_dtype)
+    width, head = megatron_config.hidden_size, megatron_config.kv_channels
+    ffn = megatron_config.ffn_hidden_size // megatron_config.tensor_model_parallel_size
+    activation = megatron_config.activation_func
+    zero_centered = megatron_config.layernorm_zero_centered_gamma
     angles = random(tokens, 1, 1, head // 4)
-    turn, turn_neighbours = (of_channels(angles.cos(), angles.sin(), adjacent) for adjacent in (False, True))
-    cases: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    cases = {
         "norm": (
             lambda x, weight: Norm.apply(x, weight, 1e-6, zero_centered),
-            [(tokens, 1, width), (width,), (tokens, 1, width)],
+            [random(tokens, 1, width), random(width), random(tokens, 1, width)],
         ),
-        "rotary embedding": (lambda x: rotate(x, *turn), [(tokens, 1, 4, head)] * 2),
-        "rotary embedding of neighbours": (
-            lambda x: rotate(x, *turn_neighbours, adjacent=True),
-            [(tokens, 1, 4, head)] * 2,
+        "gate": (
+            lambda x: gated(x, activation),
+            [random(tokens, 1, 2 * ffn), random(tokens, 1, ffn)],
         ),
-        "gate": (lambda x: gated(x, activation), [(tokens, 1, 2 * ffn), (tokens, 1, ffn)]),
         "gate with weights": (
             lambda x, weights: gated(x, activation, weights),
-            [(tokens, 2 * ffn), (tokens,), (tokens, ffn)],
+            [random(tokens, 2 * ffn), random(tokens), random(tokens, ffn)],
         ),
     }
-    return {name: (function, [random(*shape) for shape in of]) for name, (function, of) in cases.items()}
+    for name, adjacent in (("rotary embedding", False), ("rotary embedding of neighbours", True)):
+        cos, sin = of_channels(angles.cos(), angles.sin(), adjacent)
+        cases[name] = (
+            lambda x, cos=cos, sin=sin, adjacent=adjacent: rotate(x, cos, sin, adjacent),
+            [random(tokens, 1, 4, head), random(tokens, 1, 4, head)],
+        )
+    return cases
 
 
 # --- gradients of weights ---------------------------------------------------------------------------------
@@ -245,17 +221,14 @@ def check_weight_gradients(megatron_config: TransformerConfig, device: torch.dev
 def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> str | None:
     """Says to the user what is wrong with the sum of two micro batches' gradients on this device; None if
     nothing is. Products of two numbers of 16 bits are exact in fp32, so only the order of sums may differ."""
-    made = torch.Generator(device).manual_seed(0)
-    inputs, grads = (
-        [torch.randn(300, width, generator=made, device=device).to(dtype) for _ in range(2)]
-        for width in (64, 96)
-    )
-    found = torch.zeros(96, 64, device=device)
-    try:
-        for x, grad in zip(inputs, grads, strict=True):
+    random = _random(device, dtype)
+    found, expected = torch.zeros(96, 64, device=device), 0
+    for _ in range(2):
+        x, grad = random(300, 64), random(300, 96)
+        try:
             wgrad_gemm_accum_fp32(x, grad, found)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        return f"torch has no product that adds here ({str(error).splitlines()[0]})"
-    expected = sum(grad.t().double() @ x.double() for x, grad in zip(inputs, grads, strict=True))
-    error = ((found - expected).abs().max() / expected.abs().max()).item()
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            return f"torch has no product that adds here ({str(error).splitlines()[0]})"
+        expected += grad.t().double() @ x.double()
+    error = _difference(found, expected)
     return None if error <= LARGEST[torch.float32] else f"they differ by {error:.1e}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,18 +46,24 @@ class Segments:
     def bounds(self) -> tuple[Tensor, Tensor]:
         """(segments + 1,) int32 for queries and keys; the same tensor if the lengths are the same, because
         cuDNN takes only that for causal attention."""
-        queries = _bounds(self.query_lengths).to(self.device, non_blocking=True)
+        queries = on_device(_bounds(self.query_lengths), self.device)
         if np.array_equal(self.query_lengths, self.key_lengths):
             return queries, queries
-        return queries, _bounds(self.key_lengths).to(self.device, non_blocking=True)
+        return queries, on_device(_bounds(self.key_lengths), self.device)
 
     @cached_property
     def longest(self) -> tuple[int, int]:
         return int(self.query_lengths.max(initial=0)), int(self.key_lengths.max(initial=0))
 
 
-def _bounds(lengths: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate(([0], lengths)).cumsum().astype(np.int32))
+def _bounds(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], lengths)).cumsum().astype(np.int32)
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on a device; from pinned memory to CUDA, so that the host does not wait for the copy."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class Kernel(NamedTuple):
@@ -97,13 +103,10 @@ def documents_backward(
     totals = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for part in _parts(segments, query):
         q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
-        grads = flash_backward(
-            gradient[:, :, part.queries],
-            *(q, k, v, context[:, :, part.queries], log_sum_exp[None, :, part.queries]),
-            *(0.0, part.causal),
-            attn_mask=part.mask,
-            scale=scale,
-        )
+        dc = gradient[:, :, part.queries]
+        c = context[:, :, part.queries]
+        log_sum = log_sum_exp[None, :, part.queries]
+        grads = flash_backward(dc, q, k, v, c, log_sum, 0.0, part.causal, attn_mask=part.mask, scale=scale)
         totals[0][:, :, part.queries] = grads[0]
         for total, grad in zip(totals[1:], grads[1:], strict=True):
             total[:, :, part.keys] += grad
@@ -116,43 +119,35 @@ def _parts(segments: Segments, scores_like: Tensor) -> Iterator[Part]:
     left, right = segments.left, segments.right
     for n, m in zip(segments.query_lengths.tolist(), segments.key_lengths.tolist(), strict=True):
         unlimited = left is None or left >= m - 1
-        if unlimited and (right is None or (right == 0 and n == m)):
-            queries, keys = slice(first_query, first_query + n), slice(first_key, first_key + m)
-            yield Part(queries, keys, right == 0, None)
-        else:
-            for start in range(0, n, QUERIES_AT_ONCE):
-                stop = min(start + QUERIES_AT_ONCE, n)
-                yield _masked(first_query, first_key, start, stop, m - n, m, left, right, scores_like)
-        first_query, first_key = first_query + n, first_key + m
-
-
-def _masked(first_query, first_key, start, stop, ahead, m, left, right, like) -> Part:
-    low = 0 if left is None else max(0, start + ahead - left)
-    high = m if right is None else min(m, stop + ahead + right)
-    queries, keys = (torch.arange(*run, device=like.device) for run in ((start, stop), (low, high)))
-    distance = keys - (queries + ahead)[:, None]
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if left is not None:
-        hidden |= distance < -left
-    if right is not None:
-        hidden |= distance > right
-    mask = torch.zeros_like(distance, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
-    queries = slice(first_query + start, first_query + stop)
-    return Part(queries, slice(first_key + low, first_key + high), False, mask)
+        is_plain = unlimited and (right is None or (right == 0 and n == m))
+        at_once = max(n, 1) if is_plain else QUERIES_AT_ONCE
+        for start in range(0, max(n, 1), at_once):
+            stop = min(start + at_once, n)
+            # query i is aligned with key i + m - n
+            low = 0 if left is None else max(0, start + m - n - left)
+            high = m if right is None else min(m, stop + m - n + right)
+            queries = slice(first_query + start, first_query + stop)
+            keys = slice(first_key + low, first_key + high)
+            mask = None
+            if not is_plain:
+                query_of = torch.arange(start + m - n, stop + m - n, device=scores_like.device)
+                distance = torch.arange(low, high, device=scores_like.device) - query_of[:, None]
+                mask = torch.zeros_like(distance, dtype=scores_like.dtype)
+                if left is not None:
+                    mask.masked_fill_(distance < -left, -torch.inf)
+                if right is not None:
+                    mask.masked_fill_(distance > right, -torch.inf)
+            yield Part(queries, keys, is_plain and right == 0, mask)
+        first_query += n
+        first_key += m
 
 
 def varlen_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
     """torch's kernel for CUDA, in 16 bits. It has not run on a GPU yet."""
-    from torch.nn.attention import varlen
+    from torch.nn.attention.varlen import _varlen_attn
 
-    window = _varlen_window(segments)
-    context, log_sum_exp, _ = varlen._varlen_attn(
-        *(query, key, value, *segments.bounds, *segments.longest),
-        is_causal=window == [-1, 0],
-        scale=scale,
-        window_size=window,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    options = _varlen_options(segments, scale) | {"enable_gqa": query.shape[1] != key.shape[1]}
+    context, log_sum_exp, _ = _varlen_attn(query, key, value, *segments.bounds, *segments.longest, **options)
     return context, log_sum_exp
 
 
@@ -160,21 +155,19 @@ def varlen_backward(
     gradient: Tensor, inputs: Inputs, outputs: Outputs, segments: Segments, scale: float
 ) -> Inputs:
     """See the module. The kernel has no dropout, so the state of its generator is of no use."""
-    from torch.nn.attention import varlen
+    from torch.nn.attention.varlen import _varlen_attn_backward
 
-    window = _varlen_window(segments)
     unused_state = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
-    return varlen._varlen_attn_backward(
-        *(gradient.contiguous(), *inputs, *outputs, *segments.bounds, *segments.longest),
-        is_causal=window == [-1, 0],
-        rng_state=unused_state,
-        scale=scale,
-        window_size=window,
-    )
+    options = _varlen_options(segments, scale) | {"rng_state": unused_state}
+    q, k, v = inputs
+    c, log_sum = outputs
+    dc = gradient.contiguous()
+    return _varlen_attn_backward(dc, q, k, v, c, log_sum, *segments.bounds, *segments.longest, **options)
 
 
-def _varlen_window(segments: Segments) -> list[int]:
-    return [-1 if limit is None else limit for limit in (segments.left, segments.right)]
+def _varlen_options(segments: Segments, scale: float) -> dict[str, Any]:
+    window = [-1 if limit is None else limit for limit in (segments.left, segments.right)]
+    return {"is_causal": window == [-1, 0], "scale": scale, "window_size": window}
 
 
 KERNELS = {

@@ -213,11 +213,9 @@ def balancing_settings(config: RunConfig, architecture: dict) -> dict:
     """
     coefficient = config.model.load_balancing
     if "num_moe_experts" not in architecture:
-        for setting, given in (
-            ("parallel.ep", config.parallel.ep - 1),
-            ("model.load_balancing", coefficient),
-        ):
-            if given:
+        settings = {"parallel.ep": config.parallel.ep > 1, "model.load_balancing": coefficient}
+        for setting, is_set in settings.items():
+            if is_set:
                 raise ConfigError(f"{setting}: is for experts, and this model has none; drop it.")
         return {}
     if coefficient is None:

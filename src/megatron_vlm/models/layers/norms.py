@@ -22,14 +22,16 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
-        self.kind = config.layernorm_zero_centered_gamma, getattr(config, "wide_norms", False)
-        initial = torch.zeros if self.kind[0] else torch.ones
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.wide = getattr(config, "wide_norms", False)
+        initial = torch.zeros if self.zero_centered else torch.ones
         self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        of_what = x, self.weight, self.eps, *self.kind
-        return Norm.apply(*of_what) if torch.is_grad_enabled() else norm(*of_what)[0]
+        if torch.is_grad_enabled():
+            return Norm.apply(x, self.weight, self.eps, self.zero_centered, self.wide)
+        return norm(x, self.weight, self.eps, self.zero_centered, self.wide)[0]
 
 
 class NormThenAdd(nn.Module):

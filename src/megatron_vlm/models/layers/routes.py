@@ -37,37 +37,31 @@ class TokenOrder:
 
 def spread(rows_ND: Tensor, order: TokenOrder) -> Tensor:
     """The copies of rows (N, D), sorted."""
-    return Reordered.apply(rows_ND, order, _spread, _join)
+    return Reordered.apply(rows_ND, order, False)
 
 
 def join(sorted_rows: Tensor, order: TokenOrder) -> Tensor:
     """From the sorted copies (N * copies, D), the sum of each row's copies (N, D)."""
-    return Reordered.apply(sorted_rows, order, _join, _spread)
+    return Reordered.apply(sorted_rows, order, True)
 
 
 class Reordered(torch.autograd.Function):
-    """`forth` of rows; their gradient goes `back`."""
+    """`join` or `spread`; the gradient of one is the other."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, order: TokenOrder, forth, back) -> Tensor:
+    def forward(ctx, rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
         ctx.order = order
-        ctx.back = back
-        return forth(rows, order)
+        ctx.joins = joins
+        if not joins:
+            return rows.index_select(0, order.places // order.copies)
+        unsorted = rows.index_select(0, order.rows)
+        if order.copies == 1:
+            return unsorted
+        return unsorted.unflatten(0, (len(unsorted) // order.copies, order.copies)).sum(1)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return ctx.back(gradient, ctx.order), None, None, None
-
-
-def _spread(rows_ND: Tensor, order: TokenOrder) -> Tensor:
-    return rows_ND.index_select(0, order.places // order.copies)
-
-
-def _join(sorted_rows: Tensor, order: TokenOrder) -> Tensor:
-    unsorted = sorted_rows.index_select(0, order.rows)
-    if order.copies == 1:
-        return unsorted
-    return unsorted.unflatten(0, (len(unsorted) // order.copies, order.copies)).sum(1)
+        return Reordered.apply(gradient, ctx.order, not ctx.joins), None, None
 
 
 class ExpertExchange:

@@ -40,8 +40,8 @@ def attend(
     bounds = next(each for each in (host_bounds, cu_seq_lens_q, attention_mask) if each is not None)
     if bounds not in _views:
         _views[bounds] = view_of(np.diff(bounds.numpy()), query.device)
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))
-    return Attend.apply(*rows, _views[bounds], KERNELS[backend(query.device)], scaling)[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return Attend.apply(q, k, v, _views[bounds], KERNELS[backend(query.device)], scaling)[None], None
 
 
 def view_of(lengths: np.ndarray, device: torch.device) -> View:

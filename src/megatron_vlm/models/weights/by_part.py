@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron.core.utils import unwrap_model
-from torch import distributed as dist
 from torch.nn import Module, Parameter
 
 from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.models.weights.rules import ADAPTERS, Rule, find_rule, named_global_weights
+from megatron_vlm.parallel.setup import from_all_ranks
 
 Groups = Mapping[str, Collection[str]]  # part -> prefixes of its parameters
 Named = tuple[str, Parameter, list[str]]  # name, parameter, names of its HF tensors
@@ -81,8 +81,7 @@ def _agree(
     setting: str, groups: Groups, used: Mapping[str, bool], problems: list[str], examples: list[str]
 ) -> None:
     """Raises on all ranks what is wrong on any. `used`: whether a key is for parameters of this rank."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (problems[:1], used, examples[:1]))
+    everywhere = from_all_ranks((problems[:1], used, examples[:1]))
     wrong = [text for texts, *_ in everywhere for text in texts]
     names = [name for *_, names in everywhere for name in names]
     for key in used:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch import distributed as dist
+from transformers import CONFIG_MAPPING
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import copy_file, read_text, write_whole
@@ -31,12 +30,12 @@ from megatron_vlm.models.weights.rules import (
     turned,
 )
 from megatron_vlm.models.weights.shards import SafetensorsFile, name_shards, split
-from megatron_vlm.models.weights.ties import asks_for_ties
+from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.setup import folder_aside, on_first_rank
 from megatron_vlm.supported import CONFIG_FILE
 
 SHARD_BYTES = 2**30  # export starts a new file after this much
-Collect = Callable[[Tensor, dist.ProcessGroup], list[Tensor]]  # this rank's tensor -> those of the group
+Named = tuple[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def hf_tensors(
     chunks: list[MegatronModule],
     rules: list[Rule],
     files: Collection[str] = (),
-    value: Callable[[Tensor], Tensor | None] = lambda weight: weight.detach(),
+    value: Callable[[Tensor], Tensor | None] = torch.detach,
 ) -> Iterator[tuple[str, Tensor]]:
     """(hub key, whole tensor) of this pipeline stage on every rank, one weight gathered at a time.
 
@@ -62,7 +61,7 @@ def hf_tensors(
     what is exported for a weight (the tests export gradients); None: nothing.
     """
     fused: dict[str, dict[int, Tensor]] = {}
-    for piece in hf_pieces(chunks, rules, files, value, to_all):
+    for piece in hf_pieces(chunks, rules, files, value):
         if piece.row is None:
             yield piece.key, piece.tensor
             continue
@@ -78,62 +77,56 @@ def hf_pieces(
     rules: list[Rule],
     files: Collection[str],
     value: Callable[[Tensor], Tensor | None],
-    collect: Collect,
+    writer: int | None = None,
 ) -> Iterator[TensorPiece]:
-    """Gives `hf_tensors` before rows are joined; nothing on a rank where `collect` gives nothing."""
+    """Gives `hf_tensors` before rows are joined. With a `writer`, only this rank has what is cut."""
+    for names, local, rule in _exported(chunks, rules, files, value):
+        watchdog.beat()
+        if EXPERT.search(names[0]):
+            experts = gather(local, parallel_state.get_expert_model_parallel_group(), writer)
+            shards_of_names = [[expert] for expert in experts]
+        elif rule.operation.axis is None:
+            shards_of_names = [[local]]
+        else:
+            shards_of_names = [gather(local, parallel_state.get_tensor_model_parallel_group(), writer)]
+        for name, shards in zip(names, filter(None, shards_of_names), strict=False):
+            for key, tensor in zip(rule.hf_names(name), rule.operation.join(shards), strict=True):
+                yield TensorPiece(key, tensor, rule.row(name), rule.rows)
+
+
+def _exported(
+    chunks: list[MegatronModule],
+    rules: list[Rule],
+    files: Collection[str],
+    value: Callable[[Tensor], Tensor | None],
+) -> Iterator[tuple[list[str], Tensor, Rule]]:
+    """The weights that this rank exports: (name, value, rule); for an expert, with the names of those that
+    expert-parallel ranks hold in its place, of all of them in their order."""
     for chunk in chunks:
+        here, ranks = experts_per_rank(chunk.config), range(chunk.config.expert_model_parallel_size)
         for name, local in named_global_weights(chunk, value):
             rule, _ = find_rule(rules, name, files)
-            if not rule.export:
-                continue
-            watchdog.beat()
-            names = _names_of_group(name, chunk.config)
-            for global_name, shards in zip(names, _gather(name, local, rule, collect), strict=False):
-                rule, keys = find_rule(rules, global_name, files)
-                tensors = rule.operation.join(shards)
-                for key, tensor in zip(keys, tensors, strict=True):
-                    yield TensorPiece(key, tensor, rule.row(global_name), rule.rows)
+            names = [name]
+            if expert := EXPERT.search(name):
+                names = [EXPERT.sub(str(rank * here + int(expert[0]) % here), name) for rank in ranks]
+            if rule.export:
+                yield names, local, rule
 
 
-def _gather(name: str, local: Tensor, rule: Rule, collect: Collect) -> list[list[Tensor]]:
-    """All ranks' shards of this weight; for an expert, one list per expert that ranks hold in its place."""
-    if EXPERT.search(name):
-        experts = collect(local, parallel_state.get_expert_model_parallel_group())
-        return [[expert] for expert in experts]
-    if rule.operation.axis is None:
-        return [[local]]
-    shards = collect(local, parallel_state.get_tensor_model_parallel_group())
-    return [shards] if shards else []
-
-
-def _names_of_group(name: str, config: TransformerConfig) -> list[str]:
-    """The weight's name; for an expert, the names of those that expert-parallel ranks hold in its place."""
-    expert, step = EXPERT.search(name), experts_per_rank(config)
-    if not expert:
-        return [name]
-    place = int(expert[0]) % step
-    return [EXPERT.sub(str(rank * step + place), name) for rank in range(config.expert_model_parallel_size)]
-
-
-def to_all(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The group's tensors, on every rank of it."""
-    if group.size() == 1:
-        return [local]
-    shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(shards, local.contiguous(), group=group)
-    return shards
-
-
-def _to(writer: int, local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The group's tensors on the writer, nothing on other ranks. Only the writer's group sends messages."""
-    if writer not in dist.get_process_group_ranks(group):
+def gather(local: Tensor, group: dist.ProcessGroup, writer: int | None = None) -> list[Tensor]:
+    """The group's tensors on every rank of it; with a `writer`, on this rank alone: only its group sends."""
+    if writer is not None and writer not in dist.get_process_group_ranks(group):
         return []
     if group.size() == 1:
         return [local]
-    mine = dist.get_rank() == writer
-    shards = [torch.empty_like(local) for _ in range(group.size())] if mine else None
-    dist.gather(local.contiguous(), shards, dst=writer, group=group)
-    return shards or []
+    shards = []
+    if writer in (None, dist.get_rank()):
+        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    if writer is None:
+        dist.all_gather(shards, local.contiguous(), group=group)
+    else:
+        dist.gather(local.contiguous(), shards or None, dst=writer, group=group)
+    return shards
 
 
 def export_hf(
@@ -156,8 +149,7 @@ def export_hf(
         on_first_rank(copy_side_files, checkpoint.folder, aside)
         on_first_rank(adapt_config, aside / CONFIG_FILE, weight_map, checkpoint.is_fp8)
         written = _write_stage(chunks, weight_map.rules, checkpoint, aside, shard_bytes)
-        stages: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(stages, written)
+        stages = setup.from_all_ranks(written)
         if dist.get_rank() == 0:
             files = {file: keys for stage in stages for file, keys in stage.items()}
             _check_complete(files, checkpoint, weight_map.ignored)
@@ -192,7 +184,8 @@ def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
     config = weight_map.portable_config(source)
     if dequantised:
         config = {key: value for key, value in config.items() if key != "quantization_config"}
-    if not weight_map.tied and asks_for_ties(json.loads(text)):
+    read = CONFIG_MAPPING[source["model_type"]].from_dict(json.loads(text))
+    if not weight_map.tied and read.tie_word_embeddings:
         config = config | {"tie_word_embeddings": False}
     if config != source:
         write_whole(file, json.dumps(config, indent=2) + "\n")
@@ -205,12 +198,13 @@ def _write_stage(
     # the stage's first rank: in Megatron's order, a stage's ranks follow one another
     ranks_of_stage = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
     writer = dist.get_rank() // ranks_of_stage * ranks_of_stage
-    pieces = hf_pieces(chunks, rules, checkpoint.files, lambda weight: weight.detach(), partial(_to, writer))
+    pieces = hf_pieces(chunks, rules, checkpoint.files, torch.detach, writer)
     if dist.get_rank() != writer:
         for _ in pieces:  # only to take part in the gathering
             pass
         return {}
-    keys = _keys_of_stage(chunks, rules, checkpoint.files)
+    weights = _exported(chunks, rules, checkpoint.files, torch.detach)
+    keys = dict.fromkeys(key for names, _, rule in weights for name in names for key in rule.hf_names(name))
     if missing := [key for key in keys if key not in checkpoint.files]:
         raise ValueError(
             f"{checkpoint.folder}: lacks {len(missing)} tensors of the model, such as {missing[0]!r}; the "
@@ -232,17 +226,6 @@ def _write_stage(
     return {file.path.name: file.names for file in files}
 
 
-def _keys_of_stage(chunks: list[MegatronModule], rules: list[Rule], files: Collection[str]) -> list[str]:
-    """The keys that this stage's writer exports, in the order of `hf_pieces`."""
-    keys: dict[str, None] = {}
-    for chunk in chunks:
-        for name, _ in named_global_weights(chunk):
-            for global_name in _names_of_group(name, chunk.config):
-                rule, hf_names = find_rule(rules, global_name, files)
-                keys |= dict.fromkeys(hf_names if rule.export else ())
-    return list(keys)
-
-
 def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, ignored: Collection[str]) -> None:
     exported = [key for keys in files.values() for key in keys]
     expected = {
@@ -254,3 +237,53 @@ def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, ignor
     assert set(exported) == expected, (
         f"exported and source keys differ: {sorted(set(exported) ^ expected)[:5]}"
     )
+
+
+# --- one weight after another, for an inference engine ----------------------------------------------------
+
+
+def hf_weights(
+    chunks: list[MegatronModule],
+    source: str | Path,
+    weight_map: WeightMap,
+    value: Callable[[Tensor], Tensor | None] = torch.detach,
+) -> Iterator[Named]:
+    """(name, whole tensor) of every weight, stage after stage, on every rank: names, dtypes and layouts are
+    as in the files in `source`, as an export has them. Fused experts come as one tensor.
+
+    Collective over all ranks, which all iterate to the end. One weight is held at a time. `value` is as for
+    `hf_tensors`.
+    """
+    checkpoint = HFCheckpoint(source, weight_map.renames)
+
+    def as_stored(key: str, tensor: Tensor) -> Named:
+        stored = checkpoint.stored(key)
+        tensor = tensor.mT if turned(stored.shape, tensor.shape) else tensor
+        return stored.name, tensor.to(stored.dtype)
+
+    of_stage = hf_tensors(chunks, weight_map.rules, checkpoint.files, value)
+    return from_every_stage(as_stored(key, tensor) for key, tensor in of_stage)
+
+
+def from_every_stage(own: Iterable[Named]) -> Iterator[Named]:
+    """Yields what each pipeline stage has, one after another, on every rank's device. `own` may be a
+    collective of its stage."""
+    group, mine = parallel_state.get_pipeline_model_parallel_group(), dist.get_rank()
+    for sender in dist.get_process_group_ranks(group):
+        weights = iter(own) if sender == mine else iter(())
+        while weight := _sent(next(weights, None), sender, group):
+            yield weight
+
+
+def _sent(weight: Named | None, sender: int, group: dist.ProcessGroup) -> Named | None:
+    """The sender's weight on every rank of the group; None after its last."""
+    if group.size() == 1:
+        return weight and (weight[0], weight[1].contiguous())
+    said = [weight and (weight[0], weight[1].shape, weight[1].dtype)]
+    dist.broadcast_object_list(said, src=sender, group=group)
+    if said[0] is None:
+        return None
+    name, shape, dtype = said[0]
+    tensor = weight[1].contiguous() if weight else torch.empty(shape, dtype=dtype, device=setup.device())
+    dist.broadcast(tensor, src=sender, group=group)
+    return name, tensor

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.files import read_text
-from megatron_vlm.messages import printable
 from megatron_vlm.models.weights.rules import Slices
 from megatron_vlm.models.weights.shards import DTYPE_NAMES, Stored
 from megatron_vlm.supported import CONFIG_FILE, resolve
@@ -81,12 +80,7 @@ class HFCheckpoint:
     def _file(self, name: str) -> Any:
         file = self._open.get(name)  # another thread may release it at any time
         if file is None:
-            try:
-                file = self._open[name] = safe_open(self.folder / name, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(
-                    f"{printable(self.folder / name)} is damaged ({printable(error)}); download it again."
-                ) from error
+            file = self._open[name] = safe_open(self.folder / name, framework="pt")
         return file
 
     def release(self, nbytes: int) -> None:

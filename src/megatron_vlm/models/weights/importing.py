@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +47,10 @@ def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: Weight
     for load in loads:
         load.check(checkpoint)
     _check_all_used(checkpoint, {key for load in loads for key in load.keys}, weight_map)
+    quiet = None if dist.get_rank() == 0 else True  # None: where there is no terminal
     with ThreadPoolExecutor(READERS) as readers:
-        for _ in _progress(readers.map(lambda load: load.run(checkpoint), loads), len(loads)):
+        steps = readers.map(lambda load: load.run(checkpoint), loads)
+        for _ in tqdm(steps, "import", len(loads), unit="tensor", disable=quiet, leave=False):
             watchdog.beat()
 
 
@@ -96,15 +97,8 @@ def _place(name: str) -> tuple[int, int]:
     """(rank, size) in the group over which this weight is cut; experts are never cut."""
     if EXPERT.search(name):
         return 0, 1
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-
-
-def _progress(steps: Iterable[None], total: int) -> Iterable[None]:
-    quiet = None if dist.get_rank() == 0 else True  # None: where there is no terminal
-    return tqdm(steps, "import", total, unit="tensor", disable=quiet, leave=False)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return group.rank(), group.size()
 
 
 def _check_all_used(checkpoint: HFCheckpoint, used: set[str], weight_map: WeightMap) -> None:

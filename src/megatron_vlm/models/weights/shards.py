@@ -102,9 +102,6 @@ class SafetensorsFile:
 
 def _staged(value: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """The tensor as flat parts in row-major order on the CPU, converted a few rows at a time."""
-    if value.device.type == "cpu" and value.dtype == dtype and value.is_contiguous():
-        yield value.flatten()
-        return
     rows = value if value.dim() else value[None]
     step = max(1, STAGING_BYTES * len(rows) // max(1, rows.numel() * dtype.itemsize))
     for part in rows.split(step):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from torch import distributed as dist
-from transformers import CONFIG_MAPPING
 
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import Vocabulary, WeightMap
@@ -16,16 +15,13 @@ from megatron_vlm.weight_files import has_weights
 ROWS = 4096  # rows of the two matrices that are compared at a time
 
 
-def are_tied(weight_map: WeightMap, folder: Path, saved: bool | None = None) -> bool:
+def are_tied(weight_map: WeightMap, folder: Path) -> bool:
     """Whether the output layer is the embedding, as `PreTrainedModel.tie_weights` has it.
 
     It is if config.json asks for it (`weight_map.tied`), or leaves it to a default that does, unless both
-    matrices are stored and differ. Without weights in the folder config.json decides alone. `saved` is the
-    value with which a run's checkpoint was made; it holds whatever the source says now. If processes have
+    matrices are stored and differ. Without weights in the folder config.json decides alone. If processes have
     joined, one rank reads.
     """
-    if saved is not None:
-        return saved
     if weight_map.tied and has_weights(folder):
         if dist.is_initialized():
             return not on_first_rank(_stored_apart, weight_map, folder)
@@ -33,19 +29,13 @@ def are_tied(weight_map: WeightMap, folder: Path, saved: bool | None = None) -> 
     return weight_map.tied
 
 
-def asks_for_ties(config: dict) -> bool:
-    """Whether config.json (parsed) asks for tied weights, as Transformers reads it."""
-    return bool(CONFIG_MAPPING[config["model_type"]].from_dict(config).tie_word_embeddings)
-
-
 def _stored_apart(weight_map: WeightMap, folder: Path) -> bool:
     """Whether both matrices are stored and differ."""
     checkpoint = HFCheckpoint(folder, weight_map.renames)
     stored = (rule.hf for rule in weight_map.rules if isinstance(rule.operation, Vocabulary))
-    both = next(keys for keys in stored if len(keys) == 2)
-    if any(key not in checkpoint.files for key in both):
-        return False
-    return differ(checkpoint, *both)
+    embedding, head = next(keys for keys in stored if len(keys) == 2)
+    both = embedding in checkpoint.files and head in checkpoint.files
+    return both and differ(checkpoint, embedding, head)
 
 
 def differ(checkpoint: HFCheckpoint, embedding_key: str, head_key: str) -> bool:

@@ -93,9 +93,8 @@ def _loss(
     loss = dpo(chosen, rejected, reference_chosen, reference_rejected, beta)
     first = parallel_state.get_context_parallel_rank() == 0  # all of these ranks have the same pairs
     rewards = beta * (scores - reference).detach().view(-1, 2).sum(0)
-    counts = torch.full_like(rewards, pair.count)
-    names = ("reward_chosen", "reward_rejected")
-    logs = loss.logs | dict(zip(names, torch.stack((rewards, counts), 1), strict=True))
+    means = torch.stack((rewards, torch.full_like(rewards, pair.count)), 1)
+    logs = loss.logs | {"reward_chosen": means[0], "reward_rejected": means[1]}
     total, tokens = loss.total.detach().double(), torch.full_like(loss.total, len(losses_N))
     report = {
         "sums": torch.stack([total * first, torch.full_like(total, pair.count * first), tokens.double()]),

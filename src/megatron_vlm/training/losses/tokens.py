@@ -19,7 +19,7 @@ StepLoss = Callable[..., tuple[Reports, float]]
 
 
 def of_run(config: RunConfig, chunks: list[nn.Module]) -> StepLoss:
-    """The loss of `objectives.tokens`, which needs neither."""
+    """The loss of `objectives.TOKENS`, which needs neither."""
     return token_losses
 
 
