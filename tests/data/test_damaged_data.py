@@ -12,6 +12,7 @@ import pytest
 from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -181,6 +182,12 @@ def test_the_whole_files_are_read(whole, encoder, path, kind):
     assert len(set(open_and_read(whole / path, encoder, kind))) == ROWS
 
 
+def test_a_pipe_as_an_energon_dataset_is_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    [said] = data_problems(DataConfig(dataset_type="energon"), "data.train_data_path", str(tmp_path / "pipe"))
+    assert "pipe is a file, dataset_type energon reads prepared folders" in said
+
+
 def test_the_sqlite_index_is_not_needed(whole, encoder, tmp_path):
     copy = Path(shutil.copytree(whole, tmp_path / "copy"))
     garbage(copy / "shards/.nv-meta/index.sqlite")
@@ -203,7 +210,7 @@ def test_a_metadataset_that_contains_itself_is_named(whole, encoder, tmp_path, b
     text = (copy / "meta.yaml").read_text()
     for name, inner in zip(["meta.yaml", *by_way], by_way, strict=False):
         (copy / name).write_text(text.replace("path: shards", f"path: {inner}"))
-    with pytest.raises(ValueError, match="meta.yaml: contains itself"):
+    with pytest.raises(ValueError, match="meta.yaml: names more than 1000 datasets, or itself"):
         open_and_read(copy / "meta.yaml", encoder, "energon")
 
 
@@ -251,5 +258,5 @@ def test_metadatasets_that_name_each_other_twice_are_not_all_walked(whole, tmp_p
     for number in range(40):
         inner = f"{{path: {number - 1}.yaml}}" if number else "{path: shards}"
         (copy / f"{number}.yaml").write_text(text.replace("{path: shards}", f"{inner}\n      - {inner}"))
-    with pytest.raises(ValueError, match="39.yaml: names more than 1000 datasets; take references out"):
+    with pytest.raises(ValueError, match="39.yaml: names more than 1000 datasets, or itself; take refe"):
         check_dataset(copy / "39.yaml")

@@ -37,15 +37,22 @@ def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]
             continue
         if data.dataset_type == "energon":
             yield from _energon_problems(path, shown)
-        else:
-            yield from _hf_problems(data, path, name, shown)
+        elif path.exists():
+            yield from _rows_problems(path, shown, data.media_dir, data.columns, "data.media_dir=")
+        elif not is_hub_name(name):
+            yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
+        elif is_offline("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") and not _dataset_cached(name):
+            yield (
+                f"{shown} does not exist here, nor in the caches, and HF_HUB_OFFLINE is set; give a file or "
+                "a folder, or download it first."
+            )
 
 
 def _energon_problems(path: Path, shown: str) -> Iterator[str]:
     if not path.exists():
         yield f"{shown} does not exist; write one with `megatron-vlm prepare`."
-    elif path.is_file():
-        if path.suffix != ".yaml" and not (path.suffix == ".jsonl" and Path(f"{path}.idx").is_file()):
+    elif not path.is_dir():
+        if path.suffix != ".yaml":
             yield (
                 f"{shown} is a file, dataset_type energon reads prepared folders; set data.dataset_type=hf, "
                 "or run `megatron-vlm prepare` on it first."
@@ -59,18 +66,6 @@ def _energon_problems(path: Path, shown: str) -> Iterator[str]:
         elif "saved by" in kind:
             remedy = "set data.dataset_type=hf"
         yield f"{shown} is {kind}; {remedy}."
-
-
-def _hf_problems(data: DataConfig, path: Path, name: str, shown: str) -> Iterator[str]:
-    if path.exists():
-        yield from _rows_problems(path, shown, data.media_dir, data.columns, "data.media_dir=")
-    elif not is_hub_name(name):
-        yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
-    elif is_offline("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") and not _dataset_cached(name):
-        yield (
-            f"{shown} does not exist here, nor in the caches, and HF_HUB_OFFLINE is set; give a file or a "
-            "folder, or download it first."
-        )
 
 
 def source_problems(
@@ -99,8 +94,6 @@ def _rows_problems(
             yield f"{shown} is {kind}, not a dataset; give the folder or file of the conversations."
         else:
             yield from _folder_problems(path, shown)
-    elif not path.is_file():
-        yield f"{shown} is neither a file nor a folder; give the file of the conversations."
     else:
         yield from _file_problems(path, shown, media_dir, columns, setting)
 
@@ -140,8 +133,6 @@ def _file_problems(
         return
     if known is not None and known.name not in TABULAR:
         yield f"{shown} is {known}."
-    elif known is None and not records:
-        yield f"{shown} holds no JSON record; write one conversation a line."
     root = Path(media_dir or path.parent).expanduser()
     of_records = [_media_names(record, columns) for record in records]
     names = [name for each in of_records for name in each]

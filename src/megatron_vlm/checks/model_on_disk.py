@@ -146,30 +146,25 @@ def weight_problems(setting: str, path: Path, otherwise: str = "") -> Iterator[s
         return
     try:
         names = weight_files(path)
-    except ConfigError as error:
-        yield f"{setting}: {error}"
-        return
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing:
+        missing = [name for name in names if not (path / name).is_file()]
+        if not missing:
+            tensors_of(path)
+            return
         yield (
             f"{shown} lacks {len(missing)} of its {len(names)} weight files, such as "
             f"{printable(missing[0])}; complete the download."
         )
-        return
-    try:
-        tensors_of(path)
     except ValueError as error:
         yield f"{setting}: {error}"
 
 
 def _processor_problems(path: Path, shown: str) -> Iterator[str]:
-    if not any((path / name).is_file() for name in TOKENIZERS):
-        yield f"{shown} has no tokenizer (such as tokenizer.json); copy the original checkpoint's into it."
-    if not any((path / name).is_file() for name in PROCESSORS):
-        yield (
-            f"{shown} has no image processor (preprocessor_config.json or processor_config.json); copy the "
-            "original checkpoint's into it."
-        )
+    for names, what in (
+        (TOKENIZERS, "tokenizer (such as tokenizer.json)"),
+        (PROCESSORS, "image processor (preprocessor_config.json or processor_config.json)"),
+    ):
+        if not any((path / name).is_file() for name in names):
+            yield f"{shown} has no {what}; copy the original checkpoint's into it."
     keys = [read_json(path / name) for name in TEMPLATE_KEYS]
     has_template = any((path / name).exists() for name in TEMPLATES) or any(
         isinstance(content, dict) and content.get("chat_template") for content in keys

@@ -22,23 +22,23 @@ def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int |
 
     Raises ConfigError with every problem found, one a line.
     """
-    found = list(model_problems(config, needs_data, objective_of(config).reference_passes > 0))
+    problems = list(model_problems(config, needs_data, objective_of(config).reference_passes > 0))
     if needs_data:
         data = config.data
         ranks = (world_size or fewest_processes(config.parallel)) // config.parallel.model_size
         for key in ("train_data_path", "valid_data_path"):
-            found += data_problems(data, f"data.{key}", getattr(data, key))
-        found += [] if found else too_few_records(data, ranks)
-        found += record_problems(config)
-    found += run_dir_problems(config.run_dir)
-    if found:
-        raise ConfigError("\n".join(found))
+            problems += data_problems(data, f"data.{key}", getattr(data, key))
+        problems += [] if problems else too_few_records(data, ranks)
+        problems += record_problems(config)
+    problems += run_dir_problems(config.run_dir)
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def validate_model(config: RunConfig, needs_processor: bool) -> None:
     """Does as `validate_paths` for commands that build a run's model and neither read data nor train."""
-    if found := list(model_problems(config, needs_processor)):
-        raise ConfigError("\n".join(found))
+    if problems := list(model_problems(config, needs_processor)):
+        raise ConfigError("\n".join(problems))
 
 
 def model_problems(config: RunConfig, needs_processor: bool, needs_start: bool = False) -> Iterator[str]:
@@ -48,10 +48,11 @@ def model_problems(config: RunConfig, needs_processor: bool, needs_start: bool =
     needed = config.adapter.used or not resumes or needs_start
     folder = Path(config.model.hf_path).expanduser()
     load_weights = config.model.load_weights and needed
-    found = list(checkpoint_problems(config.model.hf_path, load_weights, needs_processor))
-    yield from found
-    if not found and (problem := misfit(config.parallel, sizes_in(read_json(folder / "config.json") or {}))):
-        yield problem
+    problems = list(checkpoint_problems(config.model.hf_path, load_weights, needs_processor))
+    yield from problems
+    if not problems:
+        sizes = sizes_in(read_json(folder / "config.json") or {})
+        yield from filter(None, [misfit(config.parallel, sizes)])
     if config.adapter.start is not None and not (
         resumes and Path(config.run_dir, "checkpoints", "adapter_start").is_dir()
     ):

@@ -94,8 +94,7 @@ def source_settings(model: str, data: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_energon(path: Path) -> bool:
-    described = path.suffix == ".yaml" or (path.suffix == ".jsonl" and Path(f"{path}.idx").is_file())
-    return is_prepared(path) if path.is_dir() else path.is_file() and described
+    return is_prepared(path) if path.is_dir() else path.is_file() and path.suffix == ".yaml"
 
 
 def _write(file: Path, text: str) -> None:

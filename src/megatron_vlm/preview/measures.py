@@ -31,10 +31,10 @@ GRANULARITY = 256  # tokens; a proposed seq_length is a multiple of this
 def preview_page(config: RunConfig, rows: int, shown: int) -> str:
     """HTML that shows the first rows of the run's training data as the model will see them."""
     with training_data(config) as (data, read):
-        found = [row for batch in _first(data, rows) for row in read(batch)]
+        rows_shown = [row for batch in _first(data, rows) for row in read(batch)]
         drops = _drops(data)
     title = f"{config.name}: {_paths(config)}"
-    return page(title, to_yaml(config), found, shown, drops)
+    return page(title, to_yaml(config), rows_shown, shown, drops)
 
 
 def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> tuple[str, str]:
@@ -47,7 +47,7 @@ def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> t
     packing = "none" if config.data.packing == "none" else "stream"
     changes = {"data.packing": packing, "data.group_by_length": False, "data.max_drop_share": 1.0}
     with training_data(apply_overrides(config, changes)) as (data, read):
-        found = []
+        rows_shown = []
         for row in logged:
             batch = data.train_loader.replay(row["restore_key"])
             if batch["__key__"] != row["keys"]:
@@ -55,10 +55,10 @@ def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> t
                     f"replay: rank {row['rank']}, micro batch {row['micro_batch']} held {row['keys']}, "
                     f"{_paths(config)} now gives {batch['__key__']}; the dataset has changed."
                 )
-            found += read(batch)
+            rows_shown += read(batch)
         changed = _changed_since_saved(config, data)
     title = f"{config.name}: step {step}" + (f"; {changed}" if changed else "")
-    return page(title, to_yaml(config), found, len(found), []), changed
+    return page(title, to_yaml(config), rows_shown, len(rows_shown), []), changed
 
 
 def _changed_since_saved(config: RunConfig, data: RunData) -> str:
@@ -84,9 +84,8 @@ def stats_text(config: RunConfig, samples: int) -> str:
     tokens, trained, images, patches = measured.T
     lines = [f"{len(measured)} samples of {_paths(config)}", ""]
     lines += _table({"tokens": tokens, "trained tokens": trained, "images": images, "patches": patches})
-    lines += (
-        [f"dropped: {', '.join(f'{count} {reason}' for reason, count in drops.items())}"] if drops else []
-    )
+    if drops:
+        lines.append(f"dropped: {', '.join(f'{count} {reason}' for reason, count in drops.items())}")
     return "\n".join([*lines, "", *_proposal(tokens, patches)])
 
 

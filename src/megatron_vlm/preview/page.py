@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import io
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jinja2
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -19,7 +18,6 @@ from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Kind
 from megatron_vlm.models.hf import Source
 
-BINS = 16
 SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
 READ, TRAINED, VISUAL = "read", "trained", "visual"
 
@@ -58,74 +56,59 @@ class RowReader:
         self._description = source.description
 
     def __call__(self, batch: Batch) -> list[Row]:
-        items = self._items(batch) if batch["visual_inputs"] is not None else []
-        found = []
-        rows, length = batch["input_ids"].shape
-        for row in range(rows):
-            here = [(start - row * length, stop - row * length, pictures) for start, stop, pictures in items]
-            found.append(self._row(batch, row, here))
-        return found
+        marks_BS, pictures = self._marks(batch)
+        return [self._row(batch, row, marks_S, pictures) for row, marks_S in enumerate(marks_BS)]
 
-    def _row(self, batch: Batch, row: int, items: list[tuple[int, int, tuple[str, ...]]]) -> Row:
+    def _row(self, batch: Batch, row: int, marks_S: Tensor, pictures: list[tuple[str, ...]]) -> Row:
         numbers_S = batch["attention_mask"][row]
-        ids_S = batch["input_ids"][row]
         documents = []
         for number, key in enumerate(batch["__key__"][row], start=1):
             places = (numbers_S == number).nonzero().flatten()
-            first = int(places[0])
-            stop = int(places[-1]) + 1
-            # the mask of a label belongs to the token after it
-            trained_S = torch.nn.functional.pad(batch["loss_mask"][row] > 0, (1, 0))
-            inside = [item for item in items if first <= item[0] < stop]
-            runs = list(self._runs(ids_S, trained_S, inside, first, stop))
-            positions = _positions(batch["position_ids"][..., row, first:stop])
-            documents.append(ShownDocument(key, stop - first, positions, runs))
+            span = slice(int(places[0]), int(places[-1]) + 1)
+            runs = list(self._runs(batch["input_ids"][row, span], marks_S[span], pictures))
+            positions = _positions(batch["position_ids"][..., row, span])
+            documents.append(ShownDocument(key, span.stop - span.start, positions, runs))
         tokens = int((numbers_S > 0).sum())
         trained = int((batch["loss_mask"][row] > 0).sum())
-        return Row(documents, tokens, trained, len(ids_S))
+        return Row(documents, tokens, trained, len(numbers_S))
 
-    def _items(self, batch: Batch) -> list[tuple[int, int, tuple[str, ...]]]:
-        """(first token, stop, pictures) of every image and video, in text order; tokens of all rows."""
-        ids = batch["input_ids"].flatten()
-        visual = batch["visual_inputs"]
-        found = []
+    def _marks(self, batch: Batch) -> tuple[Tensor, list[tuple[str, ...]]]:
+        """Marks of the tokens, and the pictures of every image and video in text order. A token's mark is 0
+        if it is read, 1 if it is trained, and n + 2 if it stands for the n-th image or video."""
+        # the mask of a label belongs to the token after it
+        marks_BS = torch.nn.functional.pad(batch["loss_mask"][:, :-1] > 0, (1, 0)).long()
+        ids, visual = batch["input_ids"].flatten(), batch["visual_inputs"]
+        if visual is None:
+            return marks_BS, []
         kinds = torch.zeros_like(ids)
         for span in document_spans(batch["attention_mask"]):
             kinds[span] = self._description.visual_kinds(ids[span])
         places = {kind: iter((kinds == kind).nonzero().flatten().tolist()) for kind in (1, 2)}
+        pictures = []
         for item, count in zip(visual.items(), self._description.visual_tokens(visual), strict=True):
             kind = 1 if item.pixel_values is not None else 2
             taken = [next(places[kind]) for _ in range(count)]
-            pictures = tuple(map(data_url, pictures_of(item, self._kind)))
-            found.append((taken[0], taken[-1] + 1, pictures))
-        return sorted(found)
+            marks_BS.view(-1)[taken[0] : taken[-1] + 1] = len(pictures) + 2
+            pictures.append(tuple(map(data_url, pictures_of(item, self._kind))))
+        return marks_BS, pictures
 
-    def _runs(
-        self, ids_S: Tensor, trained_S: Tensor, items: list, first: int, stop: int
-    ) -> Iterator[TokenRun]:
-        for start, end, pictures in [*items, (stop, stop, ())]:
-            yield from self._text_runs(ids_S[first:start], trained_S[first:start])
-            if end > start:
-                yield TokenRun(VISUAL, end - start, pictures=pictures)
-            first = end
-
-    def _text_runs(self, ids_T: Tensor, trained_T: Tensor) -> Iterator[TokenRun]:
-        cuts = (trained_T[1:] != trained_T[:-1]).nonzero().flatten() + 1
-        for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(ids_T)], strict=True):
-            if stop > start:
-                kind = TRAINED if trained_T[start] else READ
-                yield TokenRun(kind, stop - start, self._tokenizer.decode(ids_T[start:stop]))
+    def _runs(self, ids_T: Tensor, marks_T: Tensor, pictures: list[tuple[str, ...]]) -> Iterator[TokenRun]:
+        cuts = (marks_T[1:] != marks_T[:-1]).nonzero().flatten() + 1
+        for ids, marks in zip(ids_T.tensor_split(cuts), marks_T.tensor_split(cuts), strict=True):
+            mark = int(marks[0])
+            if mark > 1:
+                yield TokenRun(VISUAL, len(ids), pictures=pictures[mark - 2])
+            else:
+                yield TokenRun(TRAINED if mark else READ, len(ids), self._tokenizer.decode(ids))
 
 
 def _positions(position_ids: Tensor) -> str:
     """The range of positions: `0–41`, or with three axes `t 0–41 · h 0–49 · w 0–49`."""
     axes = position_ids if position_ids.dim() == 2 else position_ids[None]
     ranges = [f"{int(axis.min())}–{int(axis.max())}" for axis in axes]
-    return (
-        " · ".join(f"{name} {r}" for name, r in zip("thw", ranges, strict=True))
-        if axes[1:].any()
-        else ranges[0]
-    )
+    if not axes[1:].any():
+        return ranges[0]
+    return " · ".join(f"{name} {r}" for name, r in zip("thw", ranges, strict=True))
 
 
 # --- pictures --------------------------------------------------------------------------------------------
@@ -153,36 +136,11 @@ def data_url(picture: Image.Image) -> str:
 # --- the page --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Histogram:
-    title: str
-    bars: list[tuple[str, int, float]]  # label, count, height in percent
-    lowest: str
-    highest: str
-
-
-def histogram(title: str, values: Iterable[float]) -> Histogram:
-    counts, edges = np.histogram(list(values), bins=BINS)
-    labels = [f"{low:,.0f} to {high:,.0f}" for low, high in zip(edges[:-1], edges[1:], strict=True)]
-    highest = max(1, counts.max())
-    bars = [(label, int(n), 100 * n / highest) for label, n in zip(labels, counts, strict=True)]
-    return Histogram(title, bars, f"{edges[0]:,.0f}", f"{edges[-1]:,.0f}")
-
-
 def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dict]) -> str:
-    """One HTML document without references to others: statistics of all rows, and the first `shown` of them.
+    """One HTML document without references to others: counts of all rows, and the first `shown` of them.
 
     `drops` have `key`, `reason` and `detail` each. All text of records is escaped.
     """
-    documents = [document for row in rows for document in row.documents]
-    histograms = [
-        histogram("tokens of a document", (document.tokens for document in documents)),
-        histogram("documents in a row", (len(row.documents) for row in rows)),
-        histogram(
-            "% of a row's tokens that are not padding", (100 * row.tokens / row.length for row in rows)
-        ),
-        histogram("% of a row's tokens that are trained", (100 * row.trained / row.length for row in rows)),
-    ]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE).render(
         title=title,
@@ -190,12 +148,11 @@ def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dic
         rows=rows[:shown],
         totals={
             "rows": len(rows),
-            "documents": len(documents),
+            "documents": sum(len(row.documents) for row in rows),
             "tokens": sum(row.tokens for row in rows),
             "trained tokens": sum(row.trained for row in rows),
             "padding": sum(row.length - row.tokens for row in rows),
         },
-        histograms=histograms,
         drops=drops,
         reasons=Counter(drop["reason"] for drop in drops),
     )
@@ -205,40 +162,22 @@ TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-:root { color-scheme: light dark; --line: #8885; --trained: #2a9d4a44; --visual: #4a6ad033; }
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
-.totals, .histograms { display: flex; flex-wrap: wrap; gap: 1rem 2rem; }
-.totals b { display: block; font-size: 1.4rem; }
-figure { margin: 0; } figcaption { font-size: .85rem; }
-.bars { display: flex; align-items: flex-end; gap: 2px; height: 7rem; width: 15rem;
-  border-bottom: 1px solid var(--line); }
-.bars div { flex: 1; background: #4a6ad0; min-height: 1px; }
-article { border: 1px solid var(--line); border-radius: 8px; margin: 1.5rem 0; }
-article > header { padding: .5rem 1rem; border-bottom: 1px solid var(--line); font-weight: 600; }
-section { padding: .5rem 1rem 1rem; } section + section { border-top: 3px double var(--line); }
-section > header { font-size: .85rem; opacity: .75; margin-bottom: .3rem; overflow-wrap: anywhere; }
+.totals { display: flex; flex-wrap: wrap; gap: 2rem; }
+.totals b { display: block; }
+article { border: 1px solid #8885; margin: 1.5rem 0; padding: 1rem; }
+section + section { border-top: 3px double #8885; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
-.trained { background: var(--trained); border-radius: 3px; }
-.visual { display: inline-block; background: var(--visual); border-radius: 6px; padding: 4px; margin: 2px;
-  white-space: normal; }
-.visual img { display: inline-block; max-width: 100%; vertical-align: top; }
+.trained { background: #2a9d4a44; }
+.visual { display: inline-block; background: #4a6ad033; padding: 4px; white-space: normal; }
 .visual small { display: block; }
-table { border-collapse: collapse; } td, th { padding: .2rem .8rem; border: 1px solid var(--line);
-  text-align: left; overflow-wrap: anywhere; }
-summary { cursor: pointer; } pre { overflow-x: auto; }
+td, th { padding: .2rem .8rem; border: 1px solid #8885; text-align: left; overflow-wrap: anywhere; }
 </style></head><body>
 <h1>{{ title }}</h1>
 <p class="totals">{% for name, count in totals.items() %}
 <span><b>{{ "{:,}".format(count) }}</b>{{ name }}</span>
 {% endfor %}</p>
-<div class="histograms">
-{% for h in histograms %}
-<figure><div class="bars">{% for label, count, height in h.bars %}
-<div style="height: {{ height }}%" title="{{ label }}: {{ count }}"></div>{% endfor %}</div>
-<figcaption>{{ h.title }}: {{ h.lowest }} to {{ h.highest }}</figcaption>
-</figure>
-{% endfor %}
-</div>
 {% if drops %}
 <h2>Dropped</h2>
 <table><tr><th>reason</th><th>samples</th></tr>

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import ProcessorMixin
 
 from megatron_vlm.data.kinds import any_size, grid, native, one_size, tiles
@@ -36,30 +34,24 @@ def kind_of(processor: ProcessorMixin) -> Kind:
 def why_unknown(processor: ProcessorMixin) -> str | None:
     """Why a processor must be called; None if its kind can do its work."""
     kind, names = kind_of(processor), _names(processor)
-    images, videos = processor.image_processor, getattr(processor, "video_processor", None)
-    wanted = [of_images for owner, of_images in KNOWN if owner == names[0]]
-    if not wanted or not _is_transformers(processor):
-        owners = dict.fromkeys(owner for owner, _ in KNOWN)
-        return f"{names[0]} is not one of the known processors ({', '.join(owners)})"
-    if names not in KNOWN or not _is_transformers(images):
-        return f"{names[0]} with {names[1]}, known is {' or '.join(wanted)}"
-    parts = [images]
-    if of_videos := kind.known[names]:
-        parts.append(videos)
-        if type(videos).__name__ != of_videos or not _is_transformers(videos):
-            return f"{names[0]} with {type(videos).__name__}, known is {of_videos}"
+    parts = [processor.image_processor]
+    if of_videos := kind.known.get(names):
+        parts.append(processor.video_processor)
+    classes = [type(part) for part in (processor, *parts)]
+    # a subclass outside of transformers may have ways of its own
+    are_theirs = all(each.__module__.startswith("transformers.") for each in classes)
+    if names not in KNOWN or not are_theirs or of_videos not in (None, classes[-1].__name__):
+        owners = ", ".join(dict.fromkeys(owner for owner, _ in KNOWN))
+        shown = " with ".join(each.__name__ for each in classes)
+        return f"{shown} is not one of the known processors ({owners})"
     for part in parts:
         if odd := kind.odd_settings(part):
             return f"{type(part).__name__} with {', '.join(odd)}"
     for key in kind.alike:
-        if (one := images.to_dict()[key]) != (other := videos.to_dict()[key]):
+        if (one := parts[0].to_dict()[key]) != (other := parts[1].to_dict()[key]):
             return f"{names[0]} with {key} = {one} for images and {other} for videos"
     return None
 
 
 def _names(processor: ProcessorMixin) -> tuple[str, str]:
     return type(processor).__name__, type(processor.image_processor).__name__
-
-
-def _is_transformers(part: Any) -> bool:
-    return type(part).__module__.startswith("transformers.")  # not a subclass with its own ways

@@ -67,7 +67,7 @@ class Kind:
 
     def check_counts(self) -> None:
         """Raises ValueError if the tokens of an image cannot be told from its size."""
-        if not self.sign or self.told(*PROBE_SIZE) is None:
+        if not self.sign or self.told(PROBE_SIZE[0], PROBE_SIZE[1]) is None:
             why, remedy = "cannot tell the tokens of an image from its size", "use"
         elif getattr(self.images, self.splits, None):
             why = f"with {self.splits} images give tokens that their size does not tell"

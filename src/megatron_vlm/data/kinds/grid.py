@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +17,17 @@ from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
 class Patches(Kind):
     """Any kind whose pixels are patches (P, F), of which grids (N, 3) say how many each item has."""
 
+    @property
+    def merge(self) -> int:
+        """Patches along the side of a square that the tower merges."""
+        return getattr(self.images, "merge_size", 1)
+
+    def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+        pixels, side = self.fitted(image), self.patch_size
+        grid = [1, pixels.shape[0] // side, pixels.shape[1] // side]
+        patches = _cut(pixels[None], side, self.merge)
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([grid])}
+
     def patches_of(self, visual: GenericVisualInputs) -> int:
         grids = (visual.image_grid_thw, visual.video_grid_thw)
         return sum(int(grid.prod(-1).sum()) for grid in grids if grid is not None)
@@ -30,7 +39,7 @@ class Patches(Kind):
         if is_raw(patches_PF) or self.colours_last:
             patches_PF = patches_PF.unflatten(-1, (-1, 3)).transpose(1, 2).flatten(1)
         [(times, rows, columns)] = grid.tolist()
-        merge, side = getattr(self.images, "merge_size", 1), self.patch_size
+        merge, side = self.merge, self.patch_size
         folded = patches_PF.view(times, rows // merge, columns // merge, merge, merge, 3, -1, side, side)
         frames_TCHW = folded.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, 3, rows * side, columns * side)
         # an image is repeated over the moments that the tower joins
@@ -65,15 +74,10 @@ class QwenGrid(Patches):
         outputs = outputs_of_plan(self.processor.video_processor, plan)
         return self.processor.replace_video_token(outputs, 0), tuple(outputs["video_grid_thw"][0].tolist())
 
-    def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
-        pixels = self.fitted(image)
-        grid = np.array([[1, pixels.shape[0] // self.patch_size, pixels.shape[1] // self.patch_size]])
-        return {"pixel_values": _cut(self.images, pixels[None]), "image_grid_thw": torch.from_numpy(grid)}
-
     def of_video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
         part = self.processor.video_processor
         pixels = resized(frames, (grid[1] * part.patch_size, grid[2] * part.patch_size), part.resample)
-        patches = _cut(part, pixels, part.temporal_patch_size)
+        patches = _cut(pixels, part.patch_size, part.merge_size, part.temporal_patch_size)
         tensors = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
         if "second_per_grid_ts" in self.processor.model_input_names:  # the seconds that a patch spans
             frames_per_second = VideoMetadata(**plan.metadata).sampled_fps
@@ -94,12 +98,11 @@ class GLMGrid(QwenGrid):
         return glm4v.smart_resize(moments, height, width, moments, **self.limits)
 
 
-def _cut(part: Any, frames: np.ndarray, moments: int = 1) -> Tensor:
+def _cut(frames: np.ndarray, side: int, merge: int, moments: int = 1) -> Tensor:
     """The patches of frames (T, H, W, 3), one per row, in the order in which a tower merges them to squares.
 
-    A patch spans `moments` frames.
+    A patch has `side` lines of `side` pixels and spans `moments` frames; a square is `merge` patches wide.
     """
-    side, merge = part.patch_size, part.merge_size
     times, height, width, _ = frames.shape
     # a line of a patch is copied as one opaque value, not colour by colour
     lines = np.ascontiguousarray(frames).reshape(times, height, width * 3).view(f"V{3 * side}")

@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
 from torch.nn.functional import pad
 from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
 
@@ -26,17 +23,6 @@ class Native(Patches):
     """Patches in rows, each with its lines, and colours last."""
 
     colours_last = True
-
-    def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
-        pixels, side = self.fitted(image), self.patch_size
-        rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
-        # a line of a patch is copied as one opaque value, not colour by colour
-        lines = np.ascontiguousarray(pixels).reshape(-1, pixels.shape[1] * 3).view(f"V{3 * side}")
-        cut = np.ascontiguousarray(lines.reshape(rows, side, columns).transpose(0, 2, 1))
-        return {
-            "pixel_values": torch.from_numpy(cut.view(np.uint8).reshape(rows * columns, -1)),
-            "image_grid_thw": torch.tensor([[1, rows, columns]]),
-        }
 
 
 class NaFlex(Native):

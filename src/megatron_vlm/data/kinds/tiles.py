@@ -113,7 +113,7 @@ class OneVisionTiles(Tiles):
             counts = [1] * len(pixels) if conversations is None else conversations.flatten().tolist()
             alone = [count == 1 for count in counts for _ in range(count)]
             sizes = zip(outputs["image_sizes"].tolist(), alone, strict=True)
-            tiles = [self.tiles_of(*size) if is_alone else 1 for size, is_alone in sizes]
+            tiles = [self.tiles_of(high, wide) if is_alone else 1 for (high, wide), is_alone in sizes]
             outputs["pixel_values"] = torch.cat([image[:n] for image, n in zip(pixels, tiles, strict=True)])
             outputs["image_tiles"] = torch.tensor(tiles)
         if videos is not None and videos.dim() == 5:
@@ -136,7 +136,8 @@ class OneVisionTiles(Tiles):
             inside = get_patch_output_size(image, canvas, "channels_last")
             tiles = [_cut(_centred(resized(image, inside, self.images.resample), canvas, 0), self.size)]
         else:
-            image = _centred(image, _square_of(*size), [int(255 * mean) for mean in self.images.image_mean])
+            background = [int(255 * mean) for mean in self.images.image_mean]
+            image = _centred(image, _square_of(size[0], size[1]), background)
         pixels = np.concatenate([self.fitted(image)[None], *tiles])
         return {
             "pixel_values": torch.from_numpy(pixels),

@@ -93,9 +93,9 @@ class TrainLoader(ABC):
         Any rank with any number of workers may have made it.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """End the workers at once."""
+        close_loader(self._loader)
 
     def _state(self, **content: Any) -> dict:
         return {"format": FORMAT, "fingerprint": self.fingerprint, **content}
@@ -150,8 +150,8 @@ class ValidLoader(ABC):
     @abstractmethod
     def _open(self) -> DataLoader: ...
 
-    @abstractmethod
-    def _batches(self, loader: DataLoader) -> Iterator[Batch | dict]: ...  # and then what was dropped since
+    def _batches(self, loader: DataLoader) -> Iterator[Batch | dict]:  # and then what was dropped since
+        return iter(loader)
 
     def _checked(self) -> Iterator[Batch]:
         loader = self._loader = self._open()

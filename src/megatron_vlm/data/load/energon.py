@@ -8,9 +8,10 @@ equal length on every rank.
 
 from __future__ import annotations
 
+import copy
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from megatron_vlm.data.load.energon_state import (
     from_json_data,
     to_json_data,
 )
-from megatron_vlm.data.load.limits import close_loader, notice_the_dead, with_limited_drops, with_rest
+from megatron_vlm.data.load.limits import notice_the_dead, with_limited_drops, with_rest
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.paths import paths_of, sources_of
@@ -52,7 +53,7 @@ FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fi
 
 
 class EnergonProvider:
-    """Loaders of an Energon dataset, metadataset or JSONL file, or of several of them.
+    """Loaders of an Energon dataset or metadataset, or of several of them.
 
     With several paths, an epoch has every sample of each path once, or as often as its `DataSource` says.
     With `packing="stream"` the training loader's encoder must be a PackingVLMTaskEncoder.
@@ -66,8 +67,9 @@ class EnergonProvider:
     ) -> EnergonTrainLoader:
         """A shuffled, endless, savable loader; `rank` and `world_size` are data-parallel.
 
-        Raises ValueError for a dataset description that names code, a truncated shard, fewer samples than
-        workers, or an encoder whose buffers could not be restored; FileNotFoundError for a missing shard.
+        Raises ValueError for a dataset description that names code, a truncated shard, or fewer samples than
+        workers, FileNotFoundError for a missing shard, and AssertionError for an encoder whose buffers could
+        not be restored.
         """
         data, sources = self._data, sources_of(self._data.train_data_path)
         paths = [one.path for one in sources]
@@ -85,16 +87,15 @@ class EnergonProvider:
             task_encoder=encoder,
         )
         dataset = open_dataset(worker_config=workers)
-        largest_share = _most_samples_of_a_worker(dataset, workers, ", ".join(paths))
-        _check_restorable(dataset)
-        held = data.shuffle_buffer_size + (packing_buffer_size or 0)
-        encoder.drops.set_share(largest_share, held)
+        dataset.assert_can_restore()  # else Energon would notice a function without @stateless on resume
+        largest_share, samples = _samples_of_an_epoch(open_dataset, workers, ", ".join(paths))
+        encoder.drops.set_share(largest_share, data.shuffle_buffer_size + (packing_buffer_size or 0))
         settings = order_settings(data, micro_batch_size, seed) | {
             "shuffle_buffer_size": data.shuffle_buffer_size,
             "max_samples_per_sequence": data.max_samples_per_sequence,
         }
-        of_epoch = partial(_samples_of_an_epoch, open_dataset, workers) if data.packing == "none" else None
-        loader = EnergonTrainLoader(dataset, workers, encoder, settings, of_epoch)
+        rows = samples if data.packing == "none" else None
+        loader = EnergonTrainLoader(dataset, workers, encoder, settings, rows)
         loader.sources = path_names(paths) if len(paths) > 1 else []
         return loader
 
@@ -130,19 +131,14 @@ class EnergonProvider:
 class EnergonTrainLoader(TrainLoader):
     """The base's loader over Energon. What a worker reads depends on the number of ranks and of workers.
 
-    An epoch has `samples_of_an_epoch()` samples, but Energon shuffles across its end: a sample may wait there
-    for `shuffle_buffer_size` others of its worker.
+    An epoch has `rows_of_an_epoch` rows, but Energon shuffles across its end: a sample may wait there for
+    `shuffle_buffer_size` others of its worker.
     """
 
     def __init__(
-        self,
-        dataset,
-        workers: WorkerConfig,
-        encoder,
-        settings: dict,
-        samples_of_an_epoch: Callable[[], int | None] | None = None,
+        self, dataset, workers: WorkerConfig, encoder, settings: dict, rows_of_an_epoch: int | None
     ) -> None:
-        self._samples_of_an_epoch = cache(samples_of_an_epoch or (lambda: None))
+        self._rows_of_an_epoch = rows_of_an_epoch
         _guard_readers(dataset)
         self._loader = _undisturbing(
             get_savable_loader(
@@ -179,15 +175,11 @@ class EnergonTrainLoader(TrainLoader):
         self.load_state_dict(states[min(self.fingerprint["rank"], len(states) - 1)])
 
     def rows_in(self, epochs: int) -> int | None:
-        samples = self._samples_of_an_epoch()
-        return samples and epochs * samples
+        return self._rows_of_an_epoch and epochs * self._rows_of_an_epoch
 
     def replay(self, restore_key: Any) -> Batch:
         _, *place = as_restored(restore_key)  # its first part says whether there were workers
         return self._loader.restore_sample([type(self._loader.dataset).__name__, *place])
-
-    def close(self) -> None:
-        close_loader(self._loader)
 
 
 class EnergonValidLoader(ValidLoader):
@@ -205,9 +197,6 @@ class EnergonValidLoader(ValidLoader):
         loader = get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS)
         loader.dataset.datasets = (with_rest(loader.dataset.dataset, self._encoder),)
         return _undisturbing(loader)
-
-    def _batches(self, loader: DataLoader) -> Iterator[Batch | dict]:
-        return iter(loader)
 
     def _dataset(self, workers: WorkerConfig):
         dataset = get_val_dataset(
@@ -232,7 +221,7 @@ def _checked_source(paths: list[str], split: str, repetitions: Sequence[int] = (
     """The source for Energon: the only path, or a metadataset of all paths that names each in its keys."""
     for path in paths:
         check_dataset(path)
-        if (names := split_names(path)) and split not in names:
+        if split not in (names := split_names(path)):
             raise ValueError(
                 f"data: {path} has no {split!r} split, only {names}; prepare it as {split}=PATH."
             )
@@ -252,35 +241,25 @@ def _checked_source(paths: list[str], split: str, repetitions: Sequence[int] = (
     return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **description}
 
 
-def _most_samples_of_a_worker(dataset, workers: WorkerConfig, path: str) -> int:
-    """In an epoch, of this rank's workers. Raises ValueError if a worker has no sample of a training set."""
+def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig, path: str) -> tuple[int, int | None]:
+    """The most samples of a worker in an epoch, and the samples of all workers of all ranks.
+
+    The latter is None if several parts of the data repeat on their own. Raises ValueError if a worker has no
+    sample of a part.
+    """
     count = max(1, workers.num_workers)
-    parts = [repeated.dataset for repeated in _walk(dataset) if isinstance(repeated, RepeatDataset)]
-    lengths = [[part.len_worker(worker) for part in parts] for worker in range(count)]
+    numbers = range(count * workers.world_size)
+    dataset = open_dataset(worker_config=_with_ranks_as_workers(workers, len(numbers)))
+    parts = [part for part in _walk(dataset) if isinstance(part, RepeatDataset)]
+    lengths = [[part.dataset.len_worker(number) for part in parts] for number in numbers]
     if not all(map(all, lengths)):
         raise ValueError(
             f"data: {path} has a training set of fewer samples than {workers.world_size} ranks x {count} "
             "workers; lower data.num_workers or use fewer ranks."
         )
-    return max(map(sum, lengths))
-
-
-def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig) -> int | None:
-    """The samples that all workers read before they repeat; None if several parts repeat on their own."""
-    count = max(1, workers.num_workers) * workers.world_size
-    dataset = open_dataset(worker_config=_with_ranks_as_workers(workers, count))
-    endless = [part for part in _walk(dataset) if isinstance(part, RepeatDataset) and part.repeats is None]
-    if len(endless) != 1:
-        return None
-    return sum(endless[0].dataset.len_worker(worker) for worker in range(count))
-
-
-def _check_restorable(dataset) -> None:
-    """Raises ValueError if an encoder function lacks `@stateless`: Energon would only notice on resume."""
-    try:
-        dataset.assert_can_restore()
-    except AssertionError as error:
-        raise ValueError(f"data: batches of this encoder could not be restored: {error}") from error
+    endless = [index for index, part in enumerate(parts) if part.repeats is None]
+    samples = sum(length[endless[0]] for length in lengths) if len(endless) == 1 else None
+    return max(map(sum, lengths)), samples
 
 
 def _walk(dataset) -> Iterator[Any]:
@@ -324,8 +303,11 @@ def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:
 
 def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerConfig:
     """One rank that reads everything; only the total number of workers decides how Energon cuts the data."""
-    same = {"seed_offset": workers.seed_offset, "global_error_handler": workers.global_error_handler}
-    return WorkerConfig(rank=0, world_size=1, num_workers=num_workers, **same)
+    alone = copy.copy(workers)
+    alone.rank = 0
+    alone.world_size = 1
+    alone.num_workers = num_workers
+    return alone
 
 
 def _undisturbing(loader):

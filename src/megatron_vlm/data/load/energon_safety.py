@@ -19,21 +19,23 @@ from megatron_vlm.files import check_file, naming, read_file
 from megatron_vlm.messages import printable
 
 META = ".nv-meta"
-ALLOWED_CLASSES = {"CrudeWebdataset", "Metadataset", "MetadatasetV2"}
+ALLOWED_CLASSES = ("CrudeWebdataset", "Metadataset", "MetadatasetV2")
 MOST_DATASETS = 1000  # that a metadataset may hold, by whatever way
 RANGE, NESTED = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}"), re.compile(r"\{[^}]*\{")
 INFO_NAMES = (".info.json", ".info.yaml")  # patterns leave dot files out
 CONFIG_KEYS = ("dataset_config", "split_config")
 CONFIG_NAME = re.compile(r"[\w.-]+\.(yaml|json)")  # the files in META that are checked
-DATASET_KEYS = {"__module__", "__class__", "subflavors"}
-SPLIT_KEYS = {"split_parts", "exclude"}
-INFO_KEYS = {"shard_counts", "energon_version"}
+PLAIN_KEYS = {
+    *("__module__", "__class__", "subflavors"),
+    *("split_parts", "exclude"),
+    *("shard_counts", "energon_version"),
+}
 SHARES = {"weight", "repetitions"}  # of the datasets of a blend
 FIELDS = {
-    "subflavors": "mapping",
-    "split_parts": "mapping of lists of text",
-    "exclude": "list of text",
-    "shard_counts": "mapping of numbers",
+    "subflavors": dict,
+    "split_parts": dict[str, list[str]],
+    "exclude": list[str],
+    "shard_counts": dict[str, int],
 }
 
 
@@ -44,85 +46,44 @@ def check_dataset(path: str | EPath) -> None:
     function to call. Here it may only name CrudeWebdataset and metadatasets of it. Local shards must exist
     and be as long as their index says. No description may stand for more than its dataset has.
     """
-    _check_path(EPath(path), (), [])
+    waiting = [EPath(path)]
+    read = 0
+    while waiting:
+        dataset = waiting.pop()
+        read += 1
+        if read > MOST_DATASETS:  # Energon would walk them all, or never end
+            fact = f"names more than {MOST_DATASETS} datasets, or itself"
+            raise damaged(path, fact, "take references out")
+        if _is_metadataset(dataset):
+            description = _read_description(dataset)
+            _check_plain(description, dataset)
+            if not isinstance(description.get("splits"), dict):
+                remedy = "give it `splits: {train: {...}}` as Energon's metadatasets have"
+                raise damaged(dataset, "has no splits", remedy)
+            waiting += [dataset.parent / reference for reference in _references(description)]
+        else:
+            _check_folder(dataset)
 
 
 def split_names(path: str | EPath) -> list[str]:
-    """The splits of a dataset or metadataset; empty for a JSONL file, which is read whole for every split."""
+    """The splits of a dataset or metadataset."""
     path = EPath(path)
-    if _is_file(path, ".jsonl"):
-        return []
-    if _is_file(path, ".yaml"):
+    if _is_metadataset(path):
         return sorted(_read_description(path).get("splits") or {})
     file = path / META / "split.yaml"
     return sorted(_read_description(file).get("split_parts") or {}) if file.is_file() else []
 
 
-def _check_path(path: EPath, within: tuple[str, ...], met: list[EPath]) -> None:
-    met.append(path)
-    if str(path) in within:
-        raise damaged(path, f"contains itself, by way of {' and '.join(within)}", "take the reference out")
-    if len(met) > MOST_DATASETS:
-        raise damaged(met[0], f"names more than {MOST_DATASETS} datasets", "take references out")
-    if _is_file(path, ".jsonl"):
-        return _check_jsonl(path)
-    if _is_file(path, ".yaml"):
-        description = _read_description(path)
-        _check_plain(description, path)
-        _check_metadataset(description, path)
-        for reference in _references(description):
-            _check_path(path.parent / reference, (*within, str(path)), met)
-        return None
-    return _check_folder(path)
-
-
 def blends_by_weight(path: str | EPath) -> bool:
     """Whether `path` is, or holds, a metadataset that draws by weights and so has no epochs."""
     path = EPath(path)
-    if not _is_file(path, ".yaml"):
+    if not _is_metadataset(path):
         return False
     description = _read_description(path)
     by_weight = description.get("__class__") != "MetadatasetV2" or any(
         isinstance(split, dict) and "blend" in split for split in description["splits"].values()
     )
     return by_weight or any(blends_by_weight(path.parent / inner) for inner in _references(description))
-
-
-def _check_metadataset(description: dict, file: EPath) -> None:
-    splits = description.get("splits")
-    if not (isinstance(splits, dict) and splits and all(isinstance(ref, dict) for ref in splits.values())):
-        raise damaged(
-            file, "has no splits", "give it `splits: {train: {...}}` as Energon's metadatasets have"
-        )
-    for name, split in splits.items():
-        for kind in ("blend", "blend_epochized", "datasets"):
-            inner = split.get(kind, [{"path": ""}])
-            entries = isinstance(inner, list) and inner and all(isinstance(entry, dict) for entry in inner)
-            if not (entries and all("join" in e or isinstance(e.get("path"), str) for e in inner)):
-                raise damaged(file, f"{kind} of split {name} is no list of datasets", "give each a path")
-            for entry in inner:
-                for share in SHARES & entry.keys():
-                    what = f"{share} of {entry.get('path')} in {kind} of split {name}"
-                    _check_share(file, what, entry[share])
-
-
-def _check_share(file: EPath, what: str, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 < value < math.inf):
-        raise damaged(
-            file, f"{what} is {value!r}", "give a number above 0, or leave out what is not to be trained"
-        )
-
-
-def _check_jsonl(path: EPath) -> None:
-    if not path.is_local():
-        return
-    index = path.local_path().with_name(path.name + ".idx")
-    remedy = "run `megatron-vlm prepare` on it, or read it as it is with data.dataset_type=hf"
-    for file in (path.local_path(), index):
-        with naming(file, remedy):
-            check_file(file)
-    _check_index(index, path.local_path(), remedy=remedy)
 
 
 def _check_folder(path: EPath) -> None:
@@ -135,21 +96,18 @@ def _check_folder(path: EPath) -> None:
         )
     if (meta / "sample_loader.py").is_file():
         raise ValueError(f"data: {meta / 'sample_loader.py'} is code that Energon would run; refused.")
-    for name in ("dataset.yaml", "split.yaml"):
-        if not _is_there(meta / name):
-            raise damaged(meta / name, "is missing")
+    # whatever a setting may name is checked, also where no setting names it; a missing file is an error
+    needed = meta / "dataset.yaml", meta / "split.yaml"
     descriptions = {}
-    for file in {*infos, *_entries(meta, ".yaml"), *_entries(meta, ".json")}:
+    for file in {*infos, *needed, *_entries(meta, ".yaml"), *_entries(meta, ".json")}:
         description = descriptions[file.name] = _read_description(file)
         _check_plain(description, file)
         check_fields(file, description, FIELDS)
-        if not any(set(description) <= keys for keys in (DATASET_KEYS, SPLIT_KEYS, INFO_KEYS)):
-            extra = sorted(set(description) - DATASET_KEYS - SPLIT_KEYS - INFO_KEYS)
+        if extra := sorted(set(description) - PLAIN_KEYS):
             raise ValueError(
                 f"data: {file} sets {extra}; refused, some settings of Energon name code to run."
             )
-    if not (counts := descriptions[infos[0].name].get("shard_counts")):
-        raise damaged(infos[0], "has no shard_counts")
+    counts = descriptions[infos[0].name].get("shard_counts", {})
     if not descriptions["split.yaml"].get("split_parts"):
         raise damaged(meta / "split.yaml", "has no split_parts")
     for name, description in sorted(descriptions.items()):
@@ -181,9 +139,9 @@ def _entries(folder: EPath, suffix: str) -> Iterator[EPath]:
         yield from (folder / entry.name for entry in folder.local_path().glob(f"*{suffix}"))
 
 
-def _is_file(path: EPath, suffix: str) -> bool:
-    """Whether a dataset is a file of this name, and no prepared folder that has it."""
-    return path.name.endswith(suffix) and not any(_is_there(path / META / name) for name in INFO_NAMES)
+def _is_metadataset(path: EPath) -> bool:
+    """Whether a dataset is a YAML file, and no prepared folder of such a name."""
+    return path.name.endswith(".yaml") and not any(_is_there(path / META / name) for name in INFO_NAMES)
 
 
 def _is_there(file: EPath) -> bool:
@@ -203,42 +161,47 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError("no YAML") from error
 
 
-def _check_plain(value: Any, file: EPath) -> None:
-    if isinstance(value, dict):
-        if "__function__" in value:
+def _check_plain(description: dict, file: EPath) -> None:
+    for mapping in _mappings(description):
+        module, cls = mapping.get("__module__"), mapping.get("__class__")
+        if "__function__" in mapping:
             raise ValueError(
-                f"data: {file} names the function {value.get('__module__')}.{value['__function__']}; "
-                "refused, a dataset description must not call functions."
+                f"data: {file} names the function {module}.{mapping['__function__']}; refused, a dataset "
+                "description must not call functions."
             )
-        module, cls = value.get("__module__"), value.get("__class__")
-        plain = (module or "megatron.energon") == "megatron.energon" and (cls or "") in {*ALLOWED_CLASSES, ""}
-        if not plain:
+        if (module or "megatron.energon") != "megatron.energon" or (cls and cls not in ALLOWED_CLASSES):
             raise ValueError(
-                f"data: {file} names the class {module}.{cls}; refused, only {sorted(ALLOWED_CLASSES)} of "
+                f"data: {file} names the class {module}.{cls}; refused, only {', '.join(ALLOWED_CLASSES)} of "
                 "megatron.energon are plain data."
             )
         for key in CONFIG_KEYS:
-            if value.get(key) is not None and not CONFIG_NAME.fullmatch(str(value[key])):
+            if mapping.get(key) is not None and not CONFIG_NAME.fullmatch(str(mapping[key])):
                 raise ValueError(
-                    f"data: {file} names {key} {value[key]!r}; refused, give a .yaml file of {META}."
+                    f"data: {file} names {key} {mapping[key]!r}; refused, give a .yaml file of {META}."
                 )
+        for share in SHARES & mapping.keys() if {"path", "join"} & mapping.keys() else ():
+            value = mapping[share]
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                fact = f"{share} of {mapping.get('path')} is {value!r}"
+                raise damaged(file, fact, "give a number above 0, or leave out what is not to be trained")
+
+
+def _references(description: dict) -> Iterator[str]:
+    """Every `path` in a metadataset, with its auxiliary datasets."""
+    for mapping in _mappings(description):
+        if isinstance(mapping.get("path"), str):
+            yield mapping["path"]
+        aux = mapping.get("aux") or {}
+        yield from (path for path in aux.values() if isinstance(path, str) and "filesystem" not in path)
+
+
+def _mappings(value: Any) -> Iterator[dict]:
+    """Every mapping in a description, at any depth."""
+    if isinstance(value, dict):
+        yield value
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            _check_plain(item, file)
-
-
-def _references(value: Any) -> Iterator[str]:
-    """Every `path` in a metadataset, with its auxiliary datasets."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _references(item)
-    elif isinstance(value, dict):
-        if isinstance(value.get("path"), str):
-            yield value["path"]
-        aux = value.get("aux") or {}
-        yield from (item for item in aux.values() if isinstance(item, str) and "filesystem" not in item)
-        for item in value.values():
-            yield from _references(item)
+            yield from _mappings(item)
 
 
 def _expanded(file: EPath, patterns: list[str], most: int) -> Iterator[str]:
@@ -261,20 +224,16 @@ def _expanded(file: EPath, patterns: list[str], most: int) -> Iterator[str]:
 
 
 def _check_shard(shard: Path, samples: int) -> None:
+    """Checks a shard by its index, which holds where each sample begins, and where the last one ends."""
     index = shard.with_name(shard.name + ".idx")
     for file in (shard, index):
         with naming(file, RESTORE):
             check_file(file)
-    _check_index(index, shard, samples)
-
-
-def _check_index(index: Path, of: Path, samples: int | None = None, remedy: str = RESTORE) -> None:
-    """An index holds where each sample begins, and where the last one ends."""
     raw = read_file(index)
     offsets = np.frombuffer(raw[: len(raw) // 8 * 8], "<u8")
     if len(raw) % 8 or len(offsets) < 2 or (offsets[1:] <= offsets[:-1]).any():
-        raise damaged(index, f"of {len(raw)} bytes is no index of samples", remedy)
-    if samples is not None and len(offsets) - 1 != samples:
-        raise damaged(index, f"has {len(offsets) - 1} samples, .info.json counts {samples}", remedy)
-    if (size := of.stat().st_size) < offsets[-1]:
-        raise damaged(of, f"holds {size} bytes, its index ends at {offsets[-1]}; it is truncated", remedy)
+        raise damaged(index, f"of {len(raw)} bytes is no index of samples")
+    if len(offsets) - 1 != samples:
+        raise damaged(index, f"has {len(offsets) - 1} samples, .info.json counts {samples}")
+    if (size := shard.stat().st_size) < offsets[-1]:
+        raise damaged(shard, f"holds {size} bytes, its index ends at {offsets[-1]}; it is truncated")

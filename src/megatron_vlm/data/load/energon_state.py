@@ -62,11 +62,11 @@ def to_json_data(value: Any) -> Any:
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, bytes):
-        return {"$": "bytes", "v": _to_base64(value)}
+        return {"$": "bytes", "v": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor | np.ndarray):
         kind = "tensor" if isinstance(value, torch.Tensor) else "array"
         array = np.asarray(value)
-        content = _to_base64(array.tobytes())
+        content = base64.b64encode(array.tobytes()).decode()
         return {"$": kind, "dtype": str(array.dtype), "shape": array.shape, "v": content}
     raise TypeError(
         f"loader state: cannot save a {type(value).__qualname__}; add it to data/load/energon_state.py."
@@ -95,10 +95,6 @@ def from_json_data(data: Any) -> Any:
     raise ValueError(f"loader state: unknown type {kind!r}; the state is damaged or from a newer version.")
 
 
-def _to_base64(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
-
-
 def energon_fingerprint(config: dict, workers: WorkerConfig) -> dict:
     """JSON data that identifies the dataset; it stays the same if the dataset's folder moves."""
     shards = sorted(_shards(config))
@@ -122,18 +118,17 @@ def _without_paths(config: Any) -> Any:
 
 
 def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
-    """(name, number of samples, digest of where they begin) of every shard."""
+    """(name, number of samples, digest of its index) of every shard; the digest of one in an object store is
+    UNKNOWN. The index says where each sample begins."""
     if isinstance(config, dict):
         for shard in config.get("shards", ()):
-            yield shard["name"], shard["count"], _index_digest(Path(str(shard["_path"]) + ".idx"))
+            index = Path(str(shard["_path"]) + ".idx")
+            known = index.is_file()
+            content = hashlib.sha256(read_file(index)).hexdigest()[:16] if known else UNKNOWN
+            yield shard["name"], shard["count"], content
     if isinstance(config, dict | list):
         for item in config.values() if isinstance(config, dict) else config:
             yield from _shards(item)
-
-
-def _index_digest(index: Path) -> str:
-    """The digest of a shard's index (where each sample begins); UNKNOWN for a shard in an object store."""
-    return hashlib.sha256(read_file(index)).hexdigest()[:16] if index.is_file() else UNKNOWN
 
 
 def checkpoint_of_worker(worker: SavableDatasetWrapper, last_sample_indexes: list[int]) -> Any:

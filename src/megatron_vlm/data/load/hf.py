@@ -23,7 +23,7 @@ from megatron_vlm.data.accounts.ledger import Ledger, lost
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
 from megatron_vlm.data.load.length_cache import measure_dataset
 from megatron_vlm.data.load.limits import close_loader, with_limited_drops
-from megatron_vlm.data.load.orders import Place, RandomOrder, pieces
+from megatron_vlm.data.load.orders import Place, RandomOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows, loader_of
 from megatron_vlm.data.load.stream_order import StreamOrder
@@ -63,8 +63,13 @@ class HFProvider:
         data-parallel. Raises ValueError if there are fewer rows than ranks.
         """
         data = self._data
-        rows = self._stream(encoder) if data.streaming else self.train_rows(encoder)
-        if not data.streaming:
+        if data.streaming:
+            if len(sources := sources_of(data.train_data_path)) > 1:
+                raise ValueError("data.streaming: reads one train_data_path; drop streaming or the others.")
+            table = StreamedRows.open(sources[0].path, self._columns, data.media_dir)
+            rows = EncodedRows(table, with_limited_drops(encoder, data))
+        else:
+            rows = self.train_rows(encoder)
             if (count := len(rows.table.rows_of(0, seed))) < world_size:
                 paths = ", ".join(items_of(data.train_data_path))
                 raise ValueError(
@@ -93,8 +98,8 @@ class HFProvider:
                     f"data.validation_share: {source.path} has a validation split already, {split!r}; drop "
                     "the setting to validate on it."
                 )
-        found = [(one, "train" if "train" in of else None) for one, of in zip(sources, splits, strict=True)]
-        rows = self._rows(found, encoder, self._data.datasets)
+        named = [(one, "train" if "train" in of else None) for one, of in zip(sources, splits, strict=True)]
+        rows = self._rows(named, encoder, self._data.datasets)
         rows.table = divided(rows.table, share, held_out) if share else rows.table
         return rows
 
@@ -107,14 +112,16 @@ class HFProvider:
             order = RandomOrder(rows_of, rank, world_size, seed)
         if data.packing == "global" or data.group_by_length:
             tokens, patches = measure_dataset(rows, data.lengths_cache, data.num_workers, rank, world_size)
-            rules = rows.encoder.data
-            limits = rules.seq_length if data.packing == "global" else None, rules.max_patches
-            return BalancedRows(rows_of, tokens, patches, rank, world_size, micro_batch_size, seed, *limits)
+            capacity = rows.encoder.data.seq_length if data.packing == "global" else None
+            most = rows.encoder.data.max_patches
+            return BalancedRows(
+                rows_of, tokens, patches, rank, world_size, micro_batch_size, seed, capacity, most
+            )
         if data.packing == "none":
             return order
-        size, begin = data.packing_buffer_size, (*order.place, 0)
+        size = data.packing_buffer_size
         measure = _Measuring(rows, size, data.num_workers)
-        return BufferedPacking(order, size, measure, rows.encoder.select_rows, begin)
+        return BufferedPacking(order, size, measure, rows.encoder.select_rows, (*order.place, 0))
 
     @reading("self._data.valid_data_path")
     def valid_loader(
@@ -129,30 +136,26 @@ class HFProvider:
         data = self._data
         if data.streaming and data.valid_data_path is None:
             return None
-        share_of_ranks = rank, world_size, micro_batch_size, data.num_workers
         if data.validation_share:
+            name = "validation_share: what is held out"
             rows = self.train_rows(encoder, held_out=True)
-            return HFValidLoader("data.validation_share: what is held out", rows, *share_of_ranks)
-        sources = sources_of(data.valid_data_path or data.train_data_path)
-        found = [(one, _validation_split(one)) for one in sources]
-        if data.valid_data_path is None:  # all rows of the splits, however many rows are trained
-            found = [(replace(one, rows=None, share=None), split) for one, split in found if split]
-        if not found:
-            return None
-        rows = self._rows(found, encoder, data.datasets if data.valid_data_path is None else ())
-        key = "train_data_path" if data.valid_data_path is None else "valid_data_path"
-        paths = ", ".join(f"{one.path} ({split})" if split else one.path for one, split in found)
-        return HFValidLoader(f"data.{key}: {paths}", rows, *share_of_ranks)
+        else:
+            key = "train_data_path" if data.valid_data_path is None else "valid_data_path"
+            splits = [(one, _validation_split(one)) for one in sources_of(getattr(data, key))]
+            if data.valid_data_path is None:  # all rows of the splits, however many rows are trained
+                splits = [(replace(one, rows=None, share=None), split) for one, split in splits if split]
+            if not splits:
+                return None
+            rows = self._rows(splits, encoder, data.datasets if data.valid_data_path is None else ())
+            name = f"{key}: " + ", ".join(
+                f"{one.path} ({split})" if split else one.path for one, split in splits
+            )
+        return HFValidLoader(f"data.{name}", rows, rank, world_size, micro_batch_size, data.num_workers)
 
-    def _rows(self, found: list[tuple[DataSource, str | None]], encoder, names: Sequence[str]) -> EncodedRows:
-        table = open_sources(found, columns=self._columns, media_dir=self._data.media_dir, datasets=names)
-        return EncodedRows(table, with_limited_drops(encoder, self._data))
-
-    def _stream(self, encoder) -> EncodedRows:
-        source, *others = sources_of(self._data.train_data_path)
-        if others:
-            raise ValueError("data.streaming: reads one train_data_path; drop streaming or the others.")
-        table = StreamedRows.open(source.path, self._columns, self._data.media_dir)
+    def _rows(
+        self, splits: list[tuple[DataSource, str | None]], encoder, names: Sequence[str]
+    ) -> EncodedRows:
+        table = open_sources(splits, columns=self._columns, media_dir=self._data.media_dir, datasets=names)
         return EncodedRows(table, with_limited_drops(encoder, self._data))
 
 
@@ -171,11 +174,11 @@ class _Measuring(Dataset):
 
     def __call__(self, order: RandomOrder) -> Iterator[Measured]:
         self.close()
-        asked, given = itertools.tee(pieces(order, MEASURED_AT_ONCE))
-        self._loader = loader_of(self, given, self._num_workers, self._ahead)
+        asked, handed_out = itertools.tee(itertools.batched(order, MEASURED_AT_ONCE))
+        self._loader = loader_of(self, handed_out, self._num_workers, self._ahead)
         return self._settled(asked)
 
-    def _settled(self, asked: Iterator[list[tuple[Place, list[int]]]]) -> Iterator[Measured]:
+    def _settled(self, asked: Iterator[tuple[tuple[Place, list[int]], ...]]) -> Iterator[Measured]:
         """The measures of the workers. Raises LostSample if they are not of the rows that were asked for."""
         key = self._rows.table.key
         for measured, piece in zip(self._loader, asked, strict=True):
@@ -185,7 +188,7 @@ class _Measuring(Dataset):
             for (place, [row]), (_, costs) in zip(piece, measured, strict=True):
                 yield place, row, costs
 
-    def __getitem__(self, piece: list[tuple[Place, list]]) -> list[tuple[tuple[Place, str], Any]]:
+    def __getitem__(self, piece: tuple[tuple[Place, list], ...]) -> list[tuple[tuple[Place, str], Any]]:
         return [((place, self._rows.table.key(row)), self._rows.measured(row)) for place, [row] in piece]
 
     def close(self) -> None:
@@ -235,27 +238,36 @@ class HFTrainLoader(TrainLoader):
 
     def replay(self, restore_key: list[list]) -> Batch:
         table = self._rows.table
-        found = iter(table.at([place for places in restore_key for place in places]))
-        rows = [list(itertools.islice(found, len(places))) for places in restore_key]
+        flat = iter(table.at([place for places in restore_key for place in places]))
+        rows = [list(itertools.islice(flat, len(places))) for places in restore_key]
         made = [self._rows[None, row] for row in rows]
         if dropped := [table.key(row[n]) for row, (*_, gone) in zip(rows, made, strict=True) for n in gone]:
             raise ValueError(f"replay: {dropped}, once trained on, are dropped; the dataset has changed.")
         return self._rows.batch([sample for _, sample, _ in made])
 
     def close(self) -> None:
-        close_loader(self._loader)
+        super().close()
         self._order.close()
 
 
 class HFValidLoader(ValidLoader):
     """The base's loader over a table; a share is a list of row numbers."""
 
-    def __init__(self, name: str, rows: EncodedRows, rank: int, world_size: int, *how: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        rows: EncodedRows,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+        num_workers: int,
+    ) -> None:
         self.name, self._encoder, self._table = name, rows.encoder, rows.table
+        self._micro_batch_size = micro_batch_size
+        self._num_workers = num_workers
         self._all = np.sort(rows.table.rows_of(0, 0)).tolist()
         self._mine = self._all[rank::world_size]
         self.sources = sources_of_keys(rows.table)
-        self._micro_batch_size, self._num_workers = how
         most_rows = -(-len(self._all) // world_size)
         super().__init__(rows.encoder.drops, -(-most_rows // self._micro_batch_size))
 

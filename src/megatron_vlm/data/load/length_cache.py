@@ -36,29 +36,29 @@ def measure_dataset(
     different parts; a rank measures the parts of others too if they are missing, so no rank waits.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = Path(folder or cache / "megatron_vlm" / "lengths") / _key(rows)
+    settings = encoder_settings(rows.encoder)
+    key = digest([rows.fingerprint, rows.table.identity, settings, transformers.__version__])
+    folder = Path(folder or cache / "megatron_vlm" / "lengths") / key
     with naming(folder, "set data.lengths_cache to a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
     parts = _Parts(rows, folder)
     missing = [number for number in range(len(parts)) if parts.read(number) is None]
     if (damaged := sum(parts.path(number).exists() for number in missing)) and not rank:
         tqdm.write(f"data.lengths_cache: {damaged} damaged files of {printable(folder)} are measured again")
+    # each rank begins elsewhere, so that ranks together measure every part once
     missing.sort(key=lambda number: (number - rank) % world_size)
     loader = loader_of(parts, missing, num_workers if missing else 0)
-    done = len(rows) - sum(min(PART, len(rows) - number * PART) for number in missing)
-    with tqdm(
-        total=len(rows), initial=done, desc="measuring", unit="row", disable=rank > 0 or not missing
-    ) as bar:
-        for count in loader:
-            bar.update(count)
-            watchdog.beat()
+    done = len(parts) - len(missing)
+    quiet = rank > 0 or not missing
+    for _ in tqdm(loader, "measuring", len(parts), unit=f" x {PART} rows", initial=done, disable=quiet):
+        watchdog.beat()
     tokens, patches = np.concatenate([parts.read(number) for number in range(len(parts))]).T
     return tokens, patches
 
 
 class _Parts(Dataset):
-    """Number of a part → how many rows it has. Writes its file, with a checksum before the numbers, if it is
-    missing or damaged."""
+    """Measures a part, by its number, if its file is missing or damaged. A file has a checksum before the
+    numbers."""
 
     def __init__(self, rows, folder: Path) -> None:
         self._rows, self._folder = rows, folder
@@ -66,13 +66,11 @@ class _Parts(Dataset):
     def __len__(self) -> int:
         return -(-len(self._rows) // PART)
 
-    def __getitem__(self, number: int) -> int:
-        indices = self._indices(number)
+    def __getitem__(self, number: int) -> None:
         if self.read(number) is None:
-            costs = [self._rows.measured(index) or (DROPPED, DROPPED) for index in indices]
+            costs = [self._rows.measured(index) or (DROPPED, DROPPED) for index in self._indices(number)]
             content = np.array(costs, "<i4").tobytes()
             write_whole(self.path(number), xxh3_64_digest(content) + content)
-        return len(indices)
 
     def path(self, number: int) -> Path:
         return self._folder / f"{number * PART:012d}.lengths"
@@ -88,8 +86,3 @@ class _Parts(Dataset):
 
     def _indices(self, number: int) -> range:
         return range(number * PART, min((number + 1) * PART, len(self._rows)))
-
-
-def _key(rows) -> str:
-    settings = encoder_settings(rows.encoder)
-    return digest([rows.fingerprint, rows.table.identity, settings, transformers.__version__])

@@ -57,13 +57,13 @@ class LimitedDrops:
         Raises TooManyDrops when a whole epoch of this rank had nothing to train on and at least MIN_SAMPLES
         were dropped. The rank would read on without a batch, and all others would wait without end.
         """
-        epoch, kept, dropped = place[0], False, 0
+        epoch, has_sample, dropped = place[0], False, 0
         ends = int(not any(place[1:]))  # of epochs since the last sample; the beginning of the first counts
         for after, sample, reasons in settled:
-            kept, dropped = kept or sample is not None, dropped + len(reasons)
+            has_sample, dropped = has_sample or sample is not None, dropped + len(reasons)
             if after[0] != epoch:
-                ends, dropped = (0, 0) if kept else (ends + after[0] - epoch, dropped)
-                epoch, kept = after[0], False
+                ends, dropped = (0, 0) if has_sample else (ends + after[0] - epoch, dropped)
+                epoch, has_sample = after[0], False
                 if ends > 1 and dropped >= MIN_SAMPLES:
                     self._report.epoch_was_dropped(dropped)
                     self.check()

@@ -12,7 +12,6 @@ What they had left of their epochs is dealt again; then epochs follow as usual. 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -102,9 +101,3 @@ class RandomOrder(Order):
         start = min((at for rank in self.moves[-1] for at, _ in rank)) if self.moves else 0
         touched = sum(len(self._epoch(number)) for number in range(start, min(epoch, cut)))
         return touched + max(0, epoch - max(start, cut)) * self._rows
-
-
-def pieces(order: RandomOrder, size: int) -> Iterator[list[Any]]:
-    """The order's entries, `size` at a time."""
-    entries = iter(order)
-    return iter(lambda: list(itertools.islice(entries, size)), [])

@@ -124,9 +124,9 @@ class BalancedRows(Order):
         return {"lengths": digest([self.tokens.tolist(), self.patches.tolist()])}
 
     def rows_in(self, epochs: int) -> int:
-        """Packs each of the epochs once, without putting their rows in order."""
+        """Packs each of the epochs once."""
         while len(self._ends) <= epochs:
-            self._ends.append(self._ends[-1] + self._row_count(len(self._ends) - 1))
+            self._ends.append(self._ends[-1] + len(self._epoch(len(self._ends) - 1, begun=0)))
         return self._ends[epochs]
 
     def move(self, places: Sequence[Place]) -> None:
@@ -150,23 +150,13 @@ class BalancedRows(Order):
         rows = enumerate(before._rows(epoch, begun))
         return [row for n, row in rows if [epoch, n] >= list(places[before._rank_of(begun + n)][:2])]
 
-    def _row_count(self, epoch: int) -> int:
-        """The number of rows that `_epoch` gives."""
-        chosen = self.rows_of(epoch)
-        kept = chosen[self.tokens[chosen] >= 0]
-        if self.capacity is None:
-            return max(1, len(kept))
-        rng = np.random.default_rng([self.seed, epoch])
-        return max(
-            1, len(pack(self.tokens[kept], self.capacity, self.patches[kept], self.patch_capacity, rng))
-        )
-
     def _epoch(self, epoch: int, begun: int) -> list[list[int]]:
         rng = np.random.default_rng([self.seed, epoch])
         chosen = self.rows_of(epoch)
         fits = self.tokens[chosen] >= 0
-        kept, dropped = chosen[fits], chosen[~fits]
-        tokens, patches = self.tokens[kept], self.patches[kept]
+        fitting = chosen[fits]
+        dropped = chosen[~fits]
+        tokens, patches = self.tokens[fitting], self.patches[fitting]
         group = self.micro_batch_size * self.world_size
         unbalanced = -begun % group
         if self.capacity is None:
@@ -175,10 +165,12 @@ class BalancedRows(Order):
         else:
             rows = pack(tokens, self.capacity, patches, self.patch_capacity, rng)
             order = balanced_order(attention_cost(rows, tokens), rows.sums(patches), group, rng, unbalanced)
-        check_each_once(rows.documents, len(kept), "documents to be packed")
+        check_each_once(rows.documents, len(fitting), "documents to be packed")
         check_each_once(order, len(rows), "packed rows")
         # spread the dropped over the epoch's rows; if no row is left to train on, they make one of their own
         dropped = np.array_split(rng.permutation(dropped), max(1, len(rows)))
         if len(rows) == 0:
             return [indices.tolist() for indices in dropped]
-        return [[*kept[rows[row]].tolist(), *more.tolist()] for row, more in zip(order, dropped, strict=True)]
+        return [
+            [*fitting[rows[row]].tolist(), *more.tolist()] for row, more in zip(order, dropped, strict=True)
+        ]

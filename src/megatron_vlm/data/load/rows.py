@@ -56,10 +56,10 @@ class EncodedRows(Dataset):
     def measured(self, index: int) -> tuple[int, int] | None:
         """(tokens, patches) of a row's encoding, None for one that will be dropped, and then be counted."""
         try:
-            found = self._naming(self.encoder.documents.measure, index)
+            document = self._naming(self.encoder.documents.measure, index)
         except BadSample:
             return None
-        return found.length, found.patches
+        return document.length, document.patches
 
     def _naming(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
         try:
@@ -110,12 +110,8 @@ def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor:
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
-        collate_fn=_unchanged,
+        collate_fn=lambda item: item,
         generator=torch.Generator(),  # the run's own random numbers stay as they are
         multiprocessing_context="fork" if num_workers else None,
     )
     return through_arenas(loader)
-
-
-def _unchanged(item: Any) -> Any:
-    return item

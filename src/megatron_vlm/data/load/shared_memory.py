@@ -44,36 +44,32 @@ class Arena:
     def __init__(self) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = np.frombuffer(mmap.mmap(-1, PLACES * PLACE, flags=flags), np.uint8)
-        self._taken = np.frombuffer(mmap.mmap(-1, PLACES), np.uint8)
+        self.taken = np.frombuffer(mmap.mmap(-1, PLACES), np.uint8)  # 1 for a place in use
         self._written = np.frombuffer(mmap.mmap(-1, 8 * PLACES), np.int64)  # how often; the worker counts
         self._overwritten = False
         self._choosing = threading.Lock()
         self._number = next(_numbers)
         _arenas[self._number] = self
 
-    @property
-    def taken(self) -> int:
-        """Places in use."""
-        return int(self._taken.sum())
-
     def reduce(self, tensor: Tensor) -> tuple[Callable, tuple]:
         """How the worker sends a tensor, for its pickler."""
         if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.is_contiguous():
             return reduce_tensor(tensor)
-        size, about = tensor.nbytes, (tensor.dtype, tuple(tensor.shape))
-        data = tensor.view(-1).view(torch.uint8).numpy() if size else np.zeros(0, np.uint8)
+        size = tensor.nbytes
+        shape = tuple(tensor.shape)
+        data = tensor.view(-1).view(torch.uint8).numpy()
         if size <= SMALL:
-            return _from_bytes, (data.tobytes(), *about)
+            return _shaped, (data, tensor.dtype, shape)
         with self._choosing:  # a worker's batches and its answers to commands are sent by two threads
-            free = np.flatnonzero(self._taken == 0)
+            free = np.flatnonzero(self.taken == 0)
             if size > PLACE or len(free) == 0:
                 return reduce_tensor(tensor)
             place = int(free[0])
-            self._taken[place] = 1
+            self.taken[place] = 1
             self._written[place] += 1
             number = int(self._written[place])
         self._bytes(place, size)[:] = data
-        return _from_place, (self._number, place, number, size, *about)
+        return _from_place, (self._number, place, number, size, tensor.dtype, shape)
 
     def tensor(
         self, place: int, number: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]
@@ -87,13 +83,13 @@ class Arena:
             raise LostSample(f"data: the memory of a batch was written over while in use. {REMEDY}")
         data = self._bytes(place, size)
         weakref.finalize(data, self._let_go, place, number, os.getpid()).atexit = False
-        return torch.from_numpy(data).view(dtype).view(shape)
+        return _shaped(data, dtype, shape)
 
     def _let_go(self, place: int, number: int, process: int) -> None:
         """Frees a place. A process forked meanwhile only lets go of its own copy: this one may still read."""
         if os.getpid() == process:
             self._overwritten |= bool(self._written[place] != number)  # errors end here: `tensor` raises one
-            self._taken[place] = 0
+            self.taken[place] = 0
 
     def _bytes(self, place: int, size: int) -> np.ndarray:
         return self._memory[place * PLACE :][:size]
@@ -128,9 +124,5 @@ def _from_place(arena: int, *place: Any) -> Tensor:
     return _arenas[arena].tensor(*place)
 
 
-def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
-        if data
-        else torch.empty(shape, dtype=dtype)
-    )
+def _shaped(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)

@@ -43,7 +43,8 @@ class StreamOrder(Order):
     def __iter__(self) -> Iterator[tuple[Place, list[Row]]]:
         *begin, done = self.place
         while True:
-            rows, epoch_is_empty = self._epoch(*begin), begin[1:] == [0, 0]
+            rows = self._epoch(begin[0], begin[1], begin[2])
+            epoch_is_empty = begin[1:] == [0, 0]
             while block := list(itertools.islice(rows, max(1, self.buffer_size))):
                 epoch_is_empty = False
                 order = np.random.default_rng([self.seed, self.rank, *begin]).permutation(len(block))

@@ -37,8 +37,8 @@ def read_media(name: str, root: Path) -> bytes:
     try:
         if not is_lmdb:
             file = _inside(name, root)
-            if not file.exists() and (found := meant(name, root)) is not None:
-                file = _inside(str(found.relative_to(root)), root)
+            if not file.exists() and (other := meant(name, root)) is not None:
+                file = _inside(str(other.relative_to(root)), root)
             return read_file(file)
         database = _inside(path + LMDB_KEY.removesuffix("::"), root)
         if not database.exists():

@@ -7,7 +7,6 @@ are resolved before.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import math
 import struct
@@ -27,13 +26,13 @@ MAX_DECODED_PIXELS = 80_000_000
 BAND_PIXELS = 2**19  # are converted at a time, as copies of a large image would take several times its size
 MAX_ASPECT = 200  # processors of grids of patches refuse longer images
 # Without formats that run an interpreter (EPS), or that no camera, browser or scanner writes.
-FORMATS = ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
+FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
+Image.init()
+FORMATS = [name for name in FORMATS if name in Image.OPEN]  # AVIF is optional in Pillow
 # Formats whose header gives the size of the decoded image; TIFF's decoder may turn the image.
 HEADER_FORMATS = {"JPEG", "MPO", "PNG", "WEBP"}
 # Chunks and keys of a PNG that may hold a rotation, and that may follow the pixels.
 PNG_ROTATIONS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
-# JFIF and Adobe headers, comments, frames and tables only: no APP1, which holds EXIF and XMP data.
-BARE_SEGMENTS = {bytes([0xFF, kind]) for kind in (0xE0, 0xEE, 0xFE, 0xC0, 0xC2, 0xC4, 0xDB, 0xDD)}
 # What Pillow's decoders raise on damaged files.
 DECODE_ERRORS = (
     *(OSError, SyntaxError, ValueError, TypeError, EOFError, IndexError, OverflowError),
@@ -65,7 +64,7 @@ def decode_pixels(data: bytes, max_pixels: int | None = None, min_pixels: int | 
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         _check_size((width, height))
         usual = colours in ("YCbCr", "RGB") and target_size((width, height), max_pixels, min_pixels)
-        if usual == (width, height) and (_is_bare(data) or _is_upright(data)):
+        if usual == (width, height) and _is_upright(data):
             return simplejpeg.decode_jpeg(data)  # the same bits as Pillow in three quarters of its time
     image = decode_image(data, max_pixels, min_pixels)
     pixels = np.empty((image.height, image.width, 3), np.uint8)
@@ -91,7 +90,7 @@ def _opened(
     data: bytes, max_pixels: int | None, min_pixels: int | None
 ) -> tuple[Image.Image, tuple[int, int]]:
     """The image, with its header read and its size checked, and the size that it is to get."""
-    image = Image.open(io.BytesIO(data), formats=_readable_formats())
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
     _check_size(image.size)
     tags = getattr(image, "tag_v2", {})  # libtiff decodes whole tiles, however small the image is
     if tags.get(TiffImagePlugin.TILEWIDTH, 1) * tags.get(TiffImagePlugin.TILELENGTH, 1) > MAX_DECODED_PIXELS:
@@ -113,14 +112,6 @@ def _bad_samples(data: bytes) -> Iterator[None]:
         raise BadSample(reason, f"{type(error).__name__}: {error}") from error
 
 
-def _is_bare(jpeg: bytes) -> bool:
-    """Whether nothing before the pixels could hold a rotation or name a second picture."""
-    at = 2
-    while jpeg[at : at + 2] in BARE_SEGMENTS:
-        at += 2 + int.from_bytes(jpeg[at + 2 : at + 4])
-    return jpeg[at : at + 2] == b"\xff\xda"  # start of scan
-
-
 def _is_upright(jpeg: bytes) -> bool:
     with _bad_samples(jpeg):
         image, _ = _opened(jpeg, None, None)
@@ -129,12 +120,6 @@ def _is_upright(jpeg: bytes) -> bool:
 
 def _swaps_axes(image: Image.Image) -> bool:
     return image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # 5 to 8
-
-
-@functools.cache
-def _readable_formats() -> list[str]:
-    Image.init()
-    return [name for name in FORMATS if name in Image.OPEN]  # AVIF is optional in Pillow
 
 
 def _check_size(size: tuple[int, int]) -> None:
@@ -171,10 +156,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
     ends = _range(image) if image.mode == "F" or image.mode.startswith("I") else None
     if image.width * image.height <= BAND_PIXELS:
         return _band_to_rgb(image, ends)
-    whole = Image.new("RGB", image.size)
+    converted = Image.new("RGB", image.size)
     for box, band in _bands(image):
-        whole.paste(_band_to_rgb(band, ends), box)
-    return whole
+        converted.paste(_band_to_rgb(band, ends), box)
+    return converted
 
 
 def _band_to_rgb(band: Image.Image, ends: tuple[float, float] | None) -> Image.Image:

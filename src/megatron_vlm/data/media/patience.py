@@ -68,9 +68,9 @@ class _DecodingThread(threading.Thread):
         """The function's result. Raises _Late, and what the function raises."""
         self._call = function, args
         self._called.release()
-        returned = False
+        slices, returned = math.ceil(seconds / SLICE), False
         try:
-            returned = self._has_returned(seconds)
+            returned = any(self._returned.acquire(timeout=seconds / slices) for _ in range(slices))
         finally:
             self.is_late = not returned  # also when Ctrl-C ends the wait
         if self.is_late:
@@ -79,10 +79,6 @@ class _DecodingThread(threading.Thread):
         if error is not None:
             raise error
         return value
-
-    def _has_returned(self, seconds: float) -> bool:
-        slices = math.ceil(seconds / SLICE)
-        return any(self._returned.acquire(timeout=seconds / slices) for _ in range(slices))
 
     def run(self) -> None:
         while not self.is_late:
@@ -96,10 +92,5 @@ class _DecodingThread(threading.Thread):
             self._returned.release()
 
 
-def _forget_thread() -> None:
-    """Threads do not survive a fork: the new process must start its own."""
-    global _of_caller
-    _of_caller = threading.local()
-
-
-os.register_at_fork(after_in_child=_forget_thread)
+# threads do not survive a fork: the new process must start its own
+os.register_at_fork(after_in_child=lambda: _of_caller.__dict__.clear())

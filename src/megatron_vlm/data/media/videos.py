@@ -24,13 +24,12 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
-from megatron_vlm.signatures import unreadable
+from megatron_vlm.signatures import unreadable, what_is
 
 # Containers of one video each: no playlists, which would open other files, and no single images.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 MAX_FRAME_PIXELS = 40_000_000  # of a frame, before it is scaled; 8K has 33 million
 MAX_VIDEO_PIXELS = 400_000_000  # of all chosen frames, after; as RGB 1.2 GB
-MAX_PACKETS = 1_000_000  # 9 hours at 30 frames a second
 MOST_SECONDS = 10_000_000  # from 0, for the timestamps of a list of frames: 115 days
 MIN_SIDE = 4  # processors would take 3 rows or columns for colours
 # A file that ends this long before the time in its header was cut.
@@ -122,14 +121,14 @@ def decode_video(video: Any, rules: VideoRules) -> Frames:
 
 def file_extension(data: bytes) -> str:
     """The extension of an encoded video, from its first bytes: mp4, mkv (also for WebM) or avi."""
-    if data.startswith(b"\x1aE\xdf\xa3"):
-        return "mkv"
-    return "avi" if data.startswith(b"RIFF") else "mp4"
+    known = what_is(data)
+    return known.name if known is not None and known.name in ("mkv", "avi") else "mp4"
 
 
 def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
     """The indices of the chosen among the frames shown at `times`, in order; always has the first frame."""
-    duration = _duration(times)
+    # the last frame is shown as long as the others on average
+    duration = (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
     most = max(1, rules.max_frames // rules.multiple) * rules.multiple
     count = min(max(math.floor(duration * rules.fps + SAME_TIME), rules.min_frames), most)
     shown = [
@@ -137,11 +136,6 @@ def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
         for step in range(count)
     ]
     return list(dict.fromkeys(shown))
-
-
-def _duration(times: list[float]) -> float:
-    """Seconds of a video whose last frame is shown as long as the others on average."""
-    return (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
 
 
 def _plan(source: _File | _FrameList, rules: VideoRules) -> tuple[list[int], VideoPlan]:
@@ -189,19 +183,20 @@ def _listed_times(video: dict, count: int, fps: float) -> list[float]:
     return [float(time) for time in times]
 
 
+@dataclass
 class _FrameList:
-    def __init__(self, frames: list[bytes], times: list[float]):
-        self._frames, self.times = frames, times
+    frames: list[bytes]
+    times: list[float]
 
     @property
     def size(self) -> tuple[int, int]:
-        return image_size(self._frames[0])
+        return image_size(self.frames[0])
 
     def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """The chosen pictures, each with its index in `chosen`."""
         for place, index in enumerate(chosen):
             leave_if_late()
-            yield place, decode_pixels(self._frames[index])
+            yield place, decode_pixels(self.frames[index])
 
 
 class _File:
@@ -228,21 +223,19 @@ class _File:
     def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """The chosen pictures, each with its index in `chosen`. Seeks to the keyframes before them; if that
         does not find all, decodes the file from its start."""
-        found = 0
+        yielded = 0
         if not self._in_order:
             for picture in self._pictures_by_seeking([self._stamps[index] for index in chosen]):
-                found += 1
+                yielded += 1
                 yield picture
-        if found < len(chosen):
+        if yielded < len(chosen):
             yield from self._pictures_in_order(chosen)
 
     def _read(self, container: Any, stream: Any) -> tuple[tuple[int, int] | None, list[int], float]:
         """The first frame's size, the times at which frames are shown, and the end of the last packet."""
         size, stamps, end = None, [], 0.0
-        for number, packet in enumerate(container.demux()):
+        for packet in container.demux():
             leave_if_late()
-            if number > MAX_PACKETS:
-                raise BadSample("video_too_large", f"over {MAX_PACKETS} packets")
             stamp = packet.dts if packet.pts is None else packet.pts
             if stamp is not None and packet.time_base:
                 end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
@@ -297,7 +290,10 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     """Container and video stream; turns what FFmpeg raises on damaged files into BadSample."""
     try:
         with av.open(io.BytesIO(data), options={"format_whitelist": FORMATS}) as container:
-            stream = next(filter(_is_video, container.streams.video), None)
+            # with a known codec and clock, and not the cover picture of a piece of music
+            streams = [one for one in container.streams.video if one.codec_context and one.time_base]
+            cover = av.stream.Disposition.attached_pic
+            stream = next((one for one in streams if not one.disposition & cover), None)
             if stream is None:
                 raise BadSample("video_undecodable", "the file has no video that FFmpeg can decode")
             stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
@@ -310,10 +306,3 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
             yield container, stream
     except av.FFmpegError as error:
         raise BadSample("video_undecodable", f"{error}; {unreadable(data, 'video')}") from error
-
-
-def _is_video(stream: Any) -> bool:
-    """Whether codec and clock are known and it is not the cover picture of a piece of music."""
-    if stream.codec_context is None or not stream.time_base:
-        return False
-    return not stream.disposition & av.stream.Disposition.attached_pic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from megatron_vlm.files import open_file
 
@@ -35,27 +35,17 @@ def read_mapping(path: Any, parse: Callable[[str], Any] = json.loads, remedy: st
     return content
 
 
-def check_fields(path: Any, content: dict, fields: dict[str, str], remedy: str = RESTORE) -> None:
-    """Raises ValueError for a field that is present and not of its kind; FIELD_KINDS lists the kinds."""
-    for name, kind in fields.items():
-        if name in content and not FIELD_KINDS[kind](content[name]):
-            raise damaged(path, f"{name} is no {kind}: {str(content[name])[:60]}", remedy)
+def check_fields(path: Any, content: dict, types: dict[str, Any], remedy: str = RESTORE) -> None:
+    """Raises ValueError for a field that is present and not of its type, such as `dict[str, list[str]]`."""
+    for name, wanted in types.items():
+        if name in content and not _is_of(content[name], wanted):
+            raise damaged(path, f"{name} is no {wanted}: {str(content[name])[:60]}", remedy)
 
 
-def _is_mapping_of(value: Any, of: type) -> bool:
-    return isinstance(value, dict) and all(type(key) is str and type(v) is of for key, v in value.items())
-
-
-def _is_list_of_text(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-FIELD_KINDS: dict[str, Callable[[Any], bool]] = {
-    "text": lambda value: isinstance(value, str),
-    "mapping": lambda value: isinstance(value, dict),
-    "mapping of numbers": lambda value: _is_mapping_of(value, int),
-    "mapping of lists of text": lambda value: (
-        isinstance(value, dict) and all(map(_is_list_of_text, value.values()))
-    ),
-    "list of text": _is_list_of_text,
-}
+def _is_of(value: Any, wanted: Any) -> bool:
+    inner = get_args(wanted)
+    if not isinstance(value, get_origin(wanted) or wanted):
+        return False
+    if isinstance(value, dict) and inner:
+        return all(_is_of(key, inner[0]) and _is_of(item, inner[1]) for key, item in value.items())
+    return not inner or all(_is_of(item, inner[0]) for item in value)

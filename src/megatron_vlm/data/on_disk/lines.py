@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -38,13 +37,12 @@ def lines_file(path: str | Path) -> Path:
 
 def record_places(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
     """Number, start and stop in bytes of each record in a file of `lines_file`. Numbers count lines from 0,
-    blank ones too; if a line holds several records, it counts as so many."""
-    number = start = 0
-    for line in file:
-        places = _places_in_line(line)
-        for count, (begin, end) in enumerate(places):
-            yield number + count, start + begin, start + end
-        number, start = number + max(1, len(places)), start + len(line)
+    blank ones too."""
+    start = 0
+    for number, line in enumerate(file):
+        if line.strip():
+            yield number, start, start + len(line)
+        start += len(line)
 
 
 def first_records(path: str | Path, most: int = 20) -> Iterator[dict]:
@@ -57,9 +55,8 @@ def first_records(path: str | Path, most: int = 20) -> Iterator[dict]:
         yield from (dict(zip(names, row, strict=False)) for row in rows[:most])
         return
     with open_file(lines_file(path)) as file:
-        texts = (os.pread(file.fileno(), stop - start, start) for _, start, stop in record_places(file))
-        records = (record for text in islice(texts, FIRST_RECORDS) if (record := _record(text)) is not None)
-        yield from islice(records, most)
+        values = map(_value, islice(filter(bytes.strip, file), FIRST_RECORDS))
+        yield from islice((value for value in values if isinstance(value, dict)), most)
 
 
 def is_turn(value: Any) -> bool:
@@ -70,32 +67,22 @@ def is_turn(value: Any) -> bool:
 
 
 def _is_lines(path: Path) -> bool:
-    """Whether at least half of the first lines are records. The only line of a file is read as other JSON."""
+    """Whether at least half of the first lines are records, and none holds several: in an array, or with the
+    line ends of old Macs between them. The only line of a file is read as other JSON."""
     with open_file(path) as file:
-        tried = [_record(line) is not None for line in islice(filter(bytes.strip, file), TRIED)]
-    return len(tried) > 1 and 2 * sum(tried) >= len(tried)
+        lines = list(islice(filter(None, map(bytes.strip, file)), TRIED))
+    values = [_value(line) for line in lines]
+    several = any(isinstance(value, list) for value in values) or any(b"\r" in line for line in lines)
+    return not several and len(lines) > 1 and 2 * sum(isinstance(v, dict) for v in values) >= len(lines)
 
 
-def _record(text: bytes) -> dict | None:
-    """The content of a line, if it is a record or a list of turns."""
+def _value(text: bytes) -> Any:
+    """The content of a line, a list of turns as a record of them; None if it is not JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    value = {"messages": value} if isinstance(value, list) and value and is_turn(value[0]) else value
-    return value if isinstance(value, dict) else None
-
-
-def _places_in_line(line: bytes) -> list[tuple[int, int]]:
-    """Where the records of a line stand; all of a line that is not JSON is one, and bad."""
-    text = line.strip()
-    if text.startswith(b"{") and b"\r" not in text:
-        return [(0, len(line))]
-    try:
-        # In latin-1 each byte is a character. Ends of lines as on old Macs are space between values.
-        return records_in(line.decode("latin-1"), many=True)
-    except (ValueError, RecursionError):
-        return [(0, len(line))]
+    return {"messages": value} if isinstance(value, list) and value and is_turn(value[0]) else value
 
 
 def _write_lines(plain: BinaryIO, lines: BinaryIO) -> None:
@@ -110,12 +97,12 @@ def _write_lines(plain: BinaryIO, lines: BinaryIO) -> None:
         lines.write(text[start:stop].replace("\n", " ").replace("\r", " ").encode() + b"\n")
 
 
-def records_in(text: str, many: bool = False) -> list[tuple[int, int]]:
+def records_in(text: str) -> list[tuple[int, int]]:
     """Where the records of a JSON text stand.
 
     They are its values, one after another; in place of an array of records, its elements. If the text has one
-    value, an object that has no field of a record, they are the objects in it or in its only list or object;
-    not if the text is one of `many`. Raises ValueError for what is not JSON.
+    value, an object that has no field of a record, they are the objects in it or in its only list or object.
+    Raises ValueError for what is not JSON.
     """
     places: list[tuple[int, int]] = []
     values: Values = []
@@ -125,7 +112,7 @@ def records_in(text: str, many: bool = False) -> list[tuple[int, int]]:
         is_array = text[at] == "[" and not _holds_turn(text, values)
         places += [value[1:] for value in values] if is_array else [(at, end)]
         at, count = _BEFORE.match(text, end).end(), count + 1
-    if count == len(places) == 1 and not many and text[places[0][0]] == "{":
+    if count == len(places) == 1 and text[places[0][0]] == "{":
         return _in_object(text, values) or places
     return places
 

@@ -23,10 +23,10 @@ def meant(name: str, root: Path) -> Path | None:
         path = path.relative_to(root)
     if path.is_absolute() or ".." in path.parts or "\0" in name:
         return None
-    found = [root]
+    paths = [root]
     for part in path.parts:
-        found = [folder / name for folder in found for name in _names(folder).get(_form(part), ())]
-    return found[0] if len(found) == 1 and found[0].is_file() else None
+        paths = [folder / name for folder in paths for name in _names(folder).get(_form(part), ())]
+    return paths[0] if len(paths) == 1 and paths[0].is_file() else None
 
 
 @functools.lru_cache(maxsize=16)

@@ -30,8 +30,8 @@ def foreign_placeholders(messages: list[dict], kind: str) -> list[str]:
         for part in message["content"]
         if part["type"] == "text"
     )
-    found = [match for text in texts for match in FOREIGN[kind].finditer(text)]
-    return [match[0] for match in found] if len({match.lastindex for match in found}) == 1 else []
+    matches = [match for text in texts for match in FOREIGN[kind].finditer(text)]
+    return [match[0] for match in matches] if len({match.lastindex for match in matches}) == 1 else []
 
 
 def stand_for(foreign: list[str], count: int) -> bool:

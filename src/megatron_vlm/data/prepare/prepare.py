@@ -17,27 +17,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.data.prepare.write import ENGINES, RecordSource, ShardJob, ShardResult
-from megatron_vlm.files import folder_aside, read_file, read_text, refuse_existing, write_whole
+from megatron_vlm.files import folder_aside, refuse_existing, write_whole
 from megatron_vlm.messages import printable_lines, reading
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
 FEW_RECORDS = 3000  # for fewer, worker processes cost more to start than they save
-FORMATS = ("auto", "json", "jsonl", "hf", "meta")
+FORMATS = {"auto": None, "json": "json", "jsonl": "json", "hf": "hf", "meta": "meta"}
 SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
@@ -100,18 +100,17 @@ def prepare_energon_dataset(
     if output.is_mount():
         raise ValueError(f"prepare: {output} is a mounted file system; choose a folder in it.")
     refuse_existing(output)
-    if samples_per_shard < 1:
-        raise ValueError(f"prepare: samples_per_shard is {samples_per_shard}; it must be at least 1.")
     if format not in FORMATS:
         raise ValueError(f"prepare: format is {format!r}; choose one of {', '.join(FORMATS)}.")
     if engine not in ENGINES:
         raise ValueError(f"prepare: engine is {engine!r}; choose one of {', '.join(ENGINES)}.")
-    options = {
-        "media_dir": None if image_root is None else str(image_root),
-        "columns": tuple((columns or {}).items()),
-        "datasets": tuple(datasets),
-        "kind": {"auto": None, "jsonl": "json"}.get(format, format),
-    }
+    options = RecordSource(
+        path="",
+        media_dir=None if image_root is None else str(image_root),
+        columns=tuple((columns or {}).items()),
+        datasets=tuple(datasets),
+        kind=FORMATS[format],
+    )
     parts = _plan(source, options, splits, seed)
     with folder_aside(output) as aside:
         total = sum(len(part.rows) for part in parts)
@@ -119,8 +118,12 @@ def prepare_energon_dataset(
         if workers is None and engine == "local":
             workers = 1 if total < FEW_RECORDS else os.cpu_count() or 1
         with tqdm(total=total, unit="record", desc="prepare", disable=None if progress else True) as bar:
-            results = sorted(ENGINES[engine](jobs, workers, bar), key=lambda result: result.order)
-        names = list(dict.fromkeys(name for part in parts for name in part.split_names))
+            results = []
+            for result in ENGINES[engine](jobs, workers):
+                results.append(result)
+                bar.update(result.samples + len(result.skipped_lines))
+        results.sort(key=lambda result: result.order)
+        names = list(dict.fromkeys(name for part in parts for name in part.splits))
         from megatron_vlm.data.records.unread import first_notes
 
         notes = [note for part in parts for note in first_notes(part.source.open())]
@@ -134,34 +137,26 @@ def prepare_energon_dataset(
 
 @dataclass
 class _Part:
-    """A source, and the split of each of its records: one name for all, or an array of indices into names."""
+    """A source and, for each split that gets records of it, where these stand among `rows`."""
 
     source: RecordSource
-    rows: Any  # rows of the source's table, in stored order; for a meta file, those of its first epoch
-    split_names: list[str]
-    assignment: Any = None
-
-    def records(self) -> Iterator[tuple[str, int, int]]:
-        """(split, number that names the sample, row of the table)."""
-        table = self.source.open()
-        for position, row in enumerate(self.rows.tolist()):
-            index = 0 if self.assignment is None else self.assignment[position]
-            number = position if self.source.kind == "meta" else table.origin(row)[1]
-            yield self.split_names[index], number, row
+    rows: np.ndarray  # of the source's table, in stored order; for a meta file, those of its first epoch
+    splits: dict[str, np.ndarray]
 
 
-def _plan(source, options: dict, splits, seed: int) -> list[_Part]:
+def _plan(source, options: RecordSource, splits: Mapping[str, float] | None, seed: int) -> list[_Part]:
     if isinstance(source, Mapping):
         if splits is not None:
             raise ValueError("prepare: `splits` divides one source; with a source per split leave it out.")
-        named = {name: _sources(path, options) for name, path in source.items()}
-        for name, found in named.items():
-            if len(found) > 1:
+        sources = {}
+        for name, path in source.items():
+            of_path = _sources(path, options)
+            if len(of_path) > 1:
                 raise ValueError(
-                    f"prepare: source of split {name!r} has splits {sorted(found)} of its own; give the "
+                    f"prepare: source of split {name!r} has splits {sorted(of_path)} of its own; give the "
                     "folder or file of one."
                 )
-        sources = {name: next(iter(found.values())) for name, found in named.items()}
+            [sources[name]] = of_path.values()
     else:
         sources = _sources(source, options)
         if splits is not None and len(sources) > 1:
@@ -169,37 +164,32 @@ def _plan(source, options: dict, splits, seed: int) -> list[_Part]:
                 f"prepare: {source} has splits {sorted(sources)} of its own, so it cannot be divided by "
                 f"{dict(splits)}; leave `splits` out to keep them, or give the folder of one."
             )
-        if len(sources) == 1:
-            return [_divide(next(iter(sources.values())), splits or DEFAULT_SPLITS, seed)]
-    for name in sources:
+        if len(sources) == 1:  # no splits of its own, or a single one: its records are divided
+            [only] = sources.values()
+            rows = _rows(only, seed)
+            return [_Part(only, rows, _divided(len(rows), splits or DEFAULT_SPLITS, seed))]
+    parts = []
+    for name, one in sources.items():
         _check_split_name(name)
-    return [_Part(source, _rows(source, seed), [name]) for name, source in sources.items()]
+        rows = _rows(one, seed)
+        parts.append(_Part(one, rows, {name: np.arange(len(rows))}))
+    return parts
 
 
-def _rows(source: RecordSource, seed: int) -> Any:
+def _rows(source: RecordSource, seed: int) -> np.ndarray:
     return np.sort(source.open().rows_of(0, seed))
 
 
-def _sources(path: str | Path, options: dict) -> dict[str, RecordSource]:
+def _sources(path: str | Path, options: RecordSource) -> dict[str, RecordSource]:
     """The source; or, for a Hugging Face source with splits, one source per split."""
-    from megatron_vlm.data.records.tables import kind_of
+    from megatron_vlm.data.records.tables import kind_of, source_splits
 
-    if not Path(path).exists() and options["kind"] != "hf":
+    if not Path(path).exists() and options.kind != "hf":
         raise FileNotFoundError(f"prepare: source {path} does not exist; a hub name needs format hf.")
-    options = options | {"kind": options["kind"] or kind_of(path)}
-    if options["kind"] != "hf":
-        return {"all": RecordSource(str(path), **options)}
-    from megatron_vlm.data.records.hub import split_names
-
-    names = split_names(path) or [None]
-    if {"val", "validation"} <= set(names):
-        raise ValueError(
-            f"prepare: {path} has the splits val and validation; give the folder of each, as NAME=PATH."
-        )
-    return {
-        "val" if name == "validation" else str(name): RecordSource(str(path), name, **options)
-        for name in names
-    }
+    source = replace(options, path=str(path), kind=options.kind or kind_of(path))
+    names = (source_splits(path) if source.kind == "hf" else []) or [None]
+    renamed = {} if "val" in names else {"validation": "val"}
+    return {renamed.get(name, str(name)): replace(source, split=name) for name in names}
 
 
 def _check_split_name(name: str) -> None:
@@ -207,17 +197,16 @@ def _check_split_name(name: str) -> None:
         raise ValueError(f"prepare: split name {name!r}; use letters, digits, '-' and '_'.")
 
 
-def _divide(source: RecordSource, ratios: Mapping[str, float], seed: int) -> _Part:
+def _divided(total: int, ratios: Mapping[str, float], seed: int) -> dict[str, np.ndarray]:
+    """The places of each split's records, drawn from `total`."""
     for name, ratio in ratios.items():
         _check_split_name(name)
-        if not (math.isfinite(ratio) and ratio > 0):
+        if not 0 < ratio < math.inf:
             raise ValueError(f"prepare: split {name!r} has size {ratio}; it must be a positive number.")
-    rows = _rows(source, seed)
-    total = len(rows)
     sizes = _split_sizes(total, list(ratios.values()))
     assignment = np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
     np.random.default_rng(seed).shuffle(assignment)
-    return _Part(source, rows, list(ratios), assignment)
+    return {name: np.flatnonzero(assignment == number) for number, name in enumerate(ratios)}
 
 
 def _split_sizes(total: int, ratios: list[float]) -> list[int]:
@@ -235,24 +224,19 @@ def _split_sizes(total: int, ratios: list[float]) -> list[int]:
 
 
 def _shard_jobs(parts: list[_Part], folder: Path, samples_per_shard: int) -> Iterator[ShardJob]:
-    """Jobs in source order; holds at most one shard per split in memory."""
-    numbers: Counter = Counter()
-
-    def job(part: _Part, split: str, items: list) -> ShardJob:
-        numbers[split] += 1
-        path = folder / f"{split}-{numbers[split] - 1:05d}.tar"
-        return ShardJob(sum(numbers.values()), split, path, part.source, items)
-
+    """One job for each shard; the items of a shard are made when it is asked for."""
+    order = itertools.count()
     for part in parts:
-        pending: dict[str, list] = {name: [] for name in part.split_names}
-        for split, number, index in part.records():
-            pending[split].append((number, index))
-            if len(pending[split]) == samples_per_shard:
-                yield job(part, split, pending[split])
-                pending[split] = []
-        for split, items in pending.items():
-            if items:
-                yield job(part, split, items)
+        table = part.source.open()
+        for split, places in part.splits.items():
+            for shard, start in enumerate(range(0, len(places), samples_per_shard)):
+                chosen = places[start : start + samples_per_shard].tolist()
+                rows = part.rows[chosen].tolist()
+                named = part.source.kind == "meta"  # by the place; else by the record's number in its file
+                numbers = chosen if named else [table.origin(row)[1] for row in rows]
+                path = folder / f"{split}-{shard:05d}.tar"
+                items = list(zip(numbers, rows, strict=True))
+                yield ShardJob(next(order), split, path, part.source, items)
 
 
 # -- index and summary
@@ -263,39 +247,32 @@ def _finish(
 ) -> PrepareSummary:
     """Write the index and `skipped.jsonl`. Raises ValueError when no sample was written."""
     skipped: Counter = sum((result.skipped for result in results), Counter())
-    _merge_skipped(folder / "skipped.jsonl", results)
-    kept = [result for result in results if result.samples]
-    if not kept:
-        examples = read_text(folder / "skipped.jsonl").splitlines()[:3] if skipped else []
+    skipped_lines = [line for result in results for line in result.skipped_lines]
+    if skipped_lines:
+        write_whole(folder / "skipped.jsonl", skipped_lines)
+    written = [result for result in results if result.samples]
+    if not written:
+        examples = [printable_lines(line.decode().rstrip()) for line in skipped_lines[:3]]
         what = (
             f"skipped {dict(skipped)} of the source's records, such as" if skipped else "it has no records."
         )
         remedies = [f"{reason}: {REASONS[reason]}" for reason in skipped]
-        lines = [f"prepare: nothing to write; {what}", *map(printable_lines, examples), *remedies, *notes]
-        raise ValueError("\n".join(lines))
-    for result in results:
+        raise ValueError("\n".join([f"prepare: nothing to write; {what}", *examples, *remedies, *notes]))
+    for result in results:  # Energon would count a shard without samples
         if not result.samples:
             result.path.unlink()
-    shards = {split: [r.path.name for r in kept if r.split == split] for split in splits}
+    shards = {split: [r.path.name for r in written if r.split == split] for split in splits}
     _write_index(folder, shards)
     return PrepareSummary(
         output=output,
-        samples={split: sum(r.samples for r in kept if r.split == split) for split in splits},
+        samples={split: sum(r.samples for r in written if r.split == split) for split in splits},
         shards={split: len(names) for split, names in shards.items()},
-        images=sum(result.images for result in kept),
-        total_bytes=sum(result.path.stat().st_size for result in kept),
+        images=sum(result.images for result in written),
+        total_bytes=sum(result.path.stat().st_size for result in written),
         skipped=dict(skipped),
         seconds=0.0,
         notes=notes,
     )
-
-
-def _merge_skipped(path: Path, results: list[ShardResult]) -> None:
-    files = [result.path.with_suffix(".skipped") for result in results]
-    if any(result.skipped for result in results):
-        write_whole(path, map(read_file, files))
-    for file in files:
-        file.unlink()
 
 
 def _write_index(folder: Path, shards: dict[str, list[str]]) -> None:

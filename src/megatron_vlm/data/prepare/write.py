@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from megatron_vlm.files import open_to_write
 
 
@@ -34,23 +32,19 @@ class RecordSource:
     datasets: tuple[str, ...] = ()
     kind: str | None = None
 
+    @functools.lru_cache(maxsize=8)  # noqa: B019  a process opens few sources
     def open(self) -> Any:
-        return _open(self)
+        from megatron_vlm.data.records.columns import Columns
+        from megatron_vlm.data.records.tables import open_table
 
-
-@functools.lru_cache(maxsize=8)
-def _open(source: RecordSource) -> Any:
-    from megatron_vlm.data.records.columns import Columns
-    from megatron_vlm.data.records.tables import open_table
-
-    return open_table(
-        source.path,
-        source.split,
-        columns=Columns(dict(source.columns)),
-        media_dir=source.media_dir,
-        datasets=source.datasets,
-        kind=source.kind,
-    )
+        return open_table(
+            self.path,
+            self.split,
+            columns=Columns(dict(self.columns)),
+            media_dir=self.media_dir,
+            datasets=self.datasets,
+            kind=self.kind,
+        )
 
 
 @dataclass(frozen=True)
@@ -71,10 +65,11 @@ class ShardResult:
     path: Path
     samples: int = 0
     images: int = 0
-    skipped: Counter = field(default_factory=Counter)
+    skipped: Counter = field(default_factory=Counter)  # of each reason, so many records
+    skipped_lines: list[bytes] = field(default_factory=list)  # a line of JSON for each
 
 
-_stop: Any = None  # set in the main process to end the workers
+_stop: Any = None  # in a worker: set in the main process to end it
 
 
 def _init_worker(stop: Any) -> None:
@@ -84,18 +79,10 @@ def _init_worker(stop: Any) -> None:
     _stop = stop
 
 
-def _run_in_worker(job: ShardJob) -> ShardResult:
-    def tick() -> None:
-        if _stop.is_set():
-            raise InterruptedError("prepare was interrupted")
-
-    return write_shard(job, tick)
-
-
-def run_here(jobs: Iterator[ShardJob], workers: int, bar: tqdm) -> Iterator[ShardResult]:
+def run_here(jobs: Iterator[ShardJob], workers: int) -> Iterator[ShardResult]:
     """Results of jobs on this machine, in order of completion."""
     if workers <= 1:
-        yield from (write_shard(job, bar.update) for job in jobs)
+        yield from map(write_shard, jobs)
         return
     context = multiprocessing.get_context("forkserver")  # the main process may hold Arrow's threads
     context.set_forkserver_preload(["megatron_vlm.data.records.normalise"])
@@ -103,9 +90,9 @@ def run_here(jobs: Iterator[ShardJob], workers: int, bar: tqdm) -> Iterator[Shar
     pool = ProcessPoolExecutor(workers, context, _init_worker, (stop,))
     try:
         wait_for_one = partial(wait, return_when=FIRST_COMPLETED)
-        submit = partial(pool.submit, _run_in_worker)
+        submit = partial(pool.submit, write_shard)
         for future in _completed(jobs, submit, wait_for_one, workers):
-            yield _counted(future.result(), bar)
+            yield future.result()
     except BaseException:
         stop.set()
         raise
@@ -124,12 +111,7 @@ def _completed(jobs: Iterator[ShardJob], submit: Callable, wait_for_one: Callabl
             yield from done
 
 
-def _counted(result: ShardResult, bar: tqdm) -> ShardResult:
-    bar.update(result.samples + sum(result.skipped.values()))
-    return result
-
-
-def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iterator[ShardResult]:
+def run_on_ray(jobs: Iterator[ShardJob], workers: int | None) -> Iterator[ShardResult]:
     """`run_here` as tasks on the Ray cluster at RAY_ADDRESS, or on one of `workers` cores started here.
 
     All machines of the cluster must have this package, and see source and output under the same paths.
@@ -142,14 +124,15 @@ def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iter
             f"prepare: --engine ray needs the package ray ({error}); run `pip install ray`."
         ) from error
     started = not ray.is_initialized()
-    if started:
-        alone = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
-        ray.init(log_to_driver=False, **alone)
+    if started and "RAY_ADDRESS" in os.environ:
+        ray.init(log_to_driver=False)
+    elif started:
+        ray.init(log_to_driver=False, num_cpus=workers, include_dashboard=False)
     try:
         workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
         task = ray.remote(max_retries=0)(write_shard)
         for done in _completed(jobs, task.remote, ray.wait, workers):
-            yield _counted(ray.get(done), bar)
+            yield ray.get(done)
     finally:
         if started:
             ray.shutdown()  # ends its tasks too
@@ -158,44 +141,31 @@ def run_on_ray(jobs: Iterator[ShardJob], workers: int | None, bar: tqdm) -> Iter
 ENGINES = {"local": run_here, "ray": run_on_ray}
 
 
-def write_shard(job: ShardJob, tick: Callable = lambda: None) -> ShardResult:
-    """Writes one tar, and beside it `<shard>.skipped` with the records left out."""
+def write_shard(job: ShardJob) -> ShardResult:
+    """Writes one tar. Raises InterruptedError if the main process is to end."""
     from megatron_vlm.data.conversation.chatml import BadSample
+    from megatron_vlm.data.records.normalise import read_record
+    from megatron_vlm.data.shard_format import sample_parts
 
     table = job.source.open()
     result = ShardResult(job.order, job.split, job.path)
-    with (
-        open_to_write(job.path, new=True) as file,
-        tarfile.open(fileobj=file, mode="w") as tar,
-        open_to_write(job.path.with_suffix(".skipped"), new=True) as skipped,
-    ):
+    with open_to_write(job.path, new=True) as file, tarfile.open(fileobj=file, mode="w") as tar:
         for number, index in job.items:
+            if _stop is not None and _stop.is_set():
+                raise InterruptedError("prepare was interrupted")
             try:
-                parts = _sample_parts(table, index)
+                parts = sample_parts(*read_record(*table.record(index)))  # checked as the encoder will
             except BadSample as bad:
                 result.skipped[bad.reason] += 1
                 source, record = table.origin(index)
                 entry = {"source": source, "record": record, "split": job.split}
                 line = json.dumps(entry | {"reason": bad.reason, "detail": bad.detail})
-                skipped.write(line.encode() + b"\n")
+                result.skipped_lines.append(line.encode() + b"\n")
             else:
                 for name, content in parts.items():
-                    _add(tar, f"{job.split}-{number:09d}.{name}", content)
+                    info = tarfile.TarInfo(f"{job.split}-{number:09d}.{name}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
                 result.samples += 1
                 result.images += sum(name.startswith("img") for name in parts)
-            tick()
     return result
-
-
-def _sample_parts(table: Any, index: int) -> dict[str, bytes]:
-    """The files of one sample by name, after the checks that the encoder will make. Raises BadSample."""
-    from megatron_vlm.data.records.normalise import read_record
-    from megatron_vlm.data.shard_format import sample_parts
-
-    return sample_parts(*read_record(*table.record(index)))
-
-
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    tar.addfile(info, io.BytesIO(content))

@@ -17,8 +17,8 @@ from megatron_vlm.messages import suggestion
 META_SOURCES = ("file_name", "hf_hub_url")
 NUMBERS = ("sample_ratio", "num_samples")
 FIELDS = {
-    **dict.fromkeys((*META_SOURCES, "media_dir", "split", "subset"), "text"),
-    **dict.fromkeys(("columns", "tags"), "mapping"),
+    **dict.fromkeys((*META_SOURCES, "media_dir", "split", "subset"), str),
+    **dict.fromkeys(("columns", "tags"), dict),
 }
 META_KEYS = {*FIELDS, *NUMBERS, "formatting", "ranking"}  # `formatting` is not read: the record itself tells
 LARGEST_META = 1 << 24  # bytes
