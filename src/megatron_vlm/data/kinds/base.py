@@ -48,7 +48,6 @@ class Kind:
     switches: ClassVar[tuple[str, ...]] = SWITCHES  # that must be on in known processors
     unused: ClassVar[tuple[str, ...]] = ("pad_size", "crop_size")  # sizes that must not be set in them
     alike: ClassVar[tuple[str, ...]] = ()  # settings in which their image and video processors must agree
-    settings: ClassVar[tuple[str, ...]] = ()  # that only this kind has, and that decide tokens or pixels
     splits: ClassVar[str] = ""  # the setting that makes several images of one, which nothing counts
     makes_one_size: ClassVar[bool] = False  # so that limits on an image's pixels have no effect
     pads_to_largest: ClassVar[bool] = False  # images of a batch, right and bottom, to `image_sizes`

@@ -75,7 +75,6 @@ class OneVisionTiles(Tiles):
 
     sign = "image_grid_pinpoints"
     known = {("LlavaOnevisionProcessor", "LlavaOnevisionImageProcessor"): "LlavaOnevisionVideoProcessor"}
-    settings = ("image_grid_pinpoints",)
 
     @property
     def patch_size(self) -> int:
