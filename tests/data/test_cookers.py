@@ -41,16 +41,36 @@ def test_text_only_records_have_no_images():
     assert cook(json=json.dumps(TURNS).encode()).imgs is None
 
 
+def test_the_older_pickled_layout_is_read():
+    sample = cook(json=json.dumps(TURNS).encode(), jpgs=pickle.dumps([b"0", b"1"]))
+    assert sample.imgs == [b"0", b"1"]
+
+
 class Payload:
     def __reduce__(self):
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize("pickled", [pickle.dumps([b"0", b"1"]), pickle.dumps([Payload()])])
-@pytest.mark.parametrize("part", ["jpgs", "videos"])
-def test_media_in_pickles_are_refused_and_not_read(part, pickled, tmp_path, monkeypatch):
+def protocol_0_global():
+    return b"cos\nmkdir\n(S'executed'\ntR."
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        pickle.dumps([Payload()]),
+        protocol_0_global(),
+        b"Pid\n.",
+        b"not a pickle",
+        pickle.dumps([b"0", b"1"])[:-4],
+        pickle.dumps({"0": b""}),
+        pickle.dumps(["text"]),
+    ],
+    ids=["reduce", "global", "persistent", "junk", "truncated", "dict", "text"],
+)
+def test_anything_but_plain_data_is_refused(pickled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sample = cook(json=json.dumps(TURNS).encode(), **{part: pickled})
+    sample = cook(json=json.dumps(TURNS).encode(), jpgs=pickled)
     assert sample.problem.reason == "unsafe_pickle"
     assert list(tmp_path.iterdir()) == []
 

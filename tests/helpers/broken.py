@@ -290,10 +290,23 @@ class _Touch:
 
 def energon_only() -> list[Wild]:
     turns = _turns("<image>a", "b")
+    old = {"jpgs": pickle.dumps([picture()])}
     return [
-        Wild("pickle of images", turns, [], "unsafe_pickle", {"jpgs": pickle.dumps([picture()])}),
+        Wild("pickle of images", turns, [], TRAINED, old),
         Wild("pickle that runs code", turns, [], "unsafe_pickle", {"jpgs": pickle.dumps([_Touch()])}),
         Wild("videos that run code", turns, [], "unsafe_pickle", {"videos": pickle.dumps(_Touch())}),
+        Wild(
+            "os.system",
+            turns,
+            [],
+            "unsafe_pickle",
+            {"jpgs": b"cos\nsystem\n(S'touch %s'\ntR." % str(MARKER).encode()},
+        ),
+        Wild("half a pickle", turns, [], "unsafe_pickle", {"jpgs": old["jpgs"][:50]}),
+        Wild("pickled text", turns, [], "unsafe_pickle", {"jpgs": pickle.dumps("image")}),
+        Wild("pickled numbers", turns, [], "unsafe_pickle", {"jpgs": pickle.dumps([1, 2])}),
+        Wild("pickle of no type", turns, [], None, {"videos": pickle.dumps(5)}),
+        Wild("pickle of a videos dict", turns, [], None, {"videos": pickle.dumps({"a": b"b"})}),
         Wild("pickle beside", turns, [picture()], TRAINED, {"pickle": pickle.dumps(_Touch())}),
         Wild("torch file beside", turns, [picture()], TRAINED, {"pth": pickle.dumps(_Touch())}),
         Wild("named and not there", {"messages": turns, "images": ["img000.jpg"]}, [], "missing_media"),
@@ -301,7 +314,7 @@ def energon_only() -> list[Wild]:
         *(Wild(f"images are {v!r}", {"messages": turns, "images": v}, [picture()], None) for v in VALUES),
         Wild("named twice", {"messages": turns, "images": ["img000.jpg"] * 2}, [picture()], None),
         Wild("named as json", {"messages": turns, "images": ["json"]}, [picture()], "missing_media"),
-        Wild("video", _turns("<video>a", "b"), [], "video_unsupported", {"mp4": b"video"}),
+        Wild("video", turns, [], "video_unsupported", {"mp4": b"video"}),
         Wild("no json", b"", [picture()], "bad_conversation"),
     ]
 

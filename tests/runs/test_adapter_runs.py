@@ -291,6 +291,11 @@ def source(parts):
             {"modules_to_save": ["lm_haed"]},
             r"modules_to_save: lm_haed fits no module .* did you mean lm_head\?",
         ),
+        (
+            {"r": 65, "target_modules": ["o_proj"]},
+            "adapter.r: a rank of 65 is more than .*, at most 64; give a",
+        ),
+        ({"rank_pattern": {"0.self_attn.q_proj": 10**9}}, "adapter.r: a rank of 1000000000 is more than"),
         ({"modules_to_save": ["lm_head"]}, "lm_head.weight is both embedding and output layer of this model"),
         ({"modules_to_save": ["embed_tokens"]}, "embed_tokens.weight is both embedding and output layer"),
         (

@@ -3,6 +3,7 @@
 Ours: a part `json` with the conversation (an object or a list of turns) and the images as encoded files
 `img000.jpg`, `img001.png`, ...; `"images": [part names]` in the object fixes their order. Videos are stored
 likewise (`vid000.mp4`, ..., `"videos"`); an entry `{"frames": [part names], "fps": ...}` is a list of images.
+Older: a part `json` and pickled lists of encoded images `jpgs` and of videos `videos`.
 
 Energon must hand over raw bytes (`decoder = None`): its own decoder executes pickles.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -31,7 +33,10 @@ DECODE_SECONDS = DataConfig.decode_seconds
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}
 
 SOURCE = "_source"  # subflavor: the name of one of several paths; fingerprints leave out what begins with _
-PICKLED = ("jpgs", "videos")  # parts in which Megatron-Bridge stores lists of media
+DAMAGED_PICKLE_ERRORS = (  # what the pickle module's documentation and its opcodes raise
+    *(pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError),
+    *(ArithmeticError, MemoryError),
+)
 
 
 @stateless
@@ -60,6 +65,13 @@ def _place(record: dict) -> str:
     return f"; in shard {shards[0]}" if shards else ""
 
 
+class PlainUnpickler(pickle.Unpickler):
+    """Builds bytes, text, numbers, lists, tuples, dicts and sets; refuses any class or function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise BadSample("unsafe_pickle", f"the pickle asks for {module}.{name}")
+
+
 def _check_names(record: dict) -> None:
     """Energon joins neighbours of one key to one sample, in which parts of one name replace each other."""
     for source in record.get("__sources__") or ():
@@ -75,10 +87,11 @@ def _read_parts(record: dict) -> tuple[dict, list, list]:
         parts = sorted(name for name in record if not name.startswith("__"))
         raise BadSample("bad_conversation", f"no part json among {parts}")
     document = Columns()(parsed(record["json"]))
-    if pickled := [name for name in PICKLED if name in record]:
-        raise BadSample("unsafe_pickle", f"its media are in the part {pickled[0]}, a pickle")
-    videos, frames = _videos(document, record)
-    imgs = [record[name] for name in _image_names(document, record, frames)]
+    if "jpgs" in record or "videos" in record:
+        imgs, videos = _pickled_media(record, "jpgs"), _pickled_media(record, "videos")
+    else:
+        videos, frames = _videos(document, record)
+        imgs = [record[name] for name in _image_names(document, record, frames)]
     others = {name: value for name, value in document.items() if name not in ("image", "video")}
     conversation, _ = normalise(others | {"images": imgs, "videos": videos})
     return conversation, imgs, videos
@@ -119,6 +132,19 @@ def _image_names(document: dict, record: dict, frames: set[str]) -> list[str]:
 def _parts_ending(record: dict, extensions: tuple[str, ...]) -> list[str]:
     dotted = ((f".{name}".lower(), name) for name in record if not name.startswith("__"))
     return sorted(name for key, name in dotted if key.endswith(extensions))
+
+
+def _pickled_media(record: dict, name: str) -> list:
+    if name not in record:
+        return []
+    try:
+        media = PlainUnpickler(io.BytesIO(record[name])).load()
+    except DAMAGED_PICKLE_ERRORS as error:
+        raise BadSample("unsafe_pickle", f"part {name}: {type(error).__name__}: {error}") from error
+    is_list = isinstance(media, list | tuple | None)
+    if not is_list or (name == "jpgs" and not all(isinstance(image, bytes) for image in media or ())):
+        raise BadSample("unsafe_pickle", f"part {name} is not a list of encoded files")
+    return list(media or [])
 
 
 # -- writing

@@ -29,7 +29,7 @@ REASONS = {
     "dataset again, with --image-root",
     "duplicate_key": "samples that follow one another in a shard have the same key, and Energon makes one of "
     "them; give each a key of its own, or prepare the dataset again",
-    "unsafe_pickle": "media in pickles are not read; prepare the dataset again from its source",
+    "unsafe_pickle": "a pickled part holds more than plain data; prepare the dataset again from its source",
     "placeholder_mismatch": "write one <image> or <video> per media item, or none at all",
     "video_unsupported": "the model takes no videos; remove the samples with them",
     "images_and_videos": "the model takes one kind in a sample; divide the samples that hold both",

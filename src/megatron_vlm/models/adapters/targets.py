@@ -91,6 +91,12 @@ def _with_ranks(adapter: AdapterConfig, targets: list[Target]) -> list[Target]:
     names = [target.module for target in targets]
     ranks = _by_pattern("adapter.rank_pattern", adapter.rank_pattern, adapter.r, names)
     alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, names)
+    most = max(min(target.out, target.width) for target in targets)
+    if max(ranks) > most:  # it would only cost memory
+        raise ConfigError(
+            f"adapter.r: a rank of {max(ranks)} is more than any matrix with an adapter has, at most {most}; "
+            "give a smaller one: 8 to 64 are usual."
+        )
     root = 0.5 if adapter.use_rslora else 1  # rsLoRA, arXiv 2312.03732
     return [
         replace(target, rank=rank, scale=alpha / rank**root)
