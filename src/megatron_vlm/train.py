@@ -52,12 +52,11 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     description = source.description
     parts = parameters_by_part(model, config.optimizer.by_part, description.groups, description.rules)
     optimizer, scheduler = build_optimizer(model, config, milestones.steps, parts)
-    first = saved.step + 1
     resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
     feed.resume(resumed)
     figures = StepFigures(config, description, model, feed.sources)
-    is_first_rank = setup.is_first_rank()
-    log = RunLogger(config.run_dir, asked_for, milestones.steps, first, is_first_rank, totals=saved.extra)
+    first = saved.step + 1
+    log = RunLogger(config.run_dir, asked_for, milestones.steps, first, setup.is_first_rank(), saved.extra)
     if resumed:
         log.message(f"resumed after step {resumed.step} from {resumed.path}")
     for message in chain(notes_of_start(config), feed.notes()):

@@ -118,9 +118,10 @@ class Watch:
         self.owned = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
         self.file = io.TextIOWrapper(open_to_write(self.path, append=True), "utf-8")
         to_guard = guard.start(record, self.file.fileno(), hang_seconds + GUARD_AFTER)
+        self._guarded = to_guard is not None  # not before Linux 5.3, and in some containers
         atexit.register(record.end, "done", "")  # Python itself ends the process
         os.register_at_fork(after_in_child=self._in_worker)
-        faulthandler.enable(self.file if to_guard is None else to_guard)
+        faulthandler.enable(to_guard if self._guarded else self.file)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
         self._thread.start()
@@ -129,6 +130,7 @@ class Watch:
         self._done.set()
         self._thread.join()
         self.record.end("done", "")
+        faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
         self.file.close()
@@ -156,6 +158,8 @@ class Watch:
         while not self._done.wait(self._period):
             now = time.monotonic()
             self.record.write(looked=time.time())
+            if not self._guarded:
+                faulthandler.dump_traceback_later(self.hang_seconds + GUARD_AFTER, exit=True, file=self.file)
             passed = now - looked
             looked = now
             self._beat_for_files_and_workers(passed)
