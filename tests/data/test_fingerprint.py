@@ -12,7 +12,7 @@ from transformers.image_utils import SizeDict
 
 from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
-from megatron_vlm.data.conversation.chatml import ChatMLSample
+from megatron_vlm.data.conversation.chatml import clean_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families import FAMILIES, describe
 from tiny.checkpoints import build_tiny_checkpoint
@@ -44,9 +44,7 @@ def encoded(processor, needs, images):
         return None, None
     samples = []
     for number, image in enumerate(images):
-        sample = ChatMLSample(
-            __key__=str(number), __restore_key__=(number,), conversation=json.dumps(TURNS), imgs=[image]
-        )
+        sample = clean_sample(TURNS, [image], [], __key__=str(number), __restore_key__=(number,))
         try:
             made = encoder.encode_sample(sample)
             visual = made.visual_inputs.as_model_kwargs()
