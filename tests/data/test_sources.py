@@ -189,9 +189,9 @@ def test_some_datasets_of_a_meta_file(tmp_path, processor):
     "entry, message",
     [
         ({"file_name": "none.jsonl"}, "dataset a: .*none.jsonl does not exist"),
-        ({"sample_ratio": -1}, "dataset a: -1 rows; give a positive number"),
-        ({"sample_ratio": "half"}, "dataset a: 'half' rows"),
-        ({"sample_ratio": 1, "num_samples": 2}, "give one of them"),
+        ({"sample_ratio": -1}, "dataset a: sample_ratio is -1; give one of .*, above 0"),
+        ({"sample_ratio": "half"}, "dataset a: sample_ratio is 'half'; give one of .*, above 0"),
+        ({"sample_ratio": 1, "num_samples": 2}, "sample_ratio is 1; give one of "),
         ({"num_samples": 0.5}, "dataset a: num_samples 0.5 is no whole number; a share is a sample_ratio"),
         ({"colums": {}}, "colums is no setting that is read; did you mean columns"),
         ({"columns": {"pictures": "images"}}, "dataset a: data.columns: pictures is no column that is read"),

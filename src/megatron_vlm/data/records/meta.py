@@ -78,7 +78,7 @@ def _rows_and_share(place: str, entry: dict) -> tuple[int | None, float | None]:
     for name, value in named.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and value > 0) or len(named) > 1:
-            raise ValueError(f"{place}: {name} {value!r}; of {', '.join(NUMBERS)} give one of them, above 0.")
+            raise ValueError(f"{place}: {name} is {value!r}; give one of {' and '.join(NUMBERS)}, above 0.")
     count, ratio = named.get("num_samples"), named.get("sample_ratio")
     if count is not None and count != int(count):
         raise ValueError(f"{place}: num_samples {count!r} is no whole number; a share is a sample_ratio.")
