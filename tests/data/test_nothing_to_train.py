@@ -10,11 +10,11 @@ from functools import cache
 import pytest
 from loaders import encoder_of, open_loader
 from pairs import pairwise
+from prepared_shards import add_part
 from sources import write_sharegpt
 
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.prepare.prepare import _write_index
-from megatron_vlm.data.prepare.write import _add
 
 ROWS = 30
 SMALL = {"packing_buffer_size": 8, "shuffle_buffer_size": 8}
@@ -64,9 +64,9 @@ def write(folder, how: str, good: Sequence[int] = (), rows: int = ROWS):
     with tarfile.open(shards / "train-0.tar", "w") as tar:
         for number, record in enumerate(records):
             names = [f"img{n:03d}.jpg" for n in range(len(record["images"]))]
-            _add(tar, f"{number:06d}.json", json.dumps(record | {"images": names}).encode())
+            add_part(tar, f"{number:06d}.json", json.dumps(record | {"images": names}).encode())
             for name, image in zip(names, record["images"], strict=True):
-                _add(tar, f"{number:06d}.{name}", (folder / image).read_bytes())
+                add_part(tar, f"{number:06d}.{name}", (folder / image).read_bytes())
     _write_index(shards, {"train": ["train-0.tar"]})
     return folder
 

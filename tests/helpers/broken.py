@@ -23,9 +23,9 @@ import av
 import datasets
 import numpy as np
 from PIL import Image
+from prepared_shards import add_part
 
 from megatron_vlm.data.prepare.prepare import _write_index
-from megatron_vlm.data.prepare.write import _add
 
 TRAINED = "trained"
 SEED = 0
@@ -328,7 +328,7 @@ def write_energon(folder: Path, records: list[Wild]) -> Path:
         with tarfile.open(folder / name, "w") as tar:
             for number in numbers:
                 for part, content in _parts(records[number]).items():
-                    _add(tar, f"{number:06d}.{part}", content)
+                    add_part(tar, f"{number:06d}.{part}", content)
     _write_index(folder, {"val": list(shards)})
     return folder
 
