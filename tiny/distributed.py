@@ -61,6 +61,7 @@ def _rank_main(
     os.setpgrp()  # so that what it starts dies with it
     threading.Thread(target=_die_with_parent, daemon=True).start()
     gc.freeze()  # a worker of Energon, forked from here, looks through all else for garbage
+    gc.collect()  # else the next waits for a quarter as many objects as were imported, and models stay alive
     log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -108,6 +108,7 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     gc.freeze()  # see conftest.py
+    gc.collect()  # see `tiny.distributed`
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ def init_distributed(parallel: ParallelConfig, seed: int) -> None:
 def reset_layout(parallel: ParallelConfig, seed: int) -> None:
     """Lay the running processes out again, as `init_distributed` would; earlier models become unusable."""
     _check_layout(parallel, dist.get_world_size())
+    gc.collect()  # a model's cycles keep its groups, whose threads wake a hundred times a second
     _destroy_groups()
     _make_groups(parallel)
     seed_all(seed)
