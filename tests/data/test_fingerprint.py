@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
 
 from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.accounts.fingerprint import encoder_settings
+from megatron_vlm.data.accounts.fingerprint import check_fingerprint, encoder_settings
 from megatron_vlm.data.conversation.chatml import clean_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families import FAMILIES, describe
@@ -92,3 +92,13 @@ def test_a_setting_that_changes_a_sample_changes_the_fingerprint(family, tmp_pat
                     silent.append(f"{name}={other}")
     assert len(changing) >= 2
     assert not silent
+
+
+def test_a_setting_that_was_not_there_is_another_one_unless_transformers_is():
+    saved = {"transformers": "6", "processor.image_processor.a": 1}
+    now = saved | {"processor.image_processor.b": 2}
+    with pytest.raises(ValueError, match="processor.image_processor.b: saved None, now 2. Resume"):
+        check_fingerprint(saved, now)
+    with pytest.raises(ValueError, match="processor.image_processor.b: saved 2, now None. Resume"):
+        check_fingerprint(now, saved)
+    check_fingerprint(saved | {"transformers": "5"}, now)

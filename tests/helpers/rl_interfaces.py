@@ -1,6 +1,6 @@
 """What SkyRL and verl publish, and the examples that meet it, in the processes that the test starts.
 
-`python tests/rl_interfaces.py FOLDER` prints PUBLISHED of an unpacked wheel, or of a checkout.
+`python tests/helpers/rl_interfaces.py FOLDER` prints PUBLISHED of an unpacked wheel, or of a checkout.
 """
 
 from __future__ import annotations

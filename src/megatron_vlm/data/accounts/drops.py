@@ -98,7 +98,7 @@ class DropReport:
 
     def drop(self, key: str, reason: str, detail: str = "", in_a_row: int = 1) -> None:
         """One more sample was dropped. `reason` is one of REASONS; `in_a_row`: so many drops of this process
-        followed one another."""
+        followed one another, which `load.limits` asks for."""
         slot = self._slots[reason]
         line = {"key": key, "reason": reason}
         if self._counts[slot] < self._details_per_reason:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 NAMES_OF_CLASSES = ("_class", "_type")  # endings of what a processor's JSON calls itself
+VERSION = "transformers"  # the field of its version
 UNKNOWN = "unknown"  # equals any other value of a field
 
 
@@ -37,13 +39,14 @@ def data_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
 
 
 def _different(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The fields that differ, sorted. A setting that only one processor has is of another Transformers."""
+    """The fields that differ, sorted. Another version of Transformers may have other settings."""
+    same_version = saved.get(VERSION) == current.get(VERSION)
 
     def values(name: str) -> list[Any]:
-        missing = UNKNOWN if name.startswith("processor.") else None
+        missing = UNKNOWN if name.startswith("processor.") and not same_version else None
         return [fields.get(name, missing) for fields in (saved, current)]
 
-    pairs = {name: values(name) for name in sorted(saved.keys() | current.keys())}
+    pairs = {name: values(name) for name in sorted((saved.keys() | current.keys()) - {VERSION})}
     return [name for name, pair in pairs.items() if pair[0] != pair[1] and UNKNOWN not in pair]
 
 
@@ -60,12 +63,20 @@ def encoder_settings(encoder: Any) -> dict:
         "chat_template": digest(encoder.documents.chat.text),
         "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
     }
-    settings = json.loads(json.dumps(processor.to_dict(), default=str))
-    return {name: getattr(encoder.data, name) for name in names} | own | _fields("processor", settings)
+    settings = {name: getattr(encoder.data, name) for name in names} | own
+    return settings | {VERSION: version("transformers")} | _processor_settings(processor.to_dict())
 
 
-def _fields(name: str, value: Any) -> dict[str, Any]:
-    """The settings of a processor, each under the path to it."""
-    if not isinstance(value, dict):
-        return {} if name.endswith(NAMES_OF_CLASSES) else {name: value}
-    return {path: setting for key in value for path, setting in _fields(f"{name}.{key}", value[key]).items()}
+def _processor_settings(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a processor and of its parts, as JSON data under dotted names."""
+    plain = json.loads(json.dumps(parts, default=str))
+    settings = {f"processor.{name}": value for name, value in plain.items() if not isinstance(value, dict)}
+    for part, values in plain.items():
+        if isinstance(values, dict):
+            settings |= {f"processor.{part}.{name}": _known(value) for name, value in values.items()}
+    return {name: value for name, value in settings.items() if not name.endswith(NAMES_OF_CLASSES)}
+
+
+def _known(value: Any) -> Any:
+    """A size without the sides that it leaves open: some versions of Transformers write them as null."""
+    return {side: n for side, n in value.items() if n is not None} if isinstance(value, dict) else value
