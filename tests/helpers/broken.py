@@ -314,7 +314,7 @@ def energon_only() -> list[Wild]:
         *(Wild(f"images are {v!r}", {"messages": turns, "images": v}, [picture()], None) for v in VALUES),
         Wild("named twice", {"messages": turns, "images": ["img000.jpg"] * 2}, [picture()], None),
         Wild("named as json", {"messages": turns, "images": ["json"]}, [picture()], "missing_media"),
-        Wild("video", turns, [], "video_unsupported", {"mp4": b"video"}),
+        Wild("video", _turns("<video>a", "b"), [], "video_unsupported", {"mp4": b"video"}),
         Wild("no json", b"", [picture()], "bad_conversation"),
     ]
 
