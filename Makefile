@@ -10,7 +10,7 @@ IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # pytest keeps what it makes of test files for the next time
 
-.PHONY: compiled demo demo-rl test test-long test-soak test-all lint setup lock clean
+.PHONY: compiled demo demo-rl test test-long test-oldest test-soak test-all lint setup lock clean
 
 # FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl. With ADAPTER=lora, a model that knows five
 # digits learns the others by adapters. With FAMILY=compose, a tower and a language model become a model.
@@ -38,6 +38,20 @@ test-long: compiled
 # Nothing new, but every combination, and many more samples, kills and interruptions: hours.
 test-soak: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m soak
+
+# The oldest torch that pyproject.toml allows, with the Transformers of its time, over the other packages. The whole
+# of `make test` with FILES=tests; with the oldest Transformers as well by OVER=.venv/oldest:.venv/torch-2.11.
+OVER ?= .venv/torch-2.11:.venv/oldest
+FILES ?= tests/core/test_attention.py tests/core/test_fused.py tests/models/test_towers.py \
+	tests/runs/test_rehearsal.py tests/runs/test_train.py
+test-oldest: compiled .venv/torch-2.11
+	@HF_HUB_OFFLINE=1 PYTHONPATH=$(OVER) $(PY) -m pytest $(WORKERS) -m "not long and not soak" $(FILES)
+
+.venv/torch-2.11: requirements-torch-2.11.lock | $(READY)
+	@echo "fetching torch 2.11"
+	@rm -rf $@
+	@$(UV) pip install --system-certs --quiet --python $(PY) --no-deps --require-hashes --target $@ -r $<
+	@touch $@
 
 test-all: test test-long
 
@@ -77,6 +91,9 @@ COMPILE = $(UV) pip compile --upgrade --generate-hashes --python $(PY) \
 	--no-emit-index-url --no-emit-find-links --quiet
 OLDEST := transformers==5.12.1
 NOT_SHARED := transformers|huggingface-hub|tokenizers  # with the oldest Transformers
+# torchvision, triton and setuptools are those that torch 2.11 asks for; its NVIDIA libraries are torch's own, but one
+TORCH := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 nvidia-curand==10.4.0.35 setuptools==81.0.0 \
+	transformers==5.17.0 tokenizers==0.23.3
 
 # The newest versions that pyproject.toml allows, with hashes and without index addresses; and what the oldest
 # Transformers needs besides, for the tests that put it over the other packages.
@@ -85,6 +102,7 @@ lock: $(READY)
 	@grep -oE '^[a-z0-9._-]+==[^ ;]+' requirements.lock | grep -vE '^($(strip $(NOT_SHARED)))==' > .venv/shared.txt
 	@echo '$(OLDEST)' | $(COMPILE) - --constraint .venv/shared.txt \
 		$$(sed 's/==.*//; s/^/--no-emit-package /' .venv/shared.txt) --output-file requirements-oldest.lock
+	@printf '%s\n' $(TORCH) | $(COMPILE) - --no-deps --output-file requirements-torch-2.11.lock
 
 clean:
 	rm -rf .venv runs build dist .pytest_cache .ruff_cache src/*.egg-info

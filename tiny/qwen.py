@@ -16,6 +16,8 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     Qwen3VLProcessor,
@@ -194,6 +196,49 @@ def qwen3_moe_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Q
     }
     text_config = _qwen3_text(processor) | experts | text
     return _config(Qwen3VLMoeConfig, processor, text_config, _qwen3_vision(text) | vision, tied=False)
+
+
+def qwen3_5_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Qwen3_5Config:
+    """`text` and `vision` override the toy sizes; three gated delta nets, then one attention."""
+    text_config = _qwen3_5_text(processor) | text
+    return _config(Qwen3_5Config, processor, text_config, _qwen3_5_vision(text) | vision)
+
+
+def qwen3_5_moe_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Qwen3_5MoeConfig:
+    """`text` and `vision` override the toy sizes; output weights are untied."""
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
+    }
+    text_config = _qwen3_5_text(processor) | experts | text
+    del text_config["intermediate_size"]
+    vision_config = _qwen3_5_vision(text) | vision
+    return _config(Qwen3_5MoeConfig, processor, text_config, vision_config, tied=False)
+
+
+def _qwen3_5_text(processor: Qwen3VLProcessor) -> dict:
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    }
+    delta_net = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
+    }
+    return _qwen3_text(processor) | delta_net | {"rope_parameters": rope}
+
+
+def _qwen3_5_vision(text: dict) -> dict:
+    vision = _qwen3_vision(text)
+    del vision["deepstack_visual_indexes"]
+    return vision
 
 
 def _qwen2_text(processor: Qwen2_5_VLProcessor | Qwen2VLProcessor) -> dict:

@@ -35,8 +35,9 @@ patches and merges, which change only together with a processor.
   output weight, where both are one, is trained). Name another `pad_token_id` in config.json to train it.
 - `deepstack_visual_indexes` beyond the tower's depth give no features, and features beyond the last layer
   of the language model are left out.
-- GLM's layer number `num_hidden_layers`, the one after the last, is multi-token prediction, which
-  Transformers leaves out too: it is neither imported nor exported.
+- Multi-token prediction (Qwen3.5's `mtp.*`; GLM's layer number `num_hidden_layers`, the one after the last)
+  is not trained, and Transformers drops it. An export has it bit for bit as the source has, so that an engine
+  can still predict several tokens at once.
 - `output_router_logits` adds the experts' balance to the loss, weighed by `router_aux_loss_coef`. With one
   layer of experts its gradient is Transformers'. With several it differs on purpose: here it is the mean of
   the layers' own balances; Transformers first adds up all layers by the number of the expert, as if a busy

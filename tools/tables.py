@@ -313,7 +313,67 @@ def rehearsal(report: list[dict]) -> str:
     )
 
 
+def waits(report: dict) -> str:
+    """A line for each place where the host waits: in which parts, in how many cells, how often in a call."""
+    rows = report["rows"]
+    lines = []
+    for place, why in report["reasons"].items():
+        counts = {
+            (row["family"], row["layout"], row["rank"], part): places[place]
+            for row in rows
+            for part, places in row["waits"].items()
+            if place in places
+        }
+        parts = ", ".join(dict.fromkeys(part for *_, part in counts))
+        layouts = len({(family, layout) for family, layout, *_ in counts})
+        lines.append((f"`{place}`", parts, layouts, max(counts.values(), default=0), why))
+    families, layouts = (len({row[kind] for row in rows}) for kind in ("family", "layout"))
+    cells = len({(row["family"], row["layout"]) for row in rows})
+    return (
+        markdown(("place", "in", "of the cells", "most often in a call", "why"), lines)
+        + f"\n\n({families} families in {layouts} layouts: {cells} cells, {len(rows)} ranks.)"
+    )
+
+
+def checkpoints(report: dict) -> str:
+    """A line for each way to save and load the optimizer."""
+    rows = (
+        (
+            name,
+            f"{row['shard'] / 1e6:.0f} MB",
+            *(f"{row[what] / 1e6:.0f} MB, {row[what] / row['shard']:.2f} ×" for what in ("save", "load")),
+        )
+        for name, row in report["checkpoints"].items()
+    )
+    return markdown(("optimizer", "a rank's part of the files", "to save", "to load"), rows) + (
+        f"\n\n({report['ranks']} processes under data parallelism, bf16, torch {report['torch']}, "
+        f"{report['date']}.)"
+    )
+
+
+def gradients(report: dict) -> str:
+    """A line for each family and number of micro batches."""
+    rows = (
+        (f"`{family}`", row["micro_batches"], *(f"{row[n]:.1e}" for n in ("fp32", "bf16", "between")))
+        for family, found in report["gradients"].items()
+        for row in found
+    )
+    heads = ("family", "micro batches of a rank", "reduced in fp32", "reduced in bf16", "between the two")
+    return markdown(heads, rows)
+
+
 # name of the marks -> (report, page, function)
+def bundle(report: dict) -> str:
+    """The largest wheels of the last bundle, and its size."""
+    largest = sorted(report["wheels"], key=lambda each: -each["bytes"])[:5]
+    rows = [["-".join(each["wheel"].split("-")[:2]), f"{each['bytes'] / 2**20:.1f}"] for each in largest]
+    rest = report["bytes"] - sum(each["bytes"] for each in largest)
+    others = f"{len(report['wheels']) - len(rows)} other wheels, and what the check reads"
+    rows.append([others, f"{rest / 2**20:.1f}"])
+    rows.append(["all", f"{report['bytes'] / 2**20:.1f}"])
+    return f"{markdown(('wheel', 'MiB'), rows)}\n\nMade on {report['date']}."
+
+
 TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
     "parity": ("parity.json", REPORTS / "parity.md", parity),
@@ -325,7 +385,11 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
     "adapters": ("rehearsal_lora.json", DOCS / "adapters.md", adapters),
     "rehearsal": ("rehearsal.json", REPORTS / "rehearsal.md", rehearsal),
+    "waits": ("waits.json", REPORTS / "waits.md", waits),
+    "checkpoints": ("bench_optimizer.json", DOCS / "checkpoints.md", checkpoints),
+    "gradients": ("bench_optimizer.json", DOCS / "exactness.md", gradients),
     "step": ("bench_step.json", DOCS / "step-speed.md", step),
+    "bundle": ("bundle.json", DOCS / "gpu.md", bundle),
 }
 
 

@@ -26,7 +26,6 @@ Megatron is sequence first: hidden states are (S, B, D).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -144,14 +143,18 @@ class GenericVisualInputs:
         """A copy with `fn` applied to every tensor present."""
         return type(self)(**{name: fn(value) for name, value in self.as_model_kwargs().items()})
 
+    def map_pixels(self, fn: Callable[[Tensor], Tensor]) -> GenericVisualInputs:
+        """A copy with `fn` applied to what is not in HOST_FIELDS."""
+        fields = self.as_model_kwargs()
+        return type(self)(**{name: v if name in HOST_FIELDS else fn(v) for name, v in fields.items()})
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GenericVisualInputs:
         """A copy on `device`, except for HOST_FIELDS."""
-        moved = self.map(lambda t: t.to(device, non_blocking=non_blocking))
-        return dataclasses.replace(moved, **{name: getattr(self, name) for name in HOST_FIELDS})
+        return self.map_pixels(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self, device: str | None = None) -> GenericVisualInputs:
-        """Called by torch's DataLoader."""
-        return self.map(lambda t: t.pin_memory())
+        """A copy with pixels in pinned memory; torch's DataLoader calls it."""
+        return self.map_pixels(lambda t: t.pin_memory())
 
 
 Batch = TypedDict(

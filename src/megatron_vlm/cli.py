@@ -77,6 +77,7 @@ def train(
     arguments.check(config, nproc)
     arguments.check_run_folder(config)
     arguments.check_profile(config, profile)
+    arguments.prepare_cuda(config.parallel)
     if nproc:
         options = {"recipe": recipe, "config": file, **flags, "profile": profile}
         raise typer.Exit(start_ranks(nproc, "train", options, settings))
@@ -227,6 +228,7 @@ def import_(
     config = recipe_table.compose(recipe, file, settings or ())
     arguments.check(config, nproc, needs_data=False)
     arguments.check_run_folder(config)
+    arguments.prepare_cuda(config.parallel)
     if nproc:
         options = {"recipe": recipe, "config": file}
         raise typer.Exit(start_ranks(nproc, "import", options, settings))
@@ -250,6 +252,7 @@ def export(
     refuse_existing(output)
     if adapter and not config.adapter.used:
         raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
+    arguments.prepare_cuda(config.parallel)
     if nproc:
         flags = ["--adapter"] if adapter else []
         raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *flags, *(settings or ())]))

@@ -55,11 +55,14 @@ class ConfigError(ValueError):
 class ModelConfig:
     hf_path: PathName = MISSING  # folder or hub name of the Hugging Face checkpoint to start from
     load_weights: bool = True  # False: random weights from the config alone
-    dtype: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; gradients and Adam are fp32
+    dtype: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; Adam is fp32
     freeze: Parts = field(default_factory=list)
     # "dense": the reference, with a mask over all pairs of tokens; "documents": plain PyTorch, one document
-    # at a time; "varlen": torch's kernel for CUDA in bf16; "auto": the fastest that the device has
-    attention: Literal["auto", "dense", "documents", "varlen"] = "auto"
+    # at a time; "flash", "cudnn": kernels for CUDA in bf16; "auto": the fastest here, by measurement on CUDA
+    attention: Literal["auto", "dense", "documents", "flash", "cudnn"] = "auto"
+    # what may go on without its kernel for CUDA, slower, where a check before the run finds that one wrong;
+    # for anything else the run ends then
+    fallbacks: list[Literal["attention", "towers", "fused", "weight_gradients"]] = field(default_factory=list)
     # activation recomputation: "selective" (feed-forwards) or "full" (whole layers)
     recompute: Literal["none", "selective", "full"] = "none"
     load_balancing: NotNegative | None = None  # weight of the load-balancing loss; None: as in the checkpoint
@@ -172,6 +175,10 @@ class OptimizerConfig:
     beta2: PartialShare = 0.95
     eps: Positive = 1e-8
     clip_grad: NotNegative = 1.0
+    # False: gradients of a model in bf16 are added up and reduced in bf16, in half the memory and traffic
+    reduce_in_fp32: bool = True
+    # what Adam keeps lies in host memory, and comes to the device piece by piece when it is updated
+    offload: bool = False
     # in place of `lr` and `weight_decay` for a part ("tower", "projector", "language_model", "adapters"), or
     # for what a pattern finds in the names of HF tensors and adapters; `min_lr` is then less in proportion
     lr_by_part: dict[str, Positive] = field(default_factory=dict)
@@ -192,6 +199,8 @@ class TrainConfig:
     micro_batch_size: FromOne = 1
     global_batch_size: FromOne = 32
     seed: FromZero = 1234
+    # only algorithms that give the same bits in every run; on a CPU all do
+    deterministic: bool = False
     eval_every: Every = 0  # steps between validations, or "epoch": after each epoch; 0: none
     eval_steps: FromZero = 0  # validation steps; 0: the whole validation split
     save_every: Every = 0  # steps between checkpoints, or "epoch"; 0: only at the end

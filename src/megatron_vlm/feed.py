@@ -54,7 +54,7 @@ class Feed:
         self._data: RunData | None = None  # None on a rank that only receives
         self._batches: Iterator[Batch] | None = None
         if self._broadcaster.reads:
-            self._started(partial(self._open, source))()
+            self._submit(partial(self._open, source))()
         rows_in = self._data.train_loader.rows_in if setup.is_first_rank() else None
         self._epochs = Epochs(rows_in) if rows_in and rows_in(1) else None  # None also where it is not known
         self.milestones: Milestones = setup.on_first_rank(self._milestones)
@@ -80,7 +80,7 @@ class Feed:
         """Begin to read: where `resumed` was saved, unless the data is to begin again (`data.restart`)."""
         watchdog.beat("finding the place in the data")
         if self._data:
-            self._started(partial(self._begin, resumed))()
+            self._submit(partial(self._begin, resumed))()
 
     def _begin(self, resumed: Saved | None) -> None:
         if resumed and not self._config.data.restart:
@@ -94,17 +94,17 @@ class Feed:
         """The micro batches of a step. Raises ReadFailed on every rank if any rank could not read."""
         watchdog.beat(f"waiting for the data of step {step}")
         take = partial(self._broadcaster.take, self._batches, self._count, self._data and self._data.drops)
-        coming = self._coming or self._started(take)
+        coming = self._coming or self._submit(take)
         micro_batches, self._coming = coming(), None
         if self._data:
             self._dropped = self._data.drops.arrived_everywhere()
             self._log.write(step, micro_batches)
         if self._reader is not None and self.milestones.goes_on_after(step):
-            self._coming = self._started(take)
+            self._coming = self._submit(take)
         return micro_batches
 
-    def _started(self, do: Callable[[], Any]) -> Callable[[], Any]:
-        """Starts `do`; returns a function that waits for its result. All reading is the reader's: there, a
+    def _submit(self, do: Callable[[], Any]) -> Callable[[], Any]:
+        """Begin `do`; returns a function that waits for its result. All reading is the reader's: there, a
         data worker's death is an error like others; torch would let it interrupt a step."""
         return do if self._reader is None else self._reader.apply_async(do).get
 
@@ -135,7 +135,7 @@ class Feed:
     def valid(self) -> Callable[[int], list[Batch]]:
         """One pass over the validation split: a function (count) -> the next batches, fewer at the end."""
         batches = self._data and self._data.valid_batches()
-        return lambda count: self._started(partial(self._broadcaster.take, batches, count))()
+        return lambda count: self._submit(partial(self._broadcaster.take, batches, count))()
 
     def state(self) -> Any:
         """The loader state of a reading rank, for a checkpoint; None on the others."""
@@ -161,5 +161,4 @@ class Feed:
 
 def _begin_to_read(device: torch.device) -> None:
     watchdog.this_thread_reads()
-    if device.type == "cuda":  # each thread has its own
-        torch.cuda.set_device(device)
+    setup.use_device(device)

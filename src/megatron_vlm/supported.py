@@ -54,6 +54,8 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": Supported("Qwen3VLMoeForConditionalGeneration"),
+    "qwen3_5_moe": Supported("Qwen3_5MoeForConditionalGeneration"),
+    "qwen3_5": Supported("Qwen3_5ForConditionalGeneration"),
 }
 _FP8 = "fp8"  # the only quant_method that import reads, see `models.weights.files`
 # the keys of Transformers, of older llm-compressor, of MLX

@@ -39,7 +39,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     Every process of the layout calls it. The run folder then holds checkpoints, metrics and pictures, and
     with `profile_steps` a trace of so many steps (see `training.profile`).
     """
-    setup.init_distributed(config.parallel, config.train.seed)
+    setup.init_distributed(config.parallel, config.train.seed, config.train.deterministic)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     saved = checkpoint.saved(config.run_dir)
     asked_for = config

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from pairs import pairs
+from places import ROOT
 
+from megatron_vlm.config import ConfigError, ModelConfig
+from megatron_vlm.models.layers import kernel_checks, kernels, tower_attention
 from megatron_vlm.models.layers.attention import Attend, dense, mask
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
-from megatron_vlm.models.layers.kernel_checks import disagreement, tower_disagreement
+from megatron_vlm.models.layers.kernel_checks import (
+    attention_backends,
+    check_towers,
+    disagreement,
+    tower_disagreement,
+)
 from megatron_vlm.models.layers.kernels import KERNELS, Kernel, Segments
+from megatron_vlm.models.layers.tower_attention import view_of
 from megatron_vlm.planning.tensor_memory import TensorMemory
 
 CPU = torch.device("cpu")
@@ -163,48 +172,144 @@ def test_padding_is_cut_into_small_segments():
     assert plan.views[None].segments.query_lengths.tolist() == [10] + [128] * 7 + [104]
 
 
-def of_lists(cu_q, cu_k, max_q, max_k, is_causal, window_size) -> Segments:
-    """The segments that the arguments of torch's kernel describe."""
+def flash_stand_in(q, k, v, *bounds_and_more, scale, window_size_left, window_size_right):
+    """`aten._flash_attention_forward` by the kernel for a CPU."""
+    cu_q, cu_k, *longest, dropout, is_causal, debug = bounds_and_more
+    assert dropout == 0 and not debug and is_causal == ((window_size_left, window_size_right) == (-1, 0))
     lengths = [bounds.diff().numpy() for bounds in (cu_q, cu_k)]
-    assert [max_q, max_k] == [n.max() for n in lengths] and cu_q.dtype == cu_k.dtype == torch.int32
-    assert is_causal == (window_size == [-1, 0])
-    return Segments(*lengths, *(None if limit == -1 else limit for limit in window_size), CPU)
+    assert longest == [n.max() for n in lengths] and cu_q.dtype == cu_k.dtype == torch.int32
+    window = (None if limit == -1 else limit for limit in (window_size_left, window_size_right))
+    return *KERNELS["documents"].forward(q, k, v, Segments(*lengths, *window, CPU), scale), None, None, None
 
 
-def stand_in_forward(q, k, v, cu_q, cu_k, max_q, max_k, *, is_causal, scale, window_size, enable_gqa):
-    assert enable_gqa == (q.shape[1] != k.shape[1])
-    segments = of_lists(cu_q, cu_k, max_q, max_k, is_causal, window_size)
-    return *KERNELS["documents"].forward(q, k, v, segments, scale), None
-
-
-def stand_in_backward(
-    g, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *, is_causal, rng_state, scale, window_size
+def flash_backward_stand_in(
+    g, q, k, v, out, lse, cu_q, cu_k, *more, scale, window_size_left, window_size_right
 ):
-    assert g.is_contiguous() and lse.is_contiguous()
-    segments = of_lists(cu_q, cu_k, max_q, max_k, is_causal, window_size)
-    return KERNELS["documents"].backward(g, (q, k, v), (out, lse), segments, scale)
+    """`aten._flash_attention_backward`"""
+    _, _, dropout, _, state, unused = more
+    assert g.is_contiguous() and lse.is_contiguous() and dropout == 0 and len(unused) == 0 and len(state) == 2
+    lengths = [bounds.diff().numpy() for bounds in (cu_q, cu_k)]
+    window = (None if limit == -1 else limit for limit in (window_size_left, window_size_right))
+    return KERNELS["documents"].backward(g, (q, k, v), (out, lse), Segments(*lengths, *window, CPU), scale)
 
 
-def test_varlen_gets_the_same_lists(monkeypatch):
-    """The kernel needs a GPU. With one for a CPU in its place, what stands around it gives the same."""
-    from torch.nn.attention import varlen
+def cudnn_segments(cu_q, cu_k, longest, is_causal) -> Segments:
+    """The segments that cuDNN's arguments describe; for causal attention it takes one tensor of bounds."""
+    assert cu_q is cu_k or not is_causal
+    lengths = [bounds.diff().numpy() for bounds in (cu_q, cu_k)]
+    planned.add((*map(len, lengths), *longest))
+    assert all(limit >= n.max() for limit, n in zip(longest, lengths, strict=True))
+    is_there = lengths[0] > 0
+    return Segments(*(n[is_there] for n in lengths), None, 0 if is_causal else None, CPU)
 
-    lengths = [700, 3, 90, 1]
+
+planned: set[tuple[int, ...]] = set()  # what cuDNN makes a graph for
+
+
+def cudnn_stand_in(q, k, v, bias, cu_q, cu_k, max_q, max_k, with_sum, dropout, is_causal, debug, *, scale):
+    """`aten._cudnn_attention_forward`. What no segment has is not written."""
+    assert bias is None and with_sum and dropout == 0 and not debug
+    segments = cudnn_segments(cu_q, cu_k, (max_q, max_k), is_causal)
+    n, m = cu_q[-1], cu_k[-1]
+    context, log_sum = KERNELS["documents"].forward(q[:n], k[:m], v[:m], segments, scale)
+    context = torch.cat((context, torch.full_like(q[n:], torch.nan)))
+    log_sum = torch.cat((log_sum, log_sum.new_full((q.shape[1], len(q) - n), torch.nan)), dim=1)
+    return context, log_sum, cu_q, cu_k, max_q, max_k, None, None, None
+
+
+def cudnn_backward_stand_in(
+    g, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, is_causal, *, scale
+):
+    """`aten._cudnn_attention_backward`"""
+    assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous() and bias is None and dropout == 0
+    segments = cudnn_segments(cu_q, cu_k, (max_q, max_k), is_causal)
+    n, m = cu_q[-1], cu_k[-1]
+    inputs, outputs = (q[:n], k[:m], v[:m]), (out[:n], lse[:, :n])
+    found = KERNELS["documents"].backward(g[:n], inputs, outputs, segments, scale)
+    pairs_of = zip(found, (q, k, v), strict=True)
+    return tuple(torch.cat((grad, torch.full_like(x[len(grad) :], torch.nan))) for grad, x in pairs_of)
+
+
+STAND_INS = {
+    "flash_kernel": flash_stand_in,
+    "flash_kernel_backward": flash_backward_stand_in,
+    "cudnn_kernel": cudnn_stand_in,
+    "cudnn_kernel_backward": cudnn_backward_stand_in,
+}
+
+
+@pytest.fixture
+def with_stand_ins(monkeypatch):
+    """Kernels that need a GPU are ones for a CPU, of the same signature."""
+    for name, stand_in in STAND_INS.items():
+        monkeypatch.setattr(kernels, name, stand_in)
+    monkeypatch.setattr(kernels, "NO_CUDNN", None)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+@pytest.mark.parametrize("window", [None, 50])
+def test_kernels_for_cuda_get_the_same_lists(with_stand_ins, name, window):
+    lengths = [700, 3, 90, 1, 8]
     q, k, v = (torch.randn(sum(lengths) + 3, n, 16, requires_grad=True) for n in (4, 2, 2))
-    for mine, theirs in ((stand_in_forward, "_varlen_attn"), (stand_in_backward, "_varlen_attn_backward")):
-        known = inspect.signature(getattr(varlen, theirs)._init_fn).parameters
-        assert {n for n, p in inspect.signature(mine).parameters.items() if p.kind is p.KEYWORD_ONLY} <= set(
-            known
-        )
-        assert len([p for p in known.values() if p.default is p.empty]) in (7, 12)
-        monkeypatch.setattr(varlen, theirs, mine)
-    for window in (None, 50):
-        [plan] = plans(lengths, [(0, 5, 60), (2, 1, 30)], 1, [window])
+    [plan] = plans(lengths, [(0, 5, 60), (2, 1, 30)], 1, [window])
+    all_of_each = view_of(np.array([*lengths, 3]), CPU)  # as in a tower
+    for view in (plan.views[window], all_of_each):
         found = []
-        for kernel in KERNELS.values():
-            out = Attend.apply(q, k, v, plan.views[window], kernel, 0.3)
+        for kernel in (KERNELS["documents"], KERNELS[name]):
+            out = Attend.apply(q, k, v, view, kernel, 0.3)
             found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
         assert all(map(torch.equal, *found))
+
+
+def test_cudnn_plans_few_calls(with_stand_ins):
+    """Planning one takes it 40 ms. Rows of other lengths share those that are planned."""
+    rng, tokens = np.random.default_rng(0), set()
+    planned.clear()
+    for _ in range(20):
+        lengths = rng.integers(60, 120, rng.integers(9, 17))
+        rows = torch.zeros(lengths.sum(), 2, 8)
+        segments = Segments(lengths, lengths, None, 0, CPU)
+        context, log_sum = KERNELS["cudnn"].forward(rows, rows, rows, segments, 1.0)
+        assert context.shape == rows.shape and log_sum.shape == (2, len(rows)) and log_sum.is_contiguous()
+        tokens.add(len(kernels._rounded(rows)))
+    assert planned == {(16, 16, 256, 256)} and len(tokens) < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("_gone", "query", "aten._gone of torch {} has nothing where query is given"),
+        ("_gone.Scalar", "query", "aten._gone.Scalar of torch {} has nothing where query is given"),
+        ("_fused_rms_norm", "input shape weight eps", "has normalized_shape where shape is given"),
+        ("_fused_rms_norm", "input normalized_shape weight", "has eps where nothing is given"),
+        (
+            "_fused_rms_norm",
+            "input weight normalized_shape eps",
+            "has normalized_shape where weight is given",
+        ),
+        ("_fused_rms_norm", "input normalized_shape weight eps scale", "has nothing where scale is given"),
+    ],
+)
+def test_another_torch_is_one_clear_line(name, arguments, problem):
+    found = kernels.difference({**kernels.PRIVATE, name: arguments})
+    assert found.endswith(problem.format(torch.__version__)) and f"aten.{name} of torch" in found
+
+
+def test_another_torch_is_refused(monkeypatch):
+    monkeypatch.setitem(kernels.PRIVATE, "_fused_rms_norm", "input normalized_shape weight eps scale")
+    with pytest.raises(ImportError, match=r"aten._fused_rms_norm of torch .+; torch 2.11 to 2.15 work.$"):
+        kernels.check()
+
+
+def test_every_private_operator_is_compared():
+    """What the package calls of `torch.ops.aten`, and of torch's functions that begin with an underscore."""
+    known = {name.split(".")[0] for name in kernels.PRIVATE | kernels.CUDNN}
+    used = set()
+    for path in (ROOT / "src" / "megatron_vlm").rglob("*.py"):
+        if path.name != "recorder.py":  # which only counts what others call
+            used |= set(re.findall(r"\b(?:aten|torch)\.(_(?!dynamo|C\b)[a-z]\w+)", path.read_text("utf-8")))
+    assert used == {name for name in known if name.startswith("_")}
 
 
 def check(backend: str, dtype: torch.dtype = torch.float32) -> str | None:
@@ -214,11 +319,11 @@ def check(backend: str, dtype: torch.dtype = torch.float32) -> str | None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_check_before_a_run_passes_what_agrees(dtype):
     assert check("documents", dtype) is None
-    assert tower_disagreement(4, 16, CPU, dtype) is None
+    assert tower_disagreement(4, 16, CPU, dtype, "documents") is None
 
 
 def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
-    assert re.match(r"varlen does not run here \(.+\) in layers of window", check("varlen"))
+    assert re.match(r"flash does not run here \(.+\) in layers of window", check("flash"))
     forward, backward = KERNELS["documents"]
 
     def wrong_gradient(*args):
@@ -229,4 +334,106 @@ def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
     assert re.match(
         r"documents has a dk that differs by 1.0e-03 in layers of window (None|50)", check("documents")
     )
-    assert tower_disagreement(4, 16, CPU, torch.float32) == "documents has a dk that differs by 1.0e-03"
+    assert (
+        tower_disagreement(4, 16, CPU, torch.float32, "documents")
+        == "documents has a dk that differs by 1.0e-03"
+    )
+
+
+# -- which kernel a GPU takes
+
+
+SIZES = SimpleNamespace(
+    num_layers=2,
+    layer_windows=(None, 50),
+    layer_heads=(),
+    kv_channels=16,
+    num_attention_heads=4,
+    num_query_groups=2,
+    tensor_model_parallel_size=1,
+    params_dtype=torch.bfloat16,
+)
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def as_on_cuda(with_stand_ins):
+    """What is asked for on CUDA is done on the CPU, with short documents to measure."""
+    for name in ("disagreement", "tower_disagreement", "AttentionPlan"):
+        real = getattr(kernel_checks, name)
+
+        def on_cpu(*given, real=real):
+            return real(*(CPU if isinstance(x, torch.device) else x for x in given))
+
+        with_stand_ins.setattr(kernel_checks, name, on_cpu)
+    with_stand_ins.setattr(kernel_checks, "MEASURED", [40, 24])
+    with_stand_ins.setattr(
+        kernel_checks, "view_of", lambda lengths, _: view_of(np.minimum(lengths, 300), CPU)
+    )
+    with_stand_ins.setattr(torch.cuda, "synchronize", lambda: None)
+    with_stand_ins.setattr(tower_attention, "kernels", {})
+    with_stand_ins.setattr(kernel_checks, "kernels", tower_attention.kernels)
+    return with_stand_ins
+
+
+def slowed(name: str) -> Kernel:
+    forward, backward = KERNELS[name]
+    return Kernel(lambda *given: time.sleep(0.4) or forward(*given), backward)
+
+
+def wrong(name: str) -> Kernel:
+    forward, backward = KERNELS[name]
+    return Kernel(forward, lambda *given: tuple(1.2 * x for x in backward(*given)))
+
+
+def taken(**settings) -> dict[int, str]:
+    return attention_backends(SIZES, ModelConfig(**settings), CUDA)
+
+
+class Tower(torch.nn.Module):
+    """As much of one as the check looks at."""
+
+    head_dim, num_heads = 16, 4
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation=tower_attention.NAME)
+
+
+@pytest.mark.parametrize(("slow", "fast"), [("flash", "cudnn"), ("cudnn", "flash")])
+def test_the_faster_kernel_is_taken_or_the_one_that_is_named(as_on_cuda, recwarn, slow, fast):
+    as_on_cuda.setitem(KERNELS, slow, slowed(slow))
+    assert taken() == {16: fast} and taken(attention=slow) == {16: slow}
+    check_towers(Tower(), CUDA, torch.bfloat16, ModelConfig())
+    assert tower_attention.kernels == {(4, 16): fast}
+    check_towers(Tower(), CUDA, torch.bfloat16, ModelConfig(attention=slow))
+    assert tower_attention.kernels == {(4, 16): slow} and not recwarn.list
+
+
+def test_the_kernel_that_agrees_is_taken(as_on_cuda, recwarn):
+    as_on_cuda.setitem(KERNELS, "flash", wrong("flash"))
+    assert taken() == {16: "cudnn"} and not recwarn.list
+    with pytest.raises(ConfigError, match="attention, heads of 16: flash has a dq that differs by 2.+e-01"):
+        taken(attention="flash")
+
+
+def test_a_run_ends_if_no_kernel_agrees_unless_the_slower_way_is_named(as_on_cuda, recwarn):
+    as_on_cuda.setitem(KERNELS, "flash", wrong("flash"))
+    as_on_cuda.setattr(kernels, "NO_CUDNN", "torch has no cuDNN")
+    said = r"flash has a dq that .+; cudnn does not run here \(torch has no cuDNN\)"
+    with pytest.raises(
+        ConfigError, match=said + r".+model.fallbacks=\[attention\] trains with dense"
+    ) as ended:
+        taken()
+    assert "\n" not in str(ended.value)
+    tower = Tower()
+    with pytest.raises(ConfigError, match=r"towers, heads of 16: .+=\[attention,towers\] trains with Transf"):
+        check_towers(tower, CUDA, torch.bfloat16, ModelConfig(fallbacks=["attention"]))
+    assert not recwarn.list and tower.config._attn_implementation == tower_attention.NAME
+    with pytest.warns(UserWarning, match="heads of 16: flash .+ The run goes on with dense attention:"):
+        assert taken(fallbacks=["attention"]) == {16: "dense"}
+    assert taken(attention="dense") == {16: "dense"}
+
+
+def test_fp32_has_its_plain_way_without_a_word(as_on_cuda, recwarn):
+    assert taken(dtype="fp32") == {16: "dense"} and not recwarn.list

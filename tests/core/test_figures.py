@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.models.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.training.figures import BySource, StepFigures, peak_flops
 from tiny.checkpoints import build_tiny_checkpoint
@@ -30,7 +31,9 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     from transformers import AutoConfig
 
     from megatron_vlm.models.families import describe
+    from megatron_vlm.models.layers import delta_net
     from megatron_vlm.models.opened import build_model
+    from megatron_vlm.models.work.costs import delta_rule_flops
     from megatron_vlm.models.work.step_work import StepWork
     from megatron_vlm.objectives import objective_of
     from megatron_vlm.parallel import setup
@@ -39,6 +42,7 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     setup.init_distributed(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
     description, found = describe(hf_config), {}
+    delta_net.DeltaRule.apply = lambda query, key, value, *_: value  # counted apart
     for name, (freeze, recompute, batch) in saved_cases.read(cases).items():
         run = RunConfig(model=ModelConfig(dtype="fp32", freeze=freeze, recompute=recompute))
         chunks = build_model(run, description, setup.device())
@@ -54,6 +58,9 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
                 chunks[0].vision, batch
             )
         work = StepWork(run, description).of(batch)
+        architecture = description.architecture
+        rules = sum(delta_rule_flops(architecture, layer) for layer in range(architecture["num_layers"]))
+        done += (3 + again) * work.tokens * rules
         if "language_model" in freeze:
             done -= 2 * work.tokens * router_weights(chunks[0])  # Megatron has no frozen router
         found[name] = [work.flops, done, work.tokens, work.places, work.images]
@@ -83,7 +90,8 @@ def seen_pairs(model: Any, batch: dict) -> float:
     layout = model.layout(batch)
     plan = layout.stream(0, layout.longest, windows, torch.device("cpu")).plan
     return 4 * sum(
-        int(mask(plan, plan.views[window]).sum())
+        (window != RECURRENT)
+        and int(mask(plan, plan.views[window]).sum())
         * config.num_attention_heads
         * heads_of(config, layer).channels
         for layer, window in enumerate(windows)

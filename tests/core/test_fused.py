@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
+from megatron_vlm.config import ConfigError, ModelConfig
 from megatron_vlm.models.layers import feed_forward, fused
 from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on, of_channels, rotate
+from megatron_vlm.models.layers.fused import Fused, compiled_on, joined, norm, of_channels, rotate
 from megatron_vlm.models.layers.kernel_checks import check_fused, fused_disagreement
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
 FUNCTIONS = (
-    *(fused.norm, fused._norm_backward, fused.turned),
+    *(fused.normed, fused._norm_backward, fused.turned),
     *(feed_forward._gate, feed_forward._gate_backward),
 )
 
@@ -73,9 +74,9 @@ def pair(ours: Callable, plain: Callable, *more) -> tuple[Callable, Callable]:
 GELU = ACT2FN["gelu_pytorch_tanh"]
 HIDDEN, QUERY = (TOKENS, 1, WIDTH), (TOKENS, 1, HEADS, HEAD)
 CASES = {  # ours, the same in plain operations, shapes of the inputs
-    "Gemma's norm": (lambda *x: Norm.apply(*x, 1e-6, True), gemma_norm, [HIDDEN, (WIDTH,)]),
-    "Llama's norm": (lambda *x: Norm.apply(*x, 1e-6, False), llama_norm, [HIDDEN, (WIDTH,)]),
-    "norm of heads": (lambda *x: Norm.apply(*x, 1e-6, False), llama_norm, [QUERY, (HEAD,)]),
+    "Gemma's norm": (lambda *x: norm(*x, 1e-6, True), gemma_norm, [HIDDEN, (WIDTH,)]),
+    "Llama's norm": (lambda *x: norm(*x, 1e-6, False), llama_norm, [HIDDEN, (WIDTH,)]),
+    "norm of heads": (lambda *x: norm(*x, 1e-6, False), llama_norm, [QUERY, (HEAD,)]),
     "rotary": (
         lambda x: rotate(x, *of_channels(*tables(8, x.dtype))),
         lambda x: turned(x, *tables(8, x.dtype)),
@@ -128,6 +129,22 @@ def test_its_backward_pass_is_the_derivative(name):
     assert torch.autograd.gradcheck(ours, inputs(shapes, torch.float64))
 
 
+def test_axes_are_joined_without_a_copy():
+    """Queries and keys as they lie in one product: both are views with gaps."""
+    all_three = torch.randn(5, 1, 3, 4, HEAD, dtype=torch.float64, requires_grad=True)
+    query, key = all_three[..., :2, :], all_three[..., 2:3, :]
+    for x, shape in ((query, (15, 2, HEAD)), (key, (15, HEAD))):
+        assert joined(x).shape == shape and joined(x).data_ptr() == x.data_ptr()
+        assert torch.equal(joined(x), x.reshape(shape))
+        weight = torch.rand(HEAD, dtype=torch.float64, requires_grad=True)
+        found, expected = norm(x, weight, 1e-6, False), llama_norm(x, weight)
+        torch.testing.assert_close(found, expected)
+        grads = (torch.autograd.grad(y.square().sum(), (all_three, weight)) for y in (found, expected))
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert joined(all_three).shape == (60, HEAD) and joined(all_three[:1, 0, 0, 0]).shape == (1, HEAD)
+
+
 def kept(function: Callable, given: list[Tensor]) -> int:
     """Bytes kept for the backward pass besides weights, which are there anyway."""
     found: dict[int, Tensor] = {}
@@ -163,6 +180,10 @@ CONFIG = SimpleNamespace(
     ffn_hidden_size=24,
     activation_func=silu,
     layernorm_zero_centered_gamma=False,
+    layernorm_epsilon=1e-6,
+    rotary_interleaved=False,
+    num_moe_experts=2,
+    qk_layernorm=True,
     tensor_model_parallel_size=1,
     params_dtype=torch.bfloat16,
 )
@@ -180,8 +201,8 @@ def test_compiled_once_it_gives_the_same_for_every_length():
         config.activation_func, config.params_dtype = GELU, torch.float32
         config.layernorm_zero_centered_gamma = True
         assert fused_disagreement(config, CPU) is None
-    # more graphs: of the gate's two with weights, and of both rotaries, where their input needs no gradient
-    assert counters["stats"]["unique_graphs"] == len(FUNCTIONS) + 5 and not counters["graph_break"]
+    # more graphs: of the gate's two with weights, of a partial rotary, and of queries' and keys' norms
+    assert counters["stats"]["unique_graphs"] == len(FUNCTIONS) + 7 and not counters["graph_break"]
 
 
 # -- the check before a run
@@ -197,7 +218,7 @@ def without_compiler(monkeypatch):
 
 
 def test_the_check_leaves_what_agrees(without_compiler, recwarn):
-    check_fused(CONFIG, CPU)
+    check_fused(CONFIG, CPU, ModelConfig())
     assert Fused.compiles_on == "cpu" and not recwarn.list
 
 
@@ -207,8 +228,13 @@ def test_the_check_turns_the_compiler_off_where_it_differs(without_compiler):
         return of_x * 1.1, of_weight
 
     without_compiler.setitem(vars(fused._norm_backward), "compiled", wrong)
-    with pytest.warns(UserWarning, match="gates: norm, compiled, differs by .* for 512 tokens. They run as"):
-        check_fused(CONFIG, CPU)
+    with pytest.raises(
+        ConfigError, match=r"for 509 tokens. model.fallbacks=\[fused\] trains with these as they"
+    ):
+        check_fused(CONFIG, CPU, ModelConfig())
+    assert Fused.compiles_on == "cpu"
+    with pytest.warns(UserWarning, match="gates: norm, compiled, differs by .* for 509 tokens. The run goes"):
+        check_fused(CONFIG, CPU, ModelConfig(fallbacks=["fused"]))
     assert Fused.compiles_on is None
 
 
@@ -218,5 +244,5 @@ def test_the_check_turns_the_compiler_off_where_it_fails(without_compiler):
 
     without_compiler.setitem(vars(fused.turned), "compiled", no_compiler)
     with pytest.warns(UserWarning, match=r"torch.compile fails here \(backend='inductor' raised: TritonMiss"):
-        check_fused(CONFIG, CPU)
+        check_fused(CONFIG, CPU, ModelConfig(fallbacks=["fused"]))
     assert Fused.compiles_on is None

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_vlm.config import ParallelConfig
+from megatron_vlm.models import head
+from megatron_vlm.models.layers.fused import Fused, compiled_on
+from megatron_vlm.parallel import setup
+from megatron_vlm.planning.recorder import DeviceWork, Recorder
+from megatron_vlm.planning.step_time import Gpu, computing_time
 from tiny.distributed import run_distributed
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 63  # which two ranks cannot share equally
@@ -33,9 +41,6 @@ def from_logits(temperature: float, entropy: bool, softcap: float | None) -> lis
 
 
 def ours(chunk_bytes: int, temperature: float, entropy: bool, softcap: float | None) -> list[torch.Tensor]:
-    from megatron_vlm.models import head
-    from megatron_vlm.parallel import setup
-
     size, rank = dist.get_world_size(), dist.get_rank()
     setup.reset_layout(ParallelConfig(tp=size), 1)
     head.CHUNK_BYTES = chunk_bytes
@@ -64,8 +69,6 @@ CASES = [
 
 
 def on_ranks() -> list:
-    from megatron_vlm.parallel import setup
-
     setup.init_distributed(ParallelConfig(), 1)
     return [ours(*case) for case in CASES]
 
@@ -81,9 +84,6 @@ def test_values_and_gradients_are_those_from_logits(ranks):
 
 
 def finite_differences() -> bool:
-    from megatron_vlm.models import head
-    from megatron_vlm.parallel import setup
-
     setup.init_distributed(ParallelConfig(), 1)
     head.CHUNK_BYTES = 3 * 4 * 11  # three tokens: several chunks
     numbers = torch.Generator().manual_seed(1)
@@ -102,10 +102,40 @@ def test_gradients_of_log_probability_and_entropy_are_finite_differences():
     assert run_distributed(1, finite_differences) == [True]
 
 
-def no_token() -> tuple[int, int]:
-    from megatron_vlm.models import head
-    from megatron_vlm.parallel import setup
+# ---- the gradient of the weight --------------------------------------------------------------------------
 
+
+def in_megatrons_buffer() -> dict[str, tuple[torch.Tensor, ...]]:
+    """By dtype: the buffer's change with all tokens in a chunk, and with one in each. The second weight is
+    the embedding, too, whose gradient is autograd's."""
+    setup.init_distributed(ParallelConfig(), 1)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, weight, labels, factors = given()
+        hidden, weight = hidden.detach().to(dtype), torch.nn.Parameter(weight.detach().to(dtype))
+        changes, before = [], torch.full(weight.shape, 0.5)
+        for tokens in (TOKENS, 1):
+            head.CHUNK_BYTES = tokens * 4 * VOCABULARY
+            weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
+            weight.zero_out_wgrad, weight.grad = tokens == 1, None
+            (head.log_probabilities(hidden, weight, labels, VOCABULARY)[0] * factors[0]).sum().backward()
+            assert weight.grad_added_to_main_grad and (weight.grad is None) == weight.zero_out_wgrad
+            changes.append(weight.main_grad - before)
+        found[str(dtype)] = tuple(changes)
+    return found
+
+
+def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer_unrounded():
+    [found] = run_distributed(1, in_megatrons_buffer)
+    expected = from_logits(1.0, False, None)[-1]
+    for dtype, error in (("torch.float32", 1e-5), ("torch.bfloat16", 1e-2)):  # weights are rounded, too
+        at_once, one_by_one = found[dtype]
+        assert (at_once - expected).abs().max() <= error * expected.abs().max(), dtype
+        # in 16 bits the sums would differ by 4e-3
+        assert (at_once - one_by_one).abs().max() <= 1e-6 * expected.abs().max(), dtype
+
+
+def no_token() -> tuple[int, int]:
     setup.init_distributed(ParallelConfig(), 1)
     hidden, weight, labels, _ = given()
     log_p, _ = head.log_probabilities(hidden[:0], weight, labels[:0], VOCABULARY)
@@ -119,8 +149,6 @@ def test_without_a_wanted_token_gradients_are_zero():
 
 def memory_of_a_step() -> tuple[int, int]:
     """Peak bytes of forward and backward, and those of a chunk."""
-    from megatron_vlm.models import head
-    from megatron_vlm.parallel import setup
     from megatron_vlm.planning.tensor_memory import TensorMemory
 
     setup.init_distributed(ParallelConfig(), 1)
@@ -140,3 +168,51 @@ def test_a_step_never_holds_the_logits_of_a_row():
     """The logits of the 4096 tokens would be 64 chunks, those of the 400 trained ones 6.25."""
     [(peak, chunk)] = run_distributed(1, memory_of_a_step)
     assert peak < 1.6 * chunk  # besides it, gradients of the weights
+
+
+# ---- its time on a GPU, by bytes --------------------------------------------------------------------------
+
+AT_MOST = 1.3  # times its four products; counted: 1.06 to 1.11
+TOKENS_8B, WIDTH_8B, VOCABULARY_8B = 8192, 4096, 151_936  # Qwen3-VL-8B's
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, buffer: bool, **settings: Any) -> float:
+    """Seconds that the head takes in bf16 by the model of `planning.step_time`, over its four products' own.
+
+    A fused function counts as one that reads what it is given and writes what it returns; the first goes over
+    the logits twice, or three times for the entropy. No compiler's kernels have been counted yet.
+    """
+    hidden, weight = (
+        torch.empty(rows, WIDTH_8B, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for rows in (TOKENS_8B, VOCABULARY_8B)
+    )
+    if buffer:
+        weight.main_grad = torch.empty_like(weight, dtype=torch.float32)
+    labels = torch.empty(TOKENS_8B, dtype=torch.long, device="meta")
+    with setup.pretended(ParallelConfig(), 1), compiled_on("meta"), Recorder() as recorder:
+        one_kernel(monkeypatch, recorder, head._reduced, 3 if settings.get("entropy") else 2)
+        one_kernel(monkeypatch, recorder, head._gradient, 1)
+        values = head.log_probabilities(hidden, weight, labels, VOCABULARY_8B, **settings)
+        sum(value.sum() for value in values if value is not None).backward()
+    gpu, products = Gpu(), 4 * 2 * TOKENS_8B * WIDTH_8B * VOCABULARY_8B
+    flops = sum(work.flops * count for work, count in recorder.seen.of(DeviceWork).items())
+    assert 0.8 * products < flops <= products  # the last chunk's logits are not computed again
+    return computing_time(recorder.seen, gpu) * gpu.peak * gpu.matmul_share / products
+
+
+def one_kernel(monkeypatch: pytest.MonkeyPatch, recorder: Recorder, function: Fused, reads: int) -> None:
+    def run(product: torch.Tensor, *others: Any) -> torch.Tensor:
+        with _disable_current_modes():
+            output = function.written(product, *others)
+        tensors = [other for other in others if isinstance(other, torch.Tensor)]
+        nbytes = reads * product.nbytes + sum(t.nbytes for t in (*tensors, output))
+        recorder.seen[DeviceWork("other", 0.0, nbytes)] += 1
+        return output
+
+    monkeypatch.setitem(vars(function), "compiled", run)
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "entropy": True}, {"softcap": 30.0}], ids=str)
+def test_it_takes_little_longer_than_its_products(monkeypatch, settings, buffer):
+    assert 0.9 < counted(monkeypatch, buffer, **settings) <= AT_MOST

@@ -176,6 +176,25 @@ def test_plan_says_what_makes_it_fit(capsys, tmp_path):
     assert "  parallel.tp=4: " in text and "GB on 4 GPUs" in text
 
 
+@pytest.mark.parametrize(("settings", "fits"), [((), False), (("optimizer.offload=true",), True)])
+def test_four_billion_parameters_train_whole_on_one_gpu_if_adam_is_offloaded(settings, fits):
+    from megatron_vlm.planning.plan import make_plan
+
+    run = apply_overrides(load_recipe("qwen3_vl_4b")(train_data_path="x", tp=1), settings)
+    plan = make_plan(run, describe(load_config(CONFIGS / "qwen3_vl_4b.json")), 1)
+    assert (plan.memory <= 80e9) == fits
+    [stage] = plan.stages
+    weights = 14 * stage.parameters  # and moments, to be saved
+    assert stage.host["its part of a checkpoint"] == weights
+    assert stage.host.get("what Adam keeps", 0) == fits * 12 * stage.parameters
+
+
+def test_plan_says_what_a_rank_needs_of_its_host(capsys, tmp_path):
+    said = plan(capsys, tmp_path, "qwen3_vl_8b", "parallel.tp=2", "--gpus", "8")
+    assert "A rank of stage 0 needs the most of its host, " in said
+    assert " for its part of a checkpoint, " in said
+
+
 def test_plan_refuses_what_does_not_divide(tmp_path):
     from transformers import AutoConfig
 

@@ -7,9 +7,10 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 from parity import RENAMED
 from places import CONFIGS, ROOT
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from megatron_vlm.cli import app
 from megatron_vlm.cli import run as run_command
@@ -67,15 +68,21 @@ def config_of(family: str):
 
 def both(family: str, cells: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[dict, dict]]:
     """Of every layout and objective what is measured in a real step of this rank, and what its rehearsal
-    says."""
-    from megatron_vlm.parallel import setup
+    says. The real step does as on a GPU what a CPU need not do: it copies pixels from the host, and linears
+    add the gradients of their weights."""
+    from megatron_vlm.models import vlm
+    from megatron_vlm.parallel import setup, weight_gradients
 
     hf_config, measured, rank = config_of(family), {}, int(os.environ["RANK"])
+    copied, vlm.on_device = vlm.on_device, lambda numbers, device: torch.as_tensor(numbers).clone()
+    weight_gradients.DEVICES.append("cpu")
     setup.init_distributed(LAYOUTS["dp 2"], seed=1)
     for cell in cells:
         setup.reset_layout(LAYOUTS[cell[0]], seed=1)
         measured[cell] = real_step(run_named(*cell), hf_config)
     setup.shutdown()
+    vlm.on_device = copied
+    weight_gradients.DEVICES.remove("cpu")
     return {cell: (measured[cell], rehearsed(run_named(*cell), hf_config, rank)) for cell in cells}
 
 
@@ -92,18 +99,20 @@ def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.training.step import train_step
 
     description, device = describe(hf_config), setup.device()
+    batches = [example_batch(run, description)] * derived(run, 2)["micro_batches_per_step"]
     with TensorMemory() as memory:
         model = data_parallel(build_model(run, description, device), run)
         optimizer, scheduler = build_optimizer(model, run)
         optimizer.step()
         step_loss = objective_of(run).step_loss(run, model)
         held, peaks = memory.alive, []
-        batches = [example_batch(run, description, device)] * derived(run, 2)["micro_batches_per_step"]
         for _ in range(6):  # threads of gloo may keep what they were given for a while
             memory.peak = memory.alive
             train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
             peaks.append(memory.peak)
-    with FlopCounterMode(display=False) as counter:  # a step of its own: it keeps inputs to the end
+    in_place = {torch.ops.aten.addmm_: addmm_flop}
+    # a step of its own: it keeps inputs to the end
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "attention" not in str(operation))
@@ -149,6 +158,25 @@ def test_rehearsed_operations_are_those_of_a_step(ranks):
 
 def test_the_host_reads_nothing_in_forward_and_backward(ranks):
     assert [ours["host_reads"] for rank in ranks for _, ours in rank.values() if ours["host_reads"]] == []
+
+
+def test_what_adam_keeps_and_short_gradients_are_counted_where_they_are():
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.planning.plan import make_plan
+    from megatron_vlm.planning.rehearsal import rehearse
+
+    description, found = describe(config_of("gemma3")), {}
+    for offload, in_fp32 in ((False, True), (True, True), (False, False)):
+        run = run_of(ParallelConfig())
+        run.model.dtype, run.optimizer.offload, run.optimizer.reduce_in_fp32 = "bf16", offload, in_fp32
+        one, [stage] = rehearse(run, description, 2), make_plan(run, description, 2).stages
+        assert stage.gradients == pytest.approx(one.gradients, rel=WORST_MEMORY)
+        assert stage.host.get("what Adam keeps", 0) == pytest.approx(one.offloaded, rel=WORST_MEMORY)
+        found[offload, in_fp32] = one
+    plain, away, short = found.values()
+    assert away.offloaded == pytest.approx(plain.optimizer - away.optimizer, rel=WORST_MEMORY)
+    assert plain.peak - away.peak == pytest.approx(plain.optimizer - away.optimizer, rel=WORST_MEMORY)
+    assert 2 * short.gradients == plain.gradients
 
 
 def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():

@@ -171,8 +171,8 @@ def test_limits_of_pixels_that_no_image_meets_are_refused():
 
 
 def test_a_core_attention_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="model.attention: flash does not exist; known are auto"):
-        validate(apply_overrides(RunConfig(), GOOD | {"model.attention": "flash"}))
+    with pytest.raises(ConfigError, match="model.attention: sparse does not exist; known are auto"):
+        validate(apply_overrides(RunConfig(), GOOD | {"model.attention": "sparse"}))
 
 
 def test_a_process_without_a_gpu_of_its_own_is_refused_where_there_are_any():

@@ -1,9 +1,16 @@
 """Processes are laid out and seeded alike on every rank; tests of many ranks say what went wrong."""
 
-import pytest
-from programs import run_program
+import json
+import os
+import sys
+from pathlib import Path
 
-from megatron_vlm.config import ParallelConfig
+import pytest
+from programs import OUTSIDE_TORCHRUN, ask, run_program
+
+from megatron_vlm import cli
+from megatron_vlm.config import ConfigError, ParallelConfig
+from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import megatron_settings
 from tiny.distributed import run_distributed
 
@@ -11,6 +18,91 @@ from tiny.distributed import run_distributed
 def test_interleaved_stages_send_one_by_one():
     assert megatron_settings(ParallelConfig(pp=2, vpp=2))["batch_p2p_comm"] is False
     assert megatron_settings(ParallelConfig(pp=2))["batch_p2p_comm"] is True
+
+
+READ_BY_CUDA = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+LAUNCH = """
+import os, sys
+from megatron_vlm.commands.arguments import prepare_cuda
+from megatron_vlm.commands.program import torchrun
+from megatron_vlm.config import ParallelConfig
+prepare_cuda(ParallelConfig(tp=int(sys.argv[1])))
+sys.exit(torchrun(2, sys.argv[2:], "printed_environment"))
+"""
+
+
+def environment_of_children(folder: Path, tp: int, **given: str) -> list[dict[str, str]]:
+    helpers = os.pathsep.join(sys.path)
+    ended = ask(sys.executable, "-c", LAUNCH, str(tp), str(folder), PYTHONPATH=helpers, **given)
+    assert ended.returncode == 0, ended.stderr
+    children = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [{name: child[name] for name in READ_BY_CUDA if name in child} for child in children]
+
+
+def test_children_of_the_launcher_have_what_cuda_and_torch_read(tmp_path):
+    assert not OUTSIDE_TORCHRUN.keys() & set(READ_BY_CUDA)
+    allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert environment_of_children(tmp_path, 1) == [allocator] * 2
+    assert environment_of_children(tmp_path, 2) == [allocator | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}] * 2
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert environment_of_children(tmp_path, 2, **own) == [own] * 2
+
+
+@pytest.mark.parametrize("command", ["train", "import"])
+def test_commands_set_it_before_they_start_ranks(tmp_path, tiny_gemma3, monkeypatch, command):
+    for name in READ_BY_CUDA:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    seen = []
+    monkeypatch.setattr(cli, "start_ranks", lambda *_: seen.append(dict(os.environ)) or 0)
+    words = ["--recipe", "gemma3_vl_4b", "--nproc", "2", f"hf_path={tiny_gemma3}", f"run_dir={tmp_path}/run"]
+    words += ["parallel.tp=2", "dataset_type=hf", f"train_data_path={rows}", "model.dtype=fp32"]
+    with pytest.raises(SystemExit) as ended:
+        cli.run(cli.app, "megatron-vlm", [command, *words])
+    assert ended.value.code in (None, 0)
+    assert seen[0]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "PYTORCH_ALLOC_CONF" in seen[0]
+
+
+def test_a_process_finds_its_gpu_however_many_it_sees(monkeypatch):
+    def gpu(seen: int, **environment: str) -> int:
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return setup.local_gpu(seen)
+
+    assert gpu(8) == 0
+    assert gpu(8, LOCAL_RANK="3", LOCAL_WORLD_SIZE="4", TORCHELASTIC_RUN_ID="x") == 3
+    assert gpu(1, LOCAL_RANK="3", LOCAL_WORLD_SIZE="4") == 0  # Slurm shows each process its own
+    assert gpu(4, LOCAL_RANK="3") == 3  # or all
+    with pytest.raises(ConfigError, match="4 processes need a GPU each, and this machine shows 1"):
+        gpu(1, LOCAL_RANK="3", LOCAL_WORLD_SIZE="4", TORCHELASTIC_RUN_ID="x")
+
+
+def _threads_that_import(path: str) -> tuple[list, int]:
+    import threading
+
+    from megatron_vlm.config import ModelConfig, RunConfig
+    from megatron_vlm.models.hf import open_source
+    from megatron_vlm.models.opened import open_model
+    from megatron_vlm.models.weights import importing
+
+    asked = []
+    importing.use_device = lambda device: asked.append((device.type, threading.get_ident()))
+    setup.init_distributed(ParallelConfig(), 7)
+    open_model(RunConfig(model=ModelConfig(hf_path=path, dtype="fp32")), open_source(path))
+    setup.shutdown()
+    return asked, threading.get_ident()
+
+
+def test_every_thread_that_imports_weights_uses_the_process_device(tiny_gemma3):
+    ((asked, main),) = run_distributed(1, _threads_that_import, str(tiny_gemma3))
+    assert asked and {kind for kind, _ in asked} == {"cpu"} and main not in {thread for _, thread in asked}
 
 
 def _too_few() -> None:

@@ -9,10 +9,12 @@ import pytest
 import saved_cases
 import torch
 
-from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.models.layers.kernel_checks import check_weight_gradients, weight_gradient_disagreement
+from megatron_vlm.parallel import weight_gradients
+from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -89,10 +91,17 @@ def test_the_check_before_a_run_sees_a_product_that_does_not_add(monkeypatch, dt
     def sets(x, grad, total):
         total.copy_(grad.t().float() @ x.float())
 
-    config = type("Config", (), {"params_dtype": dtype, "gradient_accumulation_fusion": True})()
-    check_weight_gradients(config, device)
-    assert config.gradient_accumulation_fusion
+    config = type("Config", (), {"params_dtype": dtype})()
+    monkeypatch.setattr(weight_gradients, "in_product", True)
+    check_weight_gradients(config, device, ModelConfig())
+    assert weight_gradients.in_product
     monkeypatch.setattr(kernel_checks, "wgrad_gemm_accum_fp32", sets)
+    with pytest.raises(ConfigError, match=r"differ by .+ model.fallbacks=\[weight_gradients\] trains with"):
+        check_weight_gradients(config, device, ModelConfig())
+    assert weight_gradients.in_product
     with pytest.warns(UserWarning, match="made first and then added"):
-        check_weight_gradients(config, device)
-    assert not config.gradient_accumulation_fusion
+        check_weight_gradients(config, device, ModelConfig(fallbacks=["weight_gradients"]))
+    assert not weight_gradients.in_product
+    x, grad, total = torch.randn(5, 3, dtype=dtype), torch.randn(5, 4, dtype=dtype), torch.ones(4, 3)
+    wgrad_gemm_accum_fp32(x, grad, total)
+    assert torch.equal(total, torch.ones(4, 3) + grad.t() @ x)

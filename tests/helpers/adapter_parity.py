@@ -20,19 +20,19 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "r": 4,
         "lora_alpha": 6,
         "target_modules": "all-linear",
-        "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 3, "o_proj": 5},
+        "rank_pattern": {r"layers\.0\.\w+_attn\.(q_proj|in_proj_qkv)": 3, "o_proj": 5},
         "alpha_pattern": {"v_proj": 9},
     },
     "adapter with DoRA": {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "use_dora": True},
     "adapter with DoRA on q and v": {
         "r": 4,
-        "target_modules": r".*language_model\.layers\.\d+\.self_attn\.[qv]_proj",
+        "target_modules": r".*language_model\.layers\.\d+\.\w+_attn\.([qv]_proj|in_proj_qkv)",
         "use_dora": True,
     },
     "adapter on late layers": {
         "r": 4,
         "use_rslora": True,
-        "target_modules": r".*language_model\.layers\.[^0]\.(self_attn\.[qv]|mlp\.down)_proj",
+        "target_modules": r".*language_model\.layers\.[^0]\.(\w+_attn\.([qv]|out)|mlp\.down)_proj",
     },
 }
 WITH_MODULES = "adapter and modules"
@@ -41,8 +41,8 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {  # of families that have some
     "adapter of experts": {
         "r": 3,
         "lora_alpha": 6,
-        # whole ends, as the q_proj of a Gemma 4 tower is no linear
-        "target_modules": [f"language_model.layers.{layer}.self_attn.q_proj" for layer in range(4)],
+        # of the language model alone, as the q_proj of a Gemma 4 tower is no linear
+        "target_modules": r".*language_model\.layers\.[0-3]\.\w+_attn\.(q_proj|in_proj_z)",
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
         "rank_pattern": {"down_proj": 4},
         "alpha_pattern": {"gate_up_proj": 9},
@@ -119,7 +119,7 @@ def peft_model(path: Path | str, settings: dict[str, Any], seed: int = 7) -> Any
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    model = parity.token_by_token(AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32))
     model = get_peft_model(model, LoraConfig(**settings))
     numbers = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -150,7 +150,8 @@ def named_for_peft(settings: dict[str, Any], description: Any) -> dict[str, Any]
 
 def modules_to_save(description: Any) -> list[str]:
     """Some of tower, projector and language model, also such as tensor parallelism cuts."""
-    names = ["multi_modal_projector", "visual.merger", "layers.1.self_attn", "language_model.norm"]
+    names = ["multi_modal_projector", "visual.merger", "language_model.norm"]
+    names += ["layers.1.self_attn", "layers.1.linear_attn"]
     names += [] if description.has_experts else ["layers.0.mlp"]
     names += [] if description.hf_config.tie_word_embeddings else ["embed_tokens", "lm_head"]
     modules = hf_modules(description.hf_config)

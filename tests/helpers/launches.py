@@ -26,6 +26,8 @@ CASES = {
     "dp": (ParallelConfig(), {}),
     "dp_plain": (ParallelConfig(distributed_optimizer=False), {}),
     "dp_bf16": (ParallelConfig(), {"dtype": "bf16"}),
+    "dp_offload": (ParallelConfig(), {"offload": True}),
+    "dp_bf16_offload": (ParallelConfig(), {"dtype": "bf16", "offload": True}),
     "tp": (ParallelConfig(tp=2), {}),
     "tp_plain": (ParallelConfig(tp=2, distributed_optimizer=False), {}),
     "tp_no_sp": (ParallelConfig(tp=2, sp=False), {}),
@@ -40,8 +42,8 @@ CASES = {
     "pp_frozen_stage": (ParallelConfig(pp=2), {"only_embedding": True}),
 }
 # of two processes; those of OFTEN are in `make test`, and the others cut a model and its optimizer alike
-OFTEN = ["dp", "dp_bf16", "tp", "tp_plain", "pp", "vpp", "moe_ep", "pp_frozen_stage"]
-CASES_OF_2 = [*OFTEN, "dp_plain", "tp_no_sp", "pp_plain", "pp_bf16_plain"]
+OFTEN = ["dp", "dp_bf16", "dp_bf16_offload", "tp", "tp_plain", "pp", "vpp", "moe_ep", "pp_frozen_stage"]
+CASES_OF_2 = [*OFTEN, "dp_plain", "dp_offload", "tp_no_sp", "pp_plain", "pp_bf16_plain"]
 asked = CASES_OF_2  # by the tests of this session
 CROSS = {  # saved by: loaded by
     "tp": ("pp", "dp", "vpp"),
@@ -49,6 +51,8 @@ CROSS = {  # saved by: loaded by
     "dp": ("tp",),
     "vpp": ("tp",),
     "pp_bf16_plain": ("dp_bf16_plain",),
+    "dp_bf16": ("dp_bf16_offload",),
+    "dp_bf16_offload": ("dp_bf16",),
     "moe_ep": ("moe_dp",),
 }
 CASES["dp_bf16_plain"] = (ParallelConfig(distributed_optimizer=False), {"dtype": "bf16"})
@@ -59,6 +63,7 @@ def run_config(case: str) -> RunConfig:
     config.model.dtype = CASES[case][1].get("dtype", "fp32")
     config.optimizer.lr, config.optimizer.warmup_steps = 1e-2, 2
     config.optimizer.weight_decay = 0.1
+    config.optimizer.offload = CASES[case][1].get("offload", False)
     config.train.steps = STEPS
     return config
 
@@ -94,31 +99,32 @@ def _run_dir(root: str, case: str) -> Path:
     return Path(root) / f"{case}_{torch.distributed.get_world_size()}"
 
 
-def _start(case: str, seed: int):
+def _start(case: str, seed: int, weights: Path | None = None):
+    """A fresh run, whose weights are those of a checkpoint if one is given."""
     import tiny_gpt
 
     from megatron_vlm.parallel import setup
+    from megatron_vlm.training import checkpoint
     from megatron_vlm.training.optimizer import build_optimizer
 
     parallel, model = CASES[case]
     setup.reset_layout(parallel, seed)
     dtype = torch.bfloat16 if model.get("dtype") == "bf16" else torch.float32
     chunks = tiny_gpt.build(parallel, model.get("moe", False), dtype, model.get("only_embedding", False))
-    optimizer, scheduler = build_optimizer(chunks, run_config(case))
-    return chunks, optimizer, scheduler
+    if weights is not None:
+        checkpoint.load_latest(weights, chunks)
+    return chunks, *build_optimizer(chunks, run_config(case))
 
 
 def _initialised(case: str, root: str):
     """A fresh run whose weights are those of the single process, whatever the layout."""
     from megatron_vlm.training import checkpoint
 
-    chunks, optimizer, scheduler = _start(case, seed=1)
     initial = Path(root) / ("initial_moe" if CASES[case][1].get("moe") else "initial")
     if torch.distributed.get_world_size() == 1 and not initial.exists():
+        chunks, _, scheduler = _start(case, seed=1)
         checkpoint.save(initial, 0, chunks, None, scheduler)
-    checkpoint.load_latest(initial, chunks)
-    optimizer.reload_model_params()
-    return chunks, optimizer, scheduler
+    return _start(case, seed=1, weights=initial)
 
 
 def _train(run, steps) -> list[float]:

@@ -20,6 +20,9 @@ CASES = {
 
 
 def measure(path: str, held: str, cases: list[str]) -> dict[str, Any]:
+    from megatron_vlm.rl import memory
+
+    memory.SMALLEST, memory.LARGEST = 64, 1024  # so that tiny storages have several pieces
     samples, _ = saved_cases.read(held)
     return {name: _measure(path, samples, *CASES[name][1:]) for name in cases}
 
@@ -42,6 +45,7 @@ def _measure(path: str, samples: list, layout: ParallelConfig, dtype: str) -> di
     grads = [buffer.grad_data.clone() for buffer in _buffers(moves)]
     moves.to("cpu")
     moves.to("cpu", grads=False)  # twice is as good as once
+    found["pieces"] = max(len(kept) for *_, kept in moves.memory._away["model"])
     found["left at first"] = left(moves)
     found["said"] = {}
     for name, call in {

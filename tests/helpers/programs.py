@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -50,7 +51,8 @@ def run_program(
         ends = time.monotonic() + timeout
         while until and process.is_alive() and time.monotonic() < ends:
             if until():
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it may just have ended
+                    os.killpg(process.pid, signal.SIGKILL)
             process.join(0.005)
         process.join(max(0.0, ends - time.monotonic()))
         in_time = process.exitcode is not None

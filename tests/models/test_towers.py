@@ -6,17 +6,22 @@ import pytest
 import torch
 from parity import OF_DATA
 from places import CONFIGS
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
+import rehearse_waits
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import ParallelConfig, RunConfig
 from megatron_vlm.models.families import describe
+from megatron_vlm.models.family_parts.towers import _linear_of_patches
 from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.kernels import KERNELS
 from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.vision_parallel import balanced_shares
 from megatron_vlm.models.vlm import recompute_layers
 from megatron_vlm.parallel import setup
+from megatron_vlm.planning.rehearsal import on_shapes
 from megatron_vlm.recipes.published import SIZES
 from tiny.checkpoints import build_tiny_checkpoint
 
@@ -30,12 +35,13 @@ def description(request):
 
 
 def test_towers_put_everything_on_their_device_but_what_the_host_reads(description):
-    """The meta device stands for a GPU: an operation on tensors of two devices fails on either."""
+    """In a rehearsal, an operation on tensors of two devices raises as on a GPU."""
     image = GenericVisualInputs(**description.blank_image(64**2))
-    with torch.device("meta"):
-        vision = description.build_vision()
     two = GenericVisualInputs.cat([image, image]).to("meta")
-    features = vision(**two.as_model_kwargs())
+    with on_shapes(rehearse_waits.run_of(ParallelConfig(), 1), description, 1, 0):
+        with torch.device("meta"):
+            vision = description.build_vision()
+        features = vision(**two.as_model_kwargs())
     assert features.device.type == "meta"
     assert features.shape[-2] == sum(description.visual_tokens(two))
 
@@ -47,6 +53,59 @@ def test_a_frozen_tower_is_not_run_again(description):
     recompute_layers(vision)
     image = GenericVisualInputs(**description.blank_image(64**2)).to("meta")
     assert not vision(**image.as_model_kwargs()).requires_grad
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts those whose stride is their kernel, and others."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_patches = self.others = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket is torch.ops.aten.convolution:
+            _, weight, _, stride = args[:4]
+            self.of_patches += list(weight.shape[2:]) == list(stride)
+            self.others += list(weight.shape[2:]) != list(stride)
+        return func(*args, **(kwargs or {}))
+
+
+PATCH_LINEARS = ("lfm2_vl", "gemma4")  # Transformers has linears there
+
+
+def test_towers_cut_patches_by_linears(description):
+    """None of their convolutions runs, which would be slow in bf16; they keep the weights."""
+    with torch.device("meta"):
+        vision = description.build_vision()
+    convolutions = [m for m in vision.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
+    assert bool(convolutions) != (description.model_type in PATCH_LINEARS)
+    image = GenericVisualInputs(**description.blank_image(64**2)).to("meta")
+    with Convolutions() as counted:
+        vision(**image.as_model_kwargs())
+    assert (counted.of_patches, counted.others) == (0, 0)
+    for module in convolutions:  # which would have run
+        del module.forward
+    with Convolutions() as counted:
+        vision(**image.as_model_kwargs())
+    assert counted.of_patches == len(convolutions)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4)), (5, 3, 2, 4, 4)),
+        (nn.Conv2d(3, 8, 4, 4, bias=False), (2, 3, 18, 13)),  # the rest of an image is left out
+        (nn.Conv2d(3, 8, (2, 4), (2, 4), padding="valid"), (2, 3, 8, 8)),
+    ],
+)
+def test_a_linear_of_patches_is_the_convolution(convolution, shape):
+    pixels = torch.randn(shape, requires_grad=True)
+    trained = [pixels, *convolution.parameters()]
+    both = [convolution(pixels), _linear_of_patches(convolution, pixels)]
+    gradient = torch.randn_like(both[0])
+    theirs, ours = ([output, *torch.autograd.grad(output, trained, gradient)] for output in both)
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_images_are_spread_evenly_and_each_once():

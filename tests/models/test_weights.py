@@ -70,10 +70,16 @@ EXPERT_FAMILIES = [family for family in TINY_FAMILIES if load(family).has_expert
 # how checkpoints hold experts, apart from what Transformers writes
 EXPERT_SOURCES = ["glm4v_moe fused", "glm4v_moe bf16", "qwen3_vl_moe turned"]
 PREDICTION = "glm4v_moe with a layer of multi-token prediction"  # after its last, and of another depth
+PREDICTIONS = [PREDICTION, "qwen3_5_moe with multi-token prediction"]
 EXPERT_CELLS = [(layout, kind) for layout in EXPERT_LAYOUTS for kind in EXPERT_FAMILIES + EXPERT_SOURCES]
 # exports that tests below ask for by name
 FP8_EXPERTS, BUFFERS = "qwen3_vl_moe fp8", "llava with buffers"
-NAMED = [("EP2", PREDICTION), ("EP2", "glm4v_moe bf16"), ("EP2", FP8_EXPERTS), ("TP2", BUFFERS)]
+NAMED = [
+    *(("EP2", kind) for kind in PREDICTIONS),
+    ("EP2", "glm4v_moe bf16"),
+    ("EP2", FP8_EXPERTS),
+    ("TP2", BUFFERS),
+]
 NAMED += [("TP2", kind) for kind in ("fp8 per tensor", "fp8 per block", "mistral3", "gemma3")]
 
 
@@ -169,6 +175,13 @@ def predicting(tensors):
     tensors[after + "eh_proj.weight"] = torch.randn(64, 128)
 
 
+def predicting_apart(tensors):
+    """As Qwen3.5 has it, with experts in one tensor, in a tensor each, and in another type."""
+    for name in ("experts.gate_up_proj", "experts.0.gate_proj.weight", "experts.0.up_proj.weight"):
+        tensors[f"mtp.layers.0.mlp.{name}"] = torch.randn(4, 6, 5)
+    tensors["mtp.fc.weight"] = torch.randn(64, 128).bfloat16()
+
+
 def hub_tower_names(tensors):
     for key in [key for key in tensors if key.startswith("vision_tower.")]:
         tensors[key.replace("vision_tower.", "vision_tower.vision_model.")] = tensors.pop(key)
@@ -247,6 +260,7 @@ OTHERS = {
     BUFFERS: lambda at, of: rewritten(of["llava"], at, with_buffers),
     "sharded": lambda at, of: sharded(of["qwen3_vl"], at),
     PREDICTION: lambda at, of: predicted(at),
+    PREDICTIONS[1]: lambda at, of: rewritten(of["qwen3_5_moe"], at, predicting_apart),
     "glm4v_moe fused": lambda at, of: fused(of["glm4v_moe"], at),
     "glm4v_moe bf16": lambda at, of: build_tiny_checkpoint("glm4v_moe", at, dtype=torch.bfloat16),
     "qwen3_vl_moe turned": lambda at, of: rewritten(of["qwen3_vl_moe"], at, turned),
@@ -297,11 +311,9 @@ def test_round_trip_of_experts_is_bit_equal(exports, sources, layout, kind):
     check_equal(exports[layout, kind], sources[kind])
 
 
-def test_multi_token_prediction_is_left_out_whatever_the_depth(exports, sources):
-    theirs = all_tensors(sources[PREDICTION])
-    kept = {key: value for key, value in theirs.items() if ".layers.3." not in key}
-    assert len(theirs) > len(kept) + 10
-    check_tensors_equal(all_tensors(exports["EP2", PREDICTION]), kept)
+@pytest.mark.parametrize("kind", PREDICTIONS)
+def test_multi_token_prediction_is_exported_as_the_source_has_it(exports, sources, kind):
+    check_equal(exports["EP2", kind], sources[kind])
 
 
 def test_the_selection_bias_stays_fp32_in_a_bf16_checkpoint(exports):
@@ -500,7 +512,7 @@ def reshape_key(tensors):
 
 
 def add_layer(tensors):
-    """After GLM's layer for multi-token prediction, which is left out."""
+    """After GLM's layer for multi-token prediction, which is not imported."""
     tensors[last_norm(tensors).replace("norm", "layers.5.input_layernorm")] = torch.zeros(64)
 
 

@@ -4,6 +4,7 @@ The run that was killed ends with the same rows of metrics.jsonl, the same batch
 one that nobody disturbed.
 """
 
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -105,6 +106,9 @@ def train(config: Path, run_dir: Path, killed_after: int | None = None) -> list[
 
     words = ("train", "--config", config, "--run_dir", run_dir)
     done = run_program(COMMAND, *words, until=is_logged if killed_after else None)
+    if killed_after and done.returncode == 0:  # on a busy machine, it had ended before the kill
+        shutil.rmtree(run_dir)
+        return train(config, run_dir, killed_after)
     assert done.returncode == (-9 if killed_after else 0), done.stdout + done.stderr
     return done.stdout.splitlines()
 

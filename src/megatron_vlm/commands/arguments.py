@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from megatron_vlm import recipes as recipe_table
 from megatron_vlm.checks.model_on_disk import is_run, run_problems
 from megatron_vlm.checks.paths import validate_model, validate_paths
 from megatron_vlm.commands.program import world_size
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
@@ -83,6 +84,17 @@ def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None
         config = _with_some_data(config)
     validate(config, nproc or world_size() or 1)
     validate_paths(config, needs_data, nproc or world_size())
+
+
+def prepare_cuda(parallel: ParallelConfig) -> None:
+    """Sets what CUDA and torch read when they are loaded, for this process and those that it starts; what
+    the user has set stays."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # micro batches differ in length: memory that one leaves is seldom what the next one asks for
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if max(parallel.tp, parallel.cp) > 1:
+        # a collective starts where it was called, before the products that hide it
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def check_run_folder(config: RunConfig) -> None:

@@ -59,7 +59,9 @@ def misfit(parallel: ParallelConfig, sizes: Mapping[str, Any]) -> str | None:
     if experts and tp > 1 and not parallel.sequence_parallel:
         return f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
     groups = {heads.groups for heads in sizes.get("layer_heads") or ()} or {sizes.get("num_query_groups")}
+    delta_heads = sizes.get("delta_heads")
     divisors = [
+        ("tp · cp", tp * parallel.cp, "key heads of gated delta nets", delta_heads and delta_heads.keys),
         ("tp", tp, "attention heads", sizes.get("num_attention_heads")),
         *[("tp", tp, "key/value heads", count) for count in groups],
         ("tp", tp, "feed-forward channels", sizes.get("ffn_hidden_size")),

@@ -50,6 +50,8 @@ def _relation_problems(config: RunConfig) -> Iterator[str]:
     steps = config.train.steps
     if steps is not None and not (optimizer.warmup_steps or 0) < steps:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
+    if optimizer.offload and not config.parallel.distributed_optimizer:
+        yield "optimizer.offload: needs parallel.distributed_optimizer; drop one of the two."
     if not optimizer.min_lr <= optimizer.lr:
         yield f"optimizer.min_lr: {optimizer.min_lr} is not between 0 and lr {optimizer.lr}."
 

@@ -17,23 +17,28 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
-from megatron_vlm.models.attention_sizes import heads_of
+from megatron_vlm.models.attention_sizes import RECURRENT, heads_of
 from megatron_vlm.models.language_model import LanguageModelConfig
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
-from megatron_vlm.models.layers.kernels import on_device
+from megatron_vlm.models.layers.delta_net import GatedDeltaNet
+from megatron_vlm.models.layers.delta_rule import convolved, run, step
+from megatron_vlm.parallel.transfer import on_device
 
 
 def bytes_per_row(config: LanguageModelConfig, tokens: int) -> int:
     """The bytes of all layers' caches for a row of so many tokens, on a rank of tensor parallelism."""
-    numbers = 0
+    numbers = states = 0
     for layer, window in enumerate(config.layer_windows or [None] * config.num_layers):
         heads = heads_of(config, layer)
-        groups = heads.groups // config.tensor_model_parallel_size
-        numbers += slots_of(window, tokens) * 2 * groups * heads.channels
-    return numbers * config.params_dtype.itemsize
+        numbers += slots_of(window, tokens) * 2 * heads.groups * heads.channels
+        if window == RECURRENT:
+            numbers += (config.delta_heads.taps - 1) * config.delta_heads.convolved
+            states += config.delta_heads.state
+    ranks = config.tensor_model_parallel_size
+    return (numbers * config.params_dtype.itemsize + states * torch.float32.itemsize) // ranks
 
 
 def slots_of(window: int | None, tokens: int) -> int:
@@ -41,11 +46,14 @@ def slots_of(window: int | None, tokens: int) -> int:
 
 
 class KeyValueCache:
-    """The keys and values (B, H, slots, K) of each layer for `tokens` places. Row i begins at `starts[i]`."""
+    """The keys and values (B, H, slots, K) of each layer for `tokens` places. Row i begins at `starts[i]`.
+
+    Of a gated delta net, what its convolution still sees (B, taps - 1, C) and its states (B, G, R, K, V).
+    """
 
     def __init__(self, starts: np.ndarray, tokens: int):
         self.starts, self.tokens = starts, tokens
-        self._held: dict[CoreAttention, tuple[Tensor, Tensor]] = {}
+        self._held: dict[CoreAttention | GatedDeltaNet, tuple[Tensor, Tensor]] = {}
 
     def of(self, layer: CoreAttention, key: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's, at first for keys like this (T, H, K)."""
@@ -55,11 +63,22 @@ class KeyValueCache:
             self._held[layer] = key.new_zeros(shape), key.new_zeros(shape)
         return self._held[layer]
 
+    def of_net(self, net: GatedDeltaNet, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The net's, at first for tokens to convolve like these (T, C)."""
+        if net not in self._held:
+            heads, rows, ranks = net.heads, len(self.starts), net.tp_group.size()
+            state = rows, heads.keys // ranks, net.ratio, heads.key_channels, heads.value_channels
+            wide = torch.promote_types(last.dtype, torch.float32)
+            tail = last.new_zeros(rows, heads.taps - 1, last.shape[1])
+            self._held[net] = tail, last.new_zeros(state, dtype=wide)
+        return self._held[net]
+
     def select(self, rows: np.ndarray) -> None:
         """Row i becomes a copy of what was row `rows[i]`."""
         self.starts = self.starts[rows]
         for layer, both in self._held.items():
-            self._held[layer] = tuple(held[torch.from_numpy(rows).to(held.device)] for held in both)
+            taken = on_device(rows, both[0].device)
+            self._held[layer] = tuple(held[taken] for held in both)
 
 
 class Prefill:
@@ -68,10 +87,10 @@ class Prefill:
     def __init__(
         self, cache: KeyValueCache, first: int, lengths: np.ndarray, windows: Iterable[int | None], device
     ):
-        self._cache = cache
+        self._cache, self._first, self._lengths, self._ends = cache, first, lengths, np.cumsum(lengths)
         self._places = {}  # by window: tokens of the stream, their rows and their slots
         ends = np.cumsum(lengths)
-        for window in set(windows):
+        for window in set(windows) - {RECURRENT}:
             slots = slots_of(window, cache.tokens)
             kept = np.minimum(lengths, slots)
             rows = np.repeat(np.arange(len(lengths)), kept)
@@ -88,6 +107,21 @@ class Prefill:
             held[rows, :, slots] = new.index_select(0, tokens)
         return layer.attend(query, key, value, plan)
 
+    def recur(self, net: GatedDeltaNet, mixed_TGX: Tensor, plan: AttentionPlan) -> Tensor:
+        """In place of `GatedDeltaNet.recur`."""
+        documents, last = plan.views[RECURRENT].whole, net.to_convolve(mixed_TGX)
+        tails, states = self._cache.of_net(net, last)
+        convolved_TC = convolved(last, net.conv1d.squeeze(1), documents.place)
+        inputs = *net.rule_inputs(convolved_TC, mixed_TGX), documents.number
+        outputs, _, ends = run(inputs, (self._ends - 1).tolist())
+        for row, (end, length, state) in enumerate(
+            zip(self._ends, self._lengths, ends, strict=True), self._first
+        ):
+            states[row] = state
+            kept = min(length, tails.shape[1])
+            tails[row, tails.shape[1] - kept :] = last[end - kept : end]
+        return outputs
+
 
 class DecodePlan:
     """The plan of a stream of one token for each row, at `place`, then padding."""
@@ -103,7 +137,9 @@ class DecodePlan:
         device: torch.device,
     ):
         self._cache, self._dtype, self._device = cache, dtype, device
-        self._views = {window: self._view(place, slots_of(window, cache.tokens)) for window in set(windows)}
+        self._views = {
+            window: self._view(place, slots_of(window, cache.tokens)) for window in set(windows) - {RECURRENT}
+        }
 
     def _view(self, place: int, slots: int) -> tuple[int, int, Tensor | None]:
         """The slot of the new token, how many are seen, and (B, 1, 1, seen) that hides what is no token."""
@@ -111,7 +147,7 @@ class DecodePlan:
         if place + 1 - seen >= starts.max():
             return place % slots, seen, None
         hidden = torch.from_numpy(place - (place - np.arange(seen)) % slots < starts[:, None])
-        hidden = hidden[:, None, None].to(self._device)
+        hidden = on_device(hidden[:, None, None], self._device)
         zeros = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return place % slots, seen, zeros.masked_fill_(hidden, -torch.inf)
 
@@ -132,3 +168,16 @@ class DecodePlan:
             scale=layer.scale,
         ).flatten(1, 2)
         return pad(context, (0, 0, 0, 0, 0, tokens - rows)) if rows < tokens else context
+
+    def recur(self, net: GatedDeltaNet, mixed_TGX: Tensor, _) -> Tensor:
+        """(T, G, R, V), in place of `GatedDeltaNet.recur`."""
+        rows, tokens = len(self._cache.starts), len(mixed_TGX)
+        mixed_BGX = mixed_TGX[:rows]
+        last = net.to_convolve(mixed_BGX)
+        tails, state = self._cache.of_net(net, last)
+        seen = torch.cat((tails, last[:, None]), dim=1)
+        tails.copy_(seen[:, 1:])
+        weight = net.conv1d.squeeze(1).to(state.dtype)
+        convolved_BC = silu((seen.to(state.dtype) * weight.t()).sum(1)).to(last.dtype)
+        outputs = step(state, *net.rule_inputs(convolved_BC, mixed_BGX))
+        return pad(outputs, (0, 0, 0, 0, 0, 0, 0, tokens - rows)) if rows < tokens else outputs

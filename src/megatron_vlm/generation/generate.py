@@ -62,7 +62,7 @@ class Answer:
         return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: list[torch.nn.Module],
     prompts: list[Prompt],

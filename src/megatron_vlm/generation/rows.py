@@ -17,6 +17,7 @@ from megatron_vlm.models.layers.routes import FREE_ROUTE, ROUTE_OF_PADDING
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel.setup import device
+from megatron_vlm.parallel.transfer import on_device
 
 NOTHING = np.empty(0, np.int64)
 
@@ -94,30 +95,31 @@ class AnswerRows:
         lengths = real_BS.sum(1)
         last_B = np.arange(len(lengths)) * real_BS.shape[1] + lengths - 1
         stream = layout.stream(0, length, self.windows, device(), last_B)
-        stream.plan.attend = Prefill(self.cache, first, lengths, self.windows, device())
+        prefill = Prefill(self.cache, first, lengths, self.windows, device())
+        stream.plan.attend, stream.plan.recur = prefill, prefill.recur
         return stream
 
     def spread(self) -> Tensor:
         """After all prompts: the cache gets a row for every answer. Returns the piece of each."""
         if len(self.piece_of_row) > len(self.pieces):
             self.cache.select(self.piece_of_row)
-        return torch.from_numpy(self.piece_of_row).to(device())
+        return on_device(self.piece_of_row, device())
 
     def token_stream(self, length: int) -> Stream:
         """The last token of each row that is held; its key goes into the cache."""
         rows, here = len(self.held), device()
 
-        def on_device(values_B: np.ndarray) -> Tensor:
-            return pad(torch.from_numpy(values_B), (0, length - rows)).to(here, non_blocking=True)[None]
+        def padded(values_B: np.ndarray) -> Tensor:
+            return on_device(np.pad(values_B, (0, length - rows)), here)[None]
 
         axes = self.request.prompts[0]["position_ids"].dim() - 1
-        position_ids = on_device(self.positions[self.held])
+        position_ids = padded(self.positions[self.held])
         order = torch.arange(length, device=here)
         # rows that are held come first; what follows is padding, which no expert and no logit is for
         place = self.longest + self.steps - 1
         dtype = self.model.config.params_dtype
         return Stream(
-            input_ids=on_device(self.taken[0, self.held, self.steps - 1].astype(np.int64)),
+            input_ids=padded(self.taken[0, self.held, self.steps - 1].astype(np.int64)),
             position_ids=position_ids.expand(3, 1, -1) if axes else position_ids,
             plan=DecodePlan(self.cache, place, self.windows, dtype, here),
             visual_inputs=None,

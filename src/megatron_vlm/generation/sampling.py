@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.parallel.transfer import on_device
+
 NUMBERS_AT_ONCE = 2**24  # of logits whose probabilities are held
 
 
@@ -55,7 +57,7 @@ class Sampling:
         sums_RV = p_RV.cumsum(-1)
         total_R1 = sums_RV[:, -1:]
         # below the total also when it is rounded
-        draw_R1 = draws_B[:, None].to(p_RV.device) * (1 - 1e-12) * total_R1
+        draw_R1 = on_device(draws_B[:, None], p_RV.device) * (1 - 1e-12) * total_R1
         token_R1 = torch.searchsorted(sums_RV, draw_R1, right=True)
         chosen_R1 = log_p_BV.gather(1, token_R1)
         return token_R1, chosen_R1 if self.top_p == 1 else chosen_R1 - total_R1.log()

@@ -1,4 +1,4 @@
-"""The heads of each layer's attention: most models have the same in all layers."""
+"""The heads of each layer: most models have the same in all layers, and attention in all."""
 
 from __future__ import annotations
 
@@ -20,3 +20,33 @@ def heads_of(sizes: Any, layer: int) -> Heads:
     if each := sizes.get("layer_heads"):
         return each[layer]
     return Heads(sizes["kv_channels"], sizes["num_query_groups"])
+
+
+RECURRENT = 0  # the window of a layer that attends to nothing: it has a gated delta net
+
+
+class DeltaHeads(NamedTuple):
+    """The heads of a model's gated delta nets."""
+
+    keys: int  # heads of keys, and of queries
+    values: int  # heads of values, as many for each of the keys'
+    key_channels: int
+    value_channels: int
+    taps: int  # tokens that the convolution sees
+
+    @property
+    def convolved(self) -> int:
+        """The channels of the convolution."""
+        return 2 * self.keys * self.key_channels + self.values * self.value_channels
+
+    @property
+    def state(self) -> int:
+        """The numbers of a layer's states."""
+        return self.values * self.key_channels * self.value_channels
+
+
+def is_recurrent(sizes: Any, layer: int) -> bool:
+    """Whether `layer` has a gated delta net in the place of attention."""
+    sizes = sizes if isinstance(sizes, dict) else vars(sizes)
+    windows = sizes.get("layer_windows")
+    return bool(windows) and windows[layer] == RECURRENT

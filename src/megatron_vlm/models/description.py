@@ -92,8 +92,8 @@ class Description(ABC):
     # --- what a family may say otherwise -----------------------------------------------------------------
 
     @property
-    def ignored_keys(self) -> dict[str, str]:
-        """Patterns of HF keys -> why they are not imported."""
+    def carried_keys(self) -> dict[str, str]:
+        """Patterns of HF keys -> why they are not imported. Exports have them as the source has."""
         return {}
 
     def tower_units(self, visual: GenericVisualInputs) -> int:
@@ -139,7 +139,7 @@ class Description(ABC):
             rules=self.rules,
             tied=self.tied,
             renames=self.renames,
-            ignored=self.ignored_keys,
+            carried=self.carried_keys,
             portable_config=self.portable_config,
             peft_experts=self.peft_experts,
         )

@@ -2,7 +2,8 @@
 
 Hidden states of other tokens are dropped first. The rest goes through the output layer in chunks, and each
 chunk's logits are reduced to a few numbers per token. The backward computes them again, except the
-last chunk's, which are kept: so the most that is ever held is one chunk.
+last chunk's, which are kept: so the most that is ever held is one chunk. What is between the products is one
+function in each direction, compiled on CUDA; it has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron_vlm.models.layers.fused import Fused, wide
 from megatron_vlm.models.stream import Stream
+from megatron_vlm.parallel.weight_gradients import gradient_of, sum_for, wgrad_gemm_accum_fp32
 
-CHUNK_BYTES = 2**28  # of the fp32 logits that are held at a time
+CHUNK_BYTES = 2**30  # of the fp32 logits at a time; each chunk reads and writes the gradient of the weight
 NEVER = -1e9  # a logit whose probability is zero; finite, as 0 * inf is not a number
 
 
@@ -116,78 +119,94 @@ class _LogProbabilities(torch.autograd.Function):
     def forward(ctx, hidden_ND, weight_VD, labels_N, vocabulary, scale, entropy: bool, softcap: float | None):
         group = parallel_state.get_tensor_model_parallel_group()
         first = group.rank() * len(weight_VD)
-        used = vocabulary - first
         held_N = (labels_N >= first) & (labels_N < first + len(weight_VD))
         column_N = torch.where(held_N, labels_N - first, 0)
-        parts, logits = [], None
+        ctx.settings = scale, softcap, vocabulary - first
+        numbers = hidden_ND.new_empty(2 + entropy, len(hidden_ND), dtype=wide(hidden_ND.dtype))
+        product = None
         for rows in _chunks(hidden_ND, weight_VD):
-            logits = None  # frees the chunk before
-            logits = _logits(hidden_ND[rows], weight_VD, scale, softcap, used)
-            numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[rows, None])[:, 0] * held_N[rows]]
-            if entropy:
-                log_p = logits.sub(numbers[0][:, None])
-                numbers.append(-(log_p.exp() * log_p).sum(-1))
-                del log_p
-            parts.append(torch.stack(numbers))
-        log_sums_QN, labels_QN, *entropies_QN = _gathered(torch.cat(parts, dim=1), group).unbind(1)
+            product = None  # frees the chunk before
+            product = hidden_ND[rows] @ weight_VD.t()
+            numbers[:, rows] = _reduced(product, column_N[rows], entropy, ctx.settings)
+        numbers[1] *= held_N
+        log_sums_QN, labels_QN, *entropies_QN = _gathered(numbers, group).unbind(1)
         log_sum_N = log_sums_QN.logsumexp(0)
         entropy_N = None
         if entropy:  # a distribution of parts: the mean entropy inside a part and that of which part it is
             log_share_QN = log_sums_QN - log_sum_N
             entropy_N = (log_share_QN.exp() * (entropies_QN[0] - log_share_QN)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
-        ctx.scale = scale
-        ctx.softcap = softcap
-        ctx.used = used
-        ctx.kept = logits
+        ctx.kept = product
         return labels_QN.sum(0) - log_sum_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_log_p_N, grad_entropy_N):
-        """d log p(label) / d logits = 1[label] - p;  d entropy / d logits = -p (log p + entropy);
-        d capped / d logits = 1 - (capped / softcap)²"""
         hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N = ctx.saved_tensors
-        grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), None
-        kept, ctx.kept = ctx.kept, None
+        of_tokens = [log_sum_N, grad_log_p_N, grad_log_p_N * held_N]
+        of_tokens_KN = torch.stack(of_tokens + ([] if entropy_N is None else [entropy_N, grad_entropy_N]))
+        grad_hidden_ND = torch.empty_like(hidden_ND)
+        total_VD = sum_for(weight_VD) if ctx.needs_input_grad[1] else None
+        product, ctx.kept = ctx.kept, None
         for rows in reversed(_chunks(hidden_ND, weight_VD)):
-            log_p = kept
-            if log_p is None:
-                log_p = _logits(hidden_ND[rows], weight_VD, ctx.scale, ctx.softcap, ctx.used)
-            slope = None
-            if ctx.softcap is not None:
-                slope = 1 - (log_p / (ctx.scale * ctx.softcap)).square_()
-            kept, log_p = None, log_p.sub_(log_sum_N[rows, None])
-            factor = -grad_log_p_N[rows, None]
-            if entropy_N is not None:
-                factor = factor - (log_p + entropy_N[rows, None]) * grad_entropy_N[rows, None]
-            grad = log_p.exp_().mul_(factor)
-            grad.scatter_add_(1, column_N[rows, None], (grad_log_p_N[rows] * held_N[rows])[:, None])
-            grad = (grad if slope is None else grad.mul_(slope)).mul_(ctx.scale).to(weight_VD.dtype)
+            if product is None:
+                product = hidden_ND[rows] @ weight_VD.t()
+            grad = _gradient(product, column_N[rows], of_tokens_KN[:, rows], ctx.settings)
+            product = None
             grad_hidden_ND[rows] = grad @ weight_VD
-            if ctx.needs_input_grad[1]:
-                part_VD = grad.t() @ hidden_ND[rows]
-                if grad_weight_VD is not None:
-                    wide = torch.promote_types(part_VD.dtype, torch.float32)
-                    part_VD = grad_weight_VD.to(wide).add_(part_VD)
-                grad_weight_VD = part_VD
-            del log_p, slope, factor, grad  # before the next chunk is made
-        if grad_weight_VD is not None:
-            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+            if total_VD is not None:
+                wgrad_gemm_accum_fp32(hidden_ND[rows], grad, total_VD)
+            del grad  # before the next chunk is made
+        grad_weight_VD = None if total_VD is None else gradient_of(weight_VD, total_VD)
         return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
-def _logits(hidden_ND: Tensor, weight_VD: Tensor, scale: float, softcap: float | None, used: int) -> Tensor:
-    """Rows of the weight after those that are `used` have a probability of zero."""
-    logits = capped(hidden_ND @ weight_VD.t(), softcap)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
-    if used < len(weight_VD):
+@Fused
+def _reduced(product_NV: Tensor, column_N: Tensor, entropy: bool, settings: tuple) -> Tensor:
+    """(2 or 3, n): the log of the sum of exponentials, the logit of a column, the entropy."""
+    logits = _logits(product_NV, settings)
+    numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[:, None])[:, 0]]
+    if entropy:
+        log_p = logits - numbers[0][:, None]
+        numbers.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.stack(numbers)
+
+
+@Fused
+def _gradient(product_NV: Tensor, column_N: Tensor, of_tokens_KN: Tensor, settings: tuple) -> Tensor:
+    """The gradient of the product (n, V), which is overwritten: d log p(label) / d logits = 1[label] - p;
+    d entropy / d logits = -p (log p + entropy); d capped / d logits = 1 - (capped / softcap)²"""
+    scale, softcap, _ = settings
+    log_sum_N1, grad_N1, grad_label_N1, *of_entropy = of_tokens_KN[..., None].unbind()
+    log_p = _logits(product_NV, settings)
+    slope = None if softcap is None else 1 - (log_p / (scale * softcap)).square_()
+    log_p, factor = log_p.sub_(log_sum_N1), -grad_N1
+    if of_entropy:
+        factor = factor - (log_p + of_entropy[0]) * of_entropy[1]
+    grad = log_p.exp_().mul_(factor)
+    if torch.compiler.is_compiling():  # a scatter would write the rest in fp32 and read it again
+        is_label = torch.arange(grad.shape[1], device=grad.device) == column_N[:, None]
+        grad = grad + torch.where(is_label, grad_label_N1, 0)
+    else:
+        grad.scatter_add_(1, column_N[:, None], grad_label_N1)
+    grad = grad if slope is None else grad.mul_(slope)
+    grad = grad if scale == 1 else grad.mul_(scale)
+    return grad.to(product_NV.dtype)
+
+
+def _logits(product_NV: Tensor, settings: tuple[float, float | None, int]) -> Tensor:
+    """The product itself where nothing changes it. Rows of the weight after those that are `used` have a
+    probability of zero."""
+    scale, softcap, used = settings
+    logits = capped(product_NV, softcap).to(wide(product_NV.dtype))
+    logits = logits if scale == 1 else logits * scale
+    if used < logits.shape[1]:
         logits[:, max(used, 0) :] = NEVER
     return logits
 
 
 def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> list[slice]:
     size = max(1, CHUNK_BYTES // (4 * len(weight_VD)))
-    return [slice(start, start + size) for start in range(0, max(1, len(hidden_ND)), size)]
+    return [slice(start, start + size) for start in range(0, len(hidden_ND), size)]
 
 
 def _gathered(local_3N: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import misfit
-from megatron_vlm.models.attention_sizes import Heads
+from megatron_vlm.models.attention_sizes import DeltaHeads, Heads, is_recurrent
 from megatron_vlm.models.layers import deepstack
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
+from megatron_vlm.models.layers.delta_net import GatedDeltaNet
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
@@ -44,7 +45,9 @@ class LanguageModelConfig(TransformerConfig):
     vocab_size: int = 0
     tie_embeddings: bool = False
     embedding_scale: float = 1.0  # text embeddings are multiplied by this; visual features are not
-    layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: whole document
+    # sliding window of each layer, None: whole document; RECURRENT: a gated delta net with `delta_heads`
+    layer_windows: tuple[int | None, ...] = ()
+    delta_heads: DeltaHeads | None = None
     layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all use the first
     most_positions: int | None = None  # the rotary rule is known for so many
     layer_heads: tuple[Heads, ...] = ()  # of each layer; empty: kv_channels and num_query_groups of all
@@ -121,7 +124,7 @@ def has_experts(megatron_config: LanguageModelConfig, layer: int) -> bool:
 def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
     """Transformer layer number `layer`: Megatron's parallel linears with our attention and norms."""
     qk_norm = RMSNorm if megatron_config.qk_layernorm else None
-    attention = ModuleSpec(
+    self_attention = ModuleSpec(
         module=RotarySelfAttention,
         params={"attn_mask_type": AttnMaskType.arbitrary},
         submodules=SelfAttentionSubmodules(
@@ -132,6 +135,8 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
+    if is_recurrent(megatron_config, layer):
+        self_attention = ModuleSpec(module=GatedDeltaNet)
     norm_then_add = ModuleSpec(NormThenAdd, params={"config": megatron_config})
     add = norm_then_add if megatron_config.norm_after_sublayer else deepstack.plain_add
     mlp_linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
@@ -140,7 +145,7 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
         module=deepstack.DeepstackLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention,
+            self_attention=self_attention,
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
             mlp=MoE if has_experts(megatron_config, layer) else dense_mlp,

@@ -62,8 +62,8 @@ def build_model(
     backends = kernel_checks.attention_backends(megatron_config, config.model, device)
     megatron_config.attention_backends = backends
     if device.type == "cuda":
-        kernel_checks.check_fused(megatron_config, device)
-        kernel_checks.check_weight_gradients(megatron_config, device)
+        kernel_checks.check_fused(megatron_config, device, config.model)
+        kernel_checks.check_weight_gradients(megatron_config, device, config.model)
     vpp = config.parallel.vpp
     chunks = []
     for stage in range(vpp):
@@ -80,7 +80,7 @@ def build_model(
         if adapter.r:
             add_adapters(chunk, targets, saved, dropout=adapter.lora_dropout, seed=config.train.seed)
         if device.type == "cuda" and chunk.pre_process:
-            kernel_checks.check_towers(chunk.vision, device, megatron_config.params_dtype)
+            kernel_checks.check_towers(chunk.vision, device, megatron_config.params_dtype, config.model)
     return chunks
 
 

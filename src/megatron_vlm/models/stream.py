@@ -19,6 +19,7 @@ from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, documen
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
 from megatron_vlm.models.layers.routes import FREE_ROUTE, ROUTE_OF_PADDING
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
+from megatron_vlm.parallel.transfer import on_device
 
 
 @dataclass
@@ -135,23 +136,23 @@ class StreamLayout:
             routes = self.batch["routes"].flatten(0, 1)[taken]
         routes[len(held) :] = ROUTE_OF_PADDING
 
-        def on_device(array: np.ndarray | Tensor) -> Tensor:
-            return torch.as_tensor(array).to(device, non_blocking=True)
+        def here(numbers: np.ndarray | Tensor) -> Tensor:
+            return on_device(numbers, device)
 
         return Stream(
-            input_ids=on_device(self.batch["input_ids"].flatten()[None, taken]),
-            position_ids=on_device(self.batch["position_ids"].flatten(-2)[..., None, taken]),
+            input_ids=here(self.batch["input_ids"].flatten()[None, taken]),
+            position_ids=here(self.batch["position_ids"].flatten(-2)[..., None, taken]),
             plan=plan,
             visual_inputs=self.batch["visual_inputs"],
             feature_ranks=self.placement.owner[placeholders],
             feature_rows=self.placement.row[placeholders],
-            output_rows=on_device(row_of[wanted[output_places]]),
-            labels=on_device(labels[wanted[output_places]] if len(labels) else labels),
-            weights=None if only_ones or not of_loss else on_device(weights[output_places]),
-            output_places=on_device(output_places),
+            output_rows=here(row_of[wanted[output_places]]),
+            labels=here(labels[wanted[output_places]] if len(labels) else labels),
+            weights=None if only_ones or not of_loss else here(weights[output_places]),
+            output_places=here(output_places),
             outputs=len(wanted),
             trained_weight=weights.sum(dtype=np.float64).item(),
-            routes=on_device(routes[None]),
+            routes=here(routes[None]),
         )
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.parallel.transfer import on_device
 
 
 def spread_over_ranks(
@@ -40,10 +40,10 @@ def spread_over_ranks(
     maker, row = _makers(shares, visual_tokens)
     sent = [row[ids[maker[ids] == rank]] for ids in wanted]
     received = np.bincount(maker[wanted[rank]], minlength=size).tolist()
-    flat = features.flatten(1).index_select(0, _indices(np.concatenate(sent), features.device))
+    flat = features.flatten(1).index_select(0, on_device(np.concatenate(sent), features.device))
     by_maker = all_to_all(group, flat, received, list(map(len, sent)))
     order = np.argsort(np.argsort(maker[wanted[rank]], kind="stable"))
-    mine = by_maker.index_select(0, _indices(order, features.device))
+    mine = by_maker.index_select(0, on_device(order, features.device))
     return mine.unflatten(1, features.shape[1:]).movedim(0, -2)
 
 
@@ -69,7 +69,3 @@ def _makers(shares: list[list[int]], sizes: list[int]) -> tuple[np.ndarray, np.n
         )
         maker[features], row[features] = rank, np.arange(len(features))
     return maker, row
-
-
-def _indices(indices: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(indices).to(device, non_blocking=True)

@@ -21,6 +21,7 @@ from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfi
 from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens, largest_token
 from megatron_vlm.models.vision_parallel import spread_over_ranks
+from megatron_vlm.parallel.transfer import on_device
 
 
 class VLMModel(MegatronModule):
@@ -52,7 +53,8 @@ class VLMModel(MegatronModule):
             if megatron_config.recompute_granularity == "full":
                 recompute_layers(self.vision)
             self.pixels = PixelNormalizer(processor)
-            self._blank_image = GenericVisualInputs(**description.blank_image(0))
+            with torch.device("cpu"):  # also while a model is built on meta
+                self._blank_image = GenericVisualInputs(**description.blank_image(0))
             self._visual_tokens = description.visual_tokens
             for param in self.vision.parameters():
                 # buffers such as rotary frequencies keep their dtype
@@ -92,8 +94,8 @@ class VLMModel(MegatronModule):
         elif self.training and self._trains_vision():
             # none of its features: their gradient is zero, also where that of the hidden states is infinite
             # of a blank image, so that a micro batch without images starts the same collectives
-            blank = self.vision(**self._blank_image.to(hidden_TD.device).as_model_kwargs())
-            hidden_TD = hidden_TD + blank.flatten()[:0].sum()
+            blank = self._blank_image.map_pixels(lambda pixels: on_device(pixels, hidden_TD.device))
+            hidden_TD = hidden_TD + self.vision(**blank.as_model_kwargs()).flatten()[:0].sum()
         embedded = torch.stack((hidden_TD, *extras_TD), dim=1)
         if self.adapters and torch.is_grad_enabled():
             # Megatron's recomputation and schedules begin a backward pass only where inputs have gradients
@@ -120,13 +122,13 @@ class VLMModel(MegatronModule):
         else:
             features = self._tower([visual])
             if len(mine) < placeholders:
-                features = features.index_select(-2, torch.from_numpy(mine).to(features.device))
+                features = features.index_select(-2, on_device(mine, features.device))
         if self.config.sequence_parallel:
             # each tensor-parallel rank has a part of the tower's gradients, of which Megatron takes the mean
             ranks = self.config.tensor_model_parallel_size
             if features.requires_grad:
                 features.register_hook(lambda gradient: gradient * ranks)
-        rows = torch.from_numpy(stream.feature_rows[mine] % held).to(features.device, non_blocking=True)
+        rows = on_device(stream.feature_rows[mine] % held, features.device)
         return features.to(self.config.params_dtype), rows
 
     def _wants(self, rank: int, stream: Stream, held: int) -> np.ndarray:
@@ -140,7 +142,7 @@ class VLMModel(MegatronModule):
     def _tower(self, items: list[GenericVisualInputs]) -> Tensor:
         """Features of what is on the host or the device; only this much of the pixels is on the device."""
         device = next(self.vision.parameters()).device
-        first, *others = (item.to(device) for item in items)
+        first, *others = (item.map_pixels(lambda pixels: on_device(pixels, device)) for item in items)
         visual = GenericVisualInputs.cat([first, *others]) if others else first  # one is not copied again
         return self.vision(**self.pixels(visual.as_model_kwargs(), self.config.params_dtype))
 

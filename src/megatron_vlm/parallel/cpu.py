@@ -149,6 +149,7 @@ def _redirect_tensor_methods() -> None:
     # tied embeddings, optimizer state; what has a shape alone stays so
     torch.Tensor.cuda = lambda self, *_, **__: self if self.is_meta else tensor_to(self, _device)
     torch.Tensor.type = type_  # the optimizers and clip_grads compare with "torch.cuda.FloatTensor"
+    torch.Tensor.pin_memory = lambda self, *_: self  # nothing is copied from it
 
 
 class _Stream:

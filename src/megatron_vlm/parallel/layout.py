@@ -14,7 +14,8 @@ def megatron_settings(parallel: ParallelConfig) -> dict[str, int | bool | None]:
     """The keyword arguments by which a Megatron `TransformerConfig` learns this layout.
 
     With interleaved stages the point-to-point messages are sent one by one: in a batch, two stages that
-    exchange activations and gradients with the same peer mix them up (wrong losses, no error).
+    exchange activations and gradients with the same peer mix them up (wrong losses, no error). With
+    `batch_p2p_sync` the host would wait for the device after each batch, as older versions of torch need.
     """
     interleaved = parallel.vpp > 1
     return {
@@ -27,6 +28,7 @@ def megatron_settings(parallel: ParallelConfig) -> dict[str, int | bool | None]:
         "sequence_parallel": parallel.sequence_parallel,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        "batch_p2p_sync": False,
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, pad
 
 ALIGNED = 8  # channels of a row in bf16, of which torch's grouped product on CUDA takes multiples alone
+MOST_NUMBERS = 2**31 - 1  # of an operand with rows: its kernels count in 32 bits
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -54,8 +55,30 @@ def _with_bias(module: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor 
 
 def grouped_product(rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor) -> Tensor:
     """(Z, O): rows times the weights of their expert. torch takes widths of 16 bytes alone: 8 channels in 16
-    bits; others are filled up with zeros, in a copy."""
+    bits; others are filled up with zeros, in a copy. More rows than it can count are multiplied in parts."""
     out, more_out, more_in = weights_XOI.shape[1], *(-width % ALIGNED for width in weights_XOI.shape[1:])
+    if not len(rows_ZI):
+        return rows_ZI @ weights_XOI[0].t()  # no row either, and zero as gradients
     if more_out or more_in:
         rows_ZI, weights_XOI = pad(rows_ZI, (0, more_in)), pad(weights_XOI, (0, more_in, 0, more_out))
-    return grouped_mm(rows_ZI, weights_XOI.mT, offs=ends_X)[:, :out]
+    most = MOST_NUMBERS // max(weights_XOI.shape[1:])
+    parts = []
+    for start, rows in zip(range(0, len(rows_ZI), most), rows_ZI.split(most), strict=True):
+        ends = ends_X if len(rows) == len(rows_ZI) else (ends_X - start).clamp(0, len(rows))
+        parts.append(grouped_mm(rows, ZeroWithoutRows.apply(weights_XOI, ends).mT, offs=ends)[:, :out])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class ZeroWithoutRows(torch.autograd.Function):
+    """Experts' weights. The gradient of one without rows is zero, whatever torch's product left in its place:
+    not every kernel for GPUs writes it (pytorch #172439)."""
+
+    @staticmethod
+    def forward(ctx, weights_XOI: Tensor, ends_X: Tensor) -> Tensor:
+        ctx.ends_X = ends_X
+        return weights_XOI.view_as(weights_XOI)
+
+    @staticmethod
+    def backward(ctx, gradient_XOI: Tensor):
+        empty_X = ctx.ends_X.diff(prepend=ctx.ends_X.new_zeros(1)) == 0
+        return gradient_XOI.masked_fill_(empty_X[:, None, None], 0), None

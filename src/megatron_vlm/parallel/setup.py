@@ -27,7 +27,7 @@ cpu.install()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 
-def init_distributed(parallel: ParallelConfig, seed: int) -> None:
+def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = False) -> None:
     """Join the processes that torchrun started, or be a single process without it, and lay them out.
 
     Sets up `torch.distributed`, `megatron.core.parallel_state`, all generators, the CUDA device and, on CPU,
@@ -35,12 +35,13 @@ def init_distributed(parallel: ParallelConfig, seed: int) -> None:
     another.
     """
     _check_layout(parallel, int(os.environ.get("WORLD_SIZE", 1)))
-    check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(local_gpu(torch.cuda.device_count()))
     else:
         torch.set_num_threads(cpu.threads())
+    if deterministic:
+        _repeat_exactly()
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=collective_timeout())
     else:
@@ -58,14 +59,23 @@ def reset_layout(parallel: ParallelConfig, seed: int) -> None:
     seed_all(seed)
 
 
+def _repeat_exactly() -> None:
+    """Lets torch use only algorithms that give the same bits in every run, also in FlashAttention's backward.
+
+    On CUDA torch then raises RuntimeError at an operation that has none. It has not run there yet.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it begins
+    torch.use_deterministic_algorithms(True)
+
+
 @contextmanager
 def pretended(parallel: ParallelConfig, processes: int, rank: int = 0) -> Iterator[None]:
     """Lays this process out as `rank` of many that do not exist: enough to build on the meta device, and to
     run there under `cpu.standing_in`."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 registers the backend
 
     _check_layout(parallel, processes)
-    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=processes)
+    dist.init_process_group("cpu:fake,meta:fake", store=dist.HashStore(), rank=rank, world_size=processes)
     _make_groups(parallel)
     try:
         yield
@@ -85,6 +95,21 @@ def collective_timeout() -> timedelta:
     """The timeout of collectives: longer than the watchdog waits, which knows better which rank hangs."""
     watched = watchdog.watch()
     return timedelta(seconds=max(1800, 2 * watched.hang_seconds if watched else 0))
+
+
+def local_gpu(gpus: int) -> int:
+    """The number of this process's GPU among those that it sees. torchrun shows a machine's GPUs to all its
+    processes, Slurm may show each its own alone. Raises ConfigError unless each process has one."""
+    if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0
+    check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), gpus)
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def use_device(device: torch.device) -> None:
+    """Makes this thread's current device the process's; each thread begins with the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def device() -> torch.device:

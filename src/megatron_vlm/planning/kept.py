@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.attention_sizes import heads_of
+from megatron_vlm.models.attention_sizes import DeltaHeads, heads_of, is_recurrent
 from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import DTYPES, LanguageModelConfig, has_experts
+from megatron_vlm.models.layers.delta_net import sizes_of_head
+from megatron_vlm.models.layers.delta_rule import CHUNK
 
 
 def saved_by_layer(
@@ -36,12 +38,17 @@ def saved_by_layer(
     saved = 2 * norm + (attention + feed_forward) * value * width
     if megatron_config.norm_after_sublayer:
         saved += 2 * norm
-    saved += (
-        value * (3 * queries + (1 + 2 * megatron_config.context_parallel_size) * keys)
-        + 4 * megatron_config.num_attention_heads / tp
-    )
-    if megatron_config.qk_layernorm:  # keys lie where values do
-        saved += value * queries + 4 * (queries + keys) / heads.channels
+    if is_recurrent(megatron_config, layer):
+        saved += _saved_by_delta_net(megatron_config.delta_heads, value) / tp
+    else:
+        saved += (
+            value * (3 * queries + (1 + 2 * megatron_config.context_parallel_size) * keys)
+            + 4 * megatron_config.num_attention_heads / tp
+        )
+        if megatron_config.qk_layernorm:  # keys lie where values do
+            saved += value * queries + 4 * (queries + keys) / heads.channels
+        if megatron_config.attention_output_gate:  # the gate, its sigmoid, and the context times it
+            saved += 3 * value * queries
     experts = has_experts(megatron_config, layer)
     inner = megatron_config.ffn_hidden_size
     if experts:
@@ -56,18 +63,22 @@ def saved_by_layer(
     return saved + megatron_config.moe_router_topk * routed / cut
 
 
+def _saved_by_delta_net(heads: DeltaHeads, value: int) -> float:
+    """The rows of the first linear; what is convolved, before and after; the outputs of the rule, before and
+    after their gate; decay and strength, with what they are made from; and a state for each chunk."""
+    rows = heads.keys * sum(sizes_of_head(heads))
+    outputs = heads.values * heads.value_channels
+    numbers = rows + 2 * heads.convolved + 2 * outputs + 2 * heads.values
+    return value * numbers + 3 * 4 * heads.values + 4 * heads.state / CHUNK
+
+
 def saved_by_output_layer(
     config: RunConfig, megatron_config: LanguageModelConfig, tokens: float, trained: bool
 ) -> float:
-    """Bytes of `models.head`: a chunk of logits and its softmax, hidden states and their gradient, and the
-    weight's gradient, of which a chunk's part is added to the sum in fp32."""
+    """Bytes of `models.head`: hidden states and their gradient; a chunk of logits and its softmax, or after
+    these, what stands for the weight's gradient, which lies in Megatron's buffer."""
     value = DTYPES[config.model.dtype].itemsize
     vocabulary = megatron_config.vocab_size / config.parallel.tp
     logits = 4 * tokens * (1 - config.data.visual_share) * vocabulary  # images are not trained
-    weight = vocabulary * megatron_config.hidden_size
-    several = logits > CHUNK_BYTES
-    return (
-        2 * min(CHUNK_BYTES, logits)
-        + 2 * tokens * value * megatron_config.hidden_size
-        + trained * weight * (2 * value + 4 if several else value)
-    )
+    width = value * megatron_config.hidden_size
+    return 2 * tokens * width + max(2 * min(CHUNK_BYTES, logits), trained * vocabulary * width)

@@ -43,6 +43,8 @@ def _changes(config: RunConfig) -> Iterator[str]:
     yield from (f"parallel.tp={tp}" for tp in (2, 4, 8) if tp > parallel.tp)
     yield from (f"parallel.pp={parallel.pp * more}" for more in (2, 4))
     yield f"parallel.ep={parallel.ep * 2}"
+    if parallel.distributed_optimizer and not config.optimizer.offload:
+        yield "optimizer.offload=true"
     yield f"data.seq_length={config.data.seq_length // 2}"
 
 
@@ -78,6 +80,7 @@ def describe(plan: MemoryPlan) -> str:
         "",
         "Parameters are exact; GB (10^9 bytes) of memory an estimate, for each rank of the stage, with "
         f"{RESERVE / 1e9:.1f} in reserve.",
+        _on_the_host(plan),
         *["Weights include the copy of the trained ones that preferences are compared with."]
         * costs.reference_passes(config),
         f"Operations for each token: {_flops(plan.language_model_flops)} in the language model, "
@@ -92,6 +95,15 @@ def describe(plan: MemoryPlan) -> str:
             "larger train.global_batch_size or vpp lowers."
         ]
     return "\n".join(lines)
+
+
+def _on_the_host(plan: MemoryPlan) -> str:
+    host = plan.stages[plan.fullest_host].host
+    parts = ", ".join(f"{size / 1e9:.1f} for {what}" for what, size in host.items())
+    return (
+        f"A rank of stage {plan.fullest_host} needs the most of its host, {sum(host.values()) / 1e9:.1f} GB "
+        f"besides programs and data workers: {parts}."
+    )
 
 
 def _table(plan: MemoryPlan) -> list[str]:
@@ -133,7 +145,10 @@ def advice(plan: MemoryPlan, capacity: float) -> Iterator[str]:
         for change, other in ways:
             yield f"  {change}: {other.memory / 1e9:.0f} GB on {_gpus(other)}"
         if not ways:
-            yield "  No change of recomputation, tp, pp, ep or seq_length, alone or with another, is enough."
+            yield (
+                "  No change of recomputation, tp, pp, ep, offload or seq_length, alone or with another, is "
+                "enough."
+            )
 
 
 # --- rehearsals and the search for a layout, a line as soon as it is known --------------------------------

@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.models.adapters.files import settled
-from megatron_vlm.models.attention_sizes import heads_of
+from megatron_vlm.models.attention_sizes import heads_of, is_recurrent
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import (
     DTYPES,
@@ -39,14 +39,10 @@ from megatron_vlm.planning.adapters import (
     adapter_sizes,
     saved_sizes,
 )
+from megatron_vlm.planning.host_memory import Parameters, host_memory, share
 from megatron_vlm.planning.kept import saved_by_layer, saved_by_output_layer
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
-
-
-# Numbers of one rank: "dense" and "experts", apart as other ranks hold the experts' optimizer state, and
-# "trained_dense" and "trained_experts" of them
-Parameters = Counter[str]
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,7 @@ class Stage:
     optimizer: float
     activations: float
     flops: float
+    host: dict[str, float]  # bytes of the host's memory, by what they are for
 
     @property
     def memory(self) -> float:
@@ -82,6 +79,11 @@ class MemoryPlan:
     def fullest(self) -> int:
         """The stage whose ranks need the most memory."""
         return max(range(len(self.stages)), key=lambda i: self.stages[i].memory)
+
+    @property
+    def fullest_host(self) -> int:
+        """The stage whose ranks need the most memory of their hosts."""
+        return max(range(len(self.stages)), key=lambda i: sum(self.stages[i].host.values()))
 
     @property
     def memory(self) -> float:
@@ -173,8 +175,8 @@ class _Pieces:
             for kind, i in examples.items()
         }
         width = megatron_config.hidden_size
-        words = megatron_config.padded_vocabulary // megatron_config.tensor_model_parallel_size * width
-        self._words = Counter(dense=words, trained_dense=words * trained)
+        embedding = megatron_config.padded_vocabulary // megatron_config.tensor_model_parallel_size * width
+        self._vocabulary = Counter(dense=embedding, trained_dense=embedding * trained)
         self._norm = Counter(dense=width, trained_dense=width * trained)
         self._adapters = adapter_sizes(config, description)
         self._saved = saved_sizes(config, description)
@@ -184,7 +186,8 @@ class _Pieces:
 
     def _kind(self, layer: int) -> tuple:
         """Layers of one kind have equally many parameters."""
-        return has_experts(self._config, layer), heads_of(self._config, layer)
+        recurrent = is_recurrent(self._config, layer)
+        return has_experts(self._config, layer), heads_of(self._config, layer), recurrent
 
     def _adapters_of(self, layer: int | None) -> Parameters:
         """Adapters, and that what is trained whole beside them, which is counted elsewhere, is trained."""
@@ -197,12 +200,12 @@ class _Pieces:
         """The parameters of the stage that holds these layers."""
         pieces = [self._layers[self._kind(i)] + self._adapters_of(i) for i in chain.from_iterable(layers)]
         if first:
-            pieces += [self._words, self.vision, self._adapters_of(FIRST)]
+            pieces += [self._vocabulary, self.vision, self._adapters_of(FIRST)]
         if last:
             pieces += [self._norm, self._adapters_of(LAST)]
         one_chunk = first and last and len(layers) == 1
         if last and not (one_chunk and self._config.tie_embeddings):
-            pieces.append(self._words)
+            pieces.append(self._vocabulary)
         return sum(pieces, Counter())
 
     def saved(self, megatron_config: LanguageModelConfig, layer: int, value: int) -> float:
@@ -248,11 +251,8 @@ def _stage(
         for count in [layout.get_num_layers_to_build(vp_stage=v, pp_rank=number)]
     )
     parameters = pieces.stage(layers, first, last)
-    value, state = (2, 12) if config.model.dtype == "bf16" else (4, 8)  # bytes of a weight, of its Adam state
-    dense_ranks = expert_ranks = 1
-    if parallel.distributed_optimizer:
-        dense_ranks = gpus // (parallel.tp * parallel.pp)
-        expert_ranks = gpus // (parallel.pp * parallel.ep)
+    value = DTYPES[config.model.dtype].itemsize
+    gradient = 4 if config.optimizer.reduce_in_fp32 else value
     tokens = config.train.micro_batch_size * config.data.seq_length
     images = config.train.micro_batch_size * costs.images_per_tower(config, image)
     lm_passes = costs.language_model_passes(config)
@@ -264,18 +264,22 @@ def _stage(
         activations = max(activations, 4 * pieces.vision["trained_dense"])
     flops = lm_passes * layers_flops + last * costs.output_passes(config) * costs.output_flops(architecture)
     total = parameters["dense"] + parameters["experts"]
-    trained_dense = parameters["trained_dense"]
-    trained_experts = parameters["trained_experts"]
-    trained = trained_dense + trained_experts
+    trained = parameters["trained_dense"] + parameters["trained_experts"]
+    updated = share(parameters, "trained_", parallel, gpus) if parallel.distributed_optimizer else trained
+    if gradient < 4:  # Adam takes them in fp32, when activations are gone
+        activations = max(activations, 4 * updated)
+    state = updated * (12 if value == 2 else 8)
     return Stage(
         layers=layers,
         parameters=total,
         weights=value * (total + costs.reference_passes(config) * trained),
-        gradients=4 * trained,
-        optimizer=state * (trained_dense / dense_ranks + trained_experts / expert_ranks),
+        gradients=gradient * trained,
+        optimizer=0 if config.optimizer.offload else state,
         activations=activations,
         flops=flops * tokens / (parallel.tp * parallel.cp)
         + first * costs.vision_passes(config, image) * images * image.flops,
+        host=host_memory(config, parameters, image, gpus, first)
+        | ({"what Adam keeps": state} if config.optimizer.offload else {}),
     )
 
 

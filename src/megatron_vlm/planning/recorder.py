@@ -1,15 +1,17 @@
 """Records what a rank's device would do and hold while code runs on `meta`, on shapes without numbers.
 
 The host is real: index lists, grids and plans are computed. A device that is asked for numbers has none, so
-each read is counted, with its place, and answered by what `Recorder._answer` says.
+each read is counted, with its place, and answered by what `Recorder._answer` says. So is each copy to the
+device that the host would wait for, and each `synchronize`. What CUDA refuses raises here, too: an operation
+on tensors of the host and of the device.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,8 +21,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
-from torch.nn.attention import varlen  # noqa: F401 registers its operations
-from torch.optim import adam
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -29,6 +29,10 @@ from megatron_vlm.planning.tensor_memory import TensorMemory
 
 META = torch.device("meta")
 aten = torch.ops.aten
+# among tensors of a GPU, these take index lists from the host, and copy them
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+# frames that are not the place of what they do
+INSIDE = ("/torch/", "/planning/", "/parallel/cpu.py", "/parallel/transfer.py")
 
 
 class DeviceWork(NamedTuple):
@@ -49,10 +53,10 @@ class Collective(NamedTuple):
 
 
 class Seen(Counter):
-    """How often each DeviceWork, Collective and place of a host read was seen."""
+    """How often each DeviceWork, Collective and place where the host waits was seen."""
 
     def of(self, kind: type) -> dict[Any, int]:
-        """The counts of one kind: DeviceWork, Collective, or str for the places of host reads."""
+        """The counts of one kind: DeviceWork, Collective, or str for the places where the host waits."""
         return {what: count for what, count in self.items() if isinstance(what, kind)}
 
 
@@ -69,16 +73,28 @@ class Recorder(TensorMemory):
         # an operation on these shapes -> its work, and the shapes that it makes: many layers do the same
         self._known: dict[tuple, tuple[DeviceWork | None, Any]] = {}
         self._sent = WeakTensorKeyDictionary()  # small tensors that came from the host -> their numbers
+        self._pinned: set[int] = set()  # storages of the host
         self._labels = dict(_labels())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._exchange(func, args, kwargs)
-        on_device = _on_device((args, kwargs))
+        if torch.is_inference_mode_enabled():  # what is made of other operations comes whole
+            with self:
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        on_device = [t for t in tensors if t.is_meta]
         if on_device and (func is aten._local_scalar_dense.default or _is_copy_to_host(func, kwargs)):
-            self.seen[_place()] += 1
+            self.wait()
             return self._answer(args[0], scalar=func is aten._local_scalar_dense.default)
+        if on_device and func is aten.copy_.default and not args[0].is_meta:
+            self.wait()
+            return args[0].copy_(self._answer(args[1], scalar=False))
+        if len(on_device) < len(tensors):
+            self._check(func, args, kwargs, tensors)
         if not on_device:
             return self._from_host(func, args, kwargs)
         key = (func, _shape(args), _shape(tuple(kwargs.items()))) if _is_plain(func) else None
@@ -95,6 +111,41 @@ class Recorder(TensorMemory):
         if work is not None:
             self.seen[work] += 1
         return out
+
+    def wait(self) -> None:
+        """Counts that the host waits for the device here."""
+        self.seen[_place()] += 1
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy of a host tensor that counts as one in pinned memory."""
+        pinned = tensor.clone()
+        storage = pinned.untyped_storage()
+        self._pinned.add(storage._cdata)
+        weakref.finalize(storage, self._pinned.discard, storage._cdata)
+        return pinned
+
+    def _check(self, func, args, kwargs, tensors: list[Tensor]) -> None:
+        """Counts a copy to the device that the host waits for. Raises RuntimeError for what CUDA refuses."""
+        lists = [tensor for tensor in tensors if tensor.dim() and not tensor.is_meta]
+        mixed = bool(lists) and any(tensor.is_meta for tensor in tensors)
+        if func is aten._to_copy.default and kwargs.get("device") == META:
+            waits = not (kwargs.get("non_blocking") and self._is_ready(args[0], kwargs.get("dtype")))
+        elif func is aten.copy_.default and args[0].is_meta:
+            waits = not (any(args[2:]) and self._is_ready(args[1], args[0].dtype))
+        else:
+            waits = mixed and func in INDEXING
+            if mixed and not waits:
+                raise RuntimeError(
+                    f"{_place()}: {func} takes tensors of the device and one of the host, "
+                    f"{tuple(lists[0].shape)}; a GPU would refuse it."
+                )
+        if waits:
+            self.wait()
+
+    def _is_ready(self, tensor: Tensor, dtype: torch.dtype | None) -> bool:
+        """Whether a copy as this dtype needs nothing of the host."""
+        same = dtype in (None, tensor.dtype) and tensor.is_contiguous()
+        return same and tensor.untyped_storage()._cdata in self._pinned
 
     def _from_host(self, func, args, kwargs):
         """Runs an operation that makes a tensor, perhaps out of one of the host."""
@@ -117,6 +168,8 @@ class Recorder(TensorMemory):
             return DeviceWork("attention", ATTENTION[packet](self, given), nbytes)
         if packet is aten._grouped_mm:
             return DeviceWork("matmul", 2.0 * args[0].numel() * args[1].shape[-1], nbytes)
+        if packet is aten.addmm_:
+            packet = aten.addmm
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             return DeviceWork("matmul", float(flops), nbytes)
@@ -138,7 +191,7 @@ class Recorder(TensorMemory):
         experts sends where, or receives: an even split. All else, such as a loss or a norm, is one."""
         if scalar:
             return torch.ones((), dtype=tensor.dtype, device="cpu").item()
-        if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+        if tensor.dtype.is_floating_point or tensor.dtype == torch.bool or not tensor.dim():
             return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         share, more = divmod(self._routed, tensor.shape[-1])
         split = torch.full(tensor.shape, share, dtype=tensor.dtype, device="cpu")
@@ -194,11 +247,12 @@ def _is_copy_to_host(func, kwargs: dict) -> bool:
 
 
 def _place() -> str:
-    """The file and line that is at work, outside of torch and of this folder."""
-    frame = sys._getframe(2)
-    while "/torch/" in frame.f_code.co_filename or "/planning/" in frame.f_code.co_filename:
+    """The file, line and function that is at work, outside of torch and of this folder."""
+    frame = sys._getframe(1)
+    while any(part in frame.f_code.co_filename for part in INSIDE):
         frame = frame.f_back
-    return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}"
+    code = frame.f_code
+    return f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_qualname}"
 
 
 def _labels() -> Iterator[tuple[str, str]]:
@@ -225,10 +279,10 @@ def _labels() -> Iterator[tuple[str, str]]:
 # torch's own formulas count all pairs of a batch; a segment has few of them.
 
 
-def _varlen(recorder: Recorder, given: dict[str, Any]) -> float:
-    queries = np.diff(recorder.numbers(given["cu_seq_q"]))
-    keys = np.diff(recorder.numbers(given["cu_seq_k"]))
-    left, right = given["window_size"]
+def _segments(recorder: Recorder, given: dict[str, Any]) -> float:
+    queries = np.diff(recorder.numbers(given["cum_seq_q"]))
+    keys = np.diff(recorder.numbers(given["cum_seq_k"]))
+    left, right = given["window_size_left"], given["window_size_right"]
     pairs = sum(_pairs(n, m, left, right) for n, m in zip(queries.tolist(), keys.tolist(), strict=True))
     return 4.0 * given["query"].shape[1] * given["query"].shape[2] * pairs
 
@@ -257,40 +311,6 @@ def _backward(forward: Callable[[Recorder, dict], float]) -> Callable[[Recorder,
 ATTENTION: dict[Any, Callable[[Recorder, dict], float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _scaled_dot_product,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward(_scaled_dot_product),
-    torch.ops.torch_attn._varlen_attn: _varlen,
-    torch.ops.torch_attn._varlen_attn_backward: _backward(_varlen),
+    aten._flash_attention_forward: _segments,
+    aten._flash_attention_backward: _backward(_segments),
 }
-
-
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Inside, four functions of torch that know no `meta` do as on a GPU: attention is one kernel and does
-    not store all scores; dropout is one and stores a byte for each number; a tensor made from numbers of the
-    device reads each; Adam may be fused."""
-    functional = torch.nn.functional
-    tensor = torch.tensor
-    check = adam._device_dtype_check_for_fused
-    attention = functional.scaled_dot_product_attention
-    dropout = functional.dropout
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu
-
-    def one_kernel(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
-        return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-
-    def numbers(data: Any) -> Any:
-        if isinstance(data, list):
-            return [numbers(one) for one in data]
-        return data.item() if isinstance(data, Tensor) and data.is_meta else data
-
-    def dropped(x, p=0.5, training=True, inplace=False):
-        return torch.native_dropout(x, p, training)[0] if training and p else x
-
-    functional.scaled_dot_product_attention, functional.dropout = one_kernel, dropped
-    torch.tensor = lambda data, **kwargs: tensor(numbers(data), **kwargs)
-    adam._device_dtype_check_for_fused = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention, functional.dropout = attention, dropout
-        torch.tensor = tensor
-        adam._device_dtype_check_for_fused = check

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,11 @@ from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.work import costs
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import cpu, setup
-from megatron_vlm.planning.recorder import META, Collective, DeviceWork, Recorder, Seen, shapes_only
+from megatron_vlm.planning.recorder import META, Collective, DeviceWork, Recorder, Seen
+from megatron_vlm.planning.shapes_only import shapes_only
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.losses.tokens import Reports, StepLoss
+from megatron_vlm.training.offloaded_adam import offloaded_bytes
 from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.step import train_step
 
@@ -47,6 +50,7 @@ class Rehearsal:
     weights: int
     gradients: int
     optimizer: int
+    offloaded: int  # what Adam keeps in the host's memory, which the others do not count
     peak: int
     micro_batches: int  # of a step
     micro_batch: Seen
@@ -86,22 +90,10 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
     tokens in images of `data.max_pixels`, the others trained. Tokens go evenly to all experts. Attention is
     what `auto` means on a GPU. As many micro batches are run as it takes until a pipeline holds the most.
 
-    Raises ConfigError or ValueError if the layout does not divide GPUs or model. Not for a process that sees
-    CUDA: there Megatron would use it.
+    Raises as `on_shapes` does.
     """
-    validate(config, gpus)
-    if not 0 <= rank < gpus:
-        raise ConfigError(f"rehearsal: rank {rank} is not one of {gpus} GPUs; give one from 0 to {gpus - 1}.")
-    if torch.cuda.is_available():
-        raise ValueError("rehearsal: this process sees a GPU; start it with CUDA_VISIBLE_DEVICES= (empty).")
-    config = _as_on_a_gpu(config)
-    with (
-        setup.pretended(config.parallel, gpus, rank),
-        cpu.standing_in(META),
-        shapes_only(),
-        Recorder(_routed(config, description.architecture)) as recorder,
-    ):
-        setup.seed_all(config.train.seed)
+    config = as_on_a_gpu(config)
+    with on_shapes(config, description, gpus, rank) as recorder:
         with META:
             chunks = build_model(config, description, META)
         model = data_parallel(chunks, config)
@@ -110,12 +102,13 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
         weights = _nbytes(p for chunk in chunks for p in chunk.parameters())
         gradients = _gradients(model)
         gc.collect()
+        offloaded = offloaded_bytes(optimizer)
         before_losses = recorder.alive
         step_loss = objective_of(config).step_loss(config, model)
         reference = recorder.alive - before_losses
         count = derived(config, gpus)["micro_batches_per_step"]
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        batches = [example_batch(config, description, META)] * _enough(config, count, stage)
+        batches = [example_batch(config, description)] * _enough(config, count, stage)
         micro_batch = Seen()
         once = Seen()
         recorder.seen, recorder.peak = micro_batch, recorder.alive
@@ -130,19 +123,43 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
         stage=stage,
         weights=weights + reference,
         gradients=gradients,
-        optimizer=before_losses - weights - gradients,
-        peak=recorder.peak,
+        optimizer=before_losses - weights - gradients - offloaded,
+        offloaded=offloaded,
+        peak=recorder.peak - offloaded,
         micro_batches=count,
         micro_batch=Seen({what: number / len(batches) for what, number in micro_batch.items()}),
         once=once,
     )
 
 
-def _as_on_a_gpu(config: RunConfig) -> RunConfig:
+@contextmanager
+def on_shapes(config: RunConfig, description: Description, gpus: int, rank: int) -> Iterator[Recorder]:
+    """Inside, this process is `rank` among `gpus` processes, whose device is `meta`.
+
+    Raises ConfigError or ValueError if the layout does not divide GPUs or model. Not for a process that sees
+    CUDA: there Megatron would use it.
+    """
+    validate(config, gpus)
+    if not 0 <= rank < gpus:
+        raise ConfigError(f"rehearsal: rank {rank} is not one of {gpus} GPUs; give one from 0 to {gpus - 1}.")
+    if torch.cuda.is_available():
+        raise ValueError("rehearsal: this process sees a GPU; start it with CUDA_VISIBLE_DEVICES= (empty).")
+    with (
+        setup.pretended(config.parallel, gpus, rank),
+        cpu.standing_in(META),
+        Recorder(_routed(config, description.architecture)) as recorder,
+        shapes_only(recorder),
+    ):
+        setup.seed_all(config.train.seed)
+        yield recorder
+
+
+def as_on_a_gpu(config: RunConfig) -> RunConfig:
+    """A copy with what `auto` means on a GPU."""
     config = deepcopy(config)
     config.model.load_weights = True  # so that nothing is drawn at random
-    if config.model.attention == "auto":
-        config.model.attention = "varlen" if config.model.dtype == "bf16" else "dense"
+    if config.model.attention in ("auto", "cudnn"):  # both kernels hold the same
+        config.model.attention = "flash" if config.model.dtype == "bf16" else "dense"
     return config
 
 
@@ -183,27 +200,21 @@ def _gradients(model: list[torch.nn.Module]) -> int:
 # --- a micro batch ---------------------------------------------------------------------------------------
 
 
-def example_batch(config: RunConfig, description: Description, device: torch.device) -> Batch:
-    """Full rows of one document each, with images, as `rehearse` says; pixels on `device` and ready."""
+def example_batch(config: RunConfig, description: Description) -> Batch:
+    """Full rows of one document each, with images, as `rehearse` says; pixels in pinned memory, and ready."""
     rows = config.train.micro_batch_size
     length = config.data.seq_length
-    images, counts = _images(config, description)
-    image_token = description.hf_config.image_token_id
-    ids_T = torch.full((length,), _text_token(description.hf_config), dtype=torch.int64)
-    start = 1
-    for count in counts:  # one after the other, a token of text between them
-        ids_T[start : start + count] = image_token
-        start += count + 1
+    ids_T, images = example_row(config, description)
     positions = description.position_ids(ids_T, GenericVisualInputs.cat(images))
-    labels_T = torch.where(ids_T == image_token, IGNORE_INDEX, ids_T)
+    labels_T = torch.where(ids_T == description.hf_config.image_token_id, IGNORE_INDEX, ids_T)
     documents = objective_of(config).documents
     documents_T = (torch.arange(length) // (length // documents)).clamp(max=documents - 1).int() + 1
     labels_T[:-1][documents_T.diff() > 0] = IGNORE_INDEX  # no document is trained to predict the next
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     visual = GenericVisualInputs.cat(images * rows) if first else None
-    dtype = DTYPES[config.model.dtype]
     if visual is not None:
-        visual = visual.map(lambda t: t.to(dtype) if t.is_floating_point() else t).to(device)
+        dtype = DTYPES[config.model.dtype]
+        visual = visual.map_pixels(lambda pixels: pixels.to(dtype).pin_memory())
     return {
         "input_ids": ids_T.repeat(rows, 1),
         "labels": labels_T.repeat(rows, 1),
@@ -214,6 +225,19 @@ def example_batch(config: RunConfig, description: Description, device: torch.dev
         "__key__": [[] for _ in range(rows)],
         "__restore_key__": None,
     }
+
+
+def example_row(
+    config: RunConfig, description: Description
+) -> tuple[torch.Tensor, list[GenericVisualInputs]]:
+    """The tokens of a full row, and its images."""
+    images, counts = _images(config, description)
+    ids_T = torch.full((config.data.seq_length,), _text_token(description.hf_config), dtype=torch.int64)
+    start = 1
+    for count in counts:  # one after the other, a token of text between them
+        ids_T[start : start + count] = description.hf_config.image_token_id
+        start += count + 1
+    return ids_T, images
 
 
 def _text_token(hf_config: Any) -> int:

@@ -30,6 +30,7 @@ class Gpu:
     attention_share: float = 0.5
     memory_share: float = 0.8
     link_share: float = 0.8
+    host: float = 50e9  # bytes a second to the host's memory, and from it
     launch: float = 3e-6  # seconds that the smallest operation takes
     latency: float = 20e-6  # seconds that the smallest collective takes
 
@@ -79,7 +80,8 @@ def _once(one: Rehearsal, gpu: Gpu) -> float:
     calls = one.once.of(Collective).items()
     reduction = Seen({call: n for call, n in calls if call.group == "dp" and "reduce" in call.kind})
     hidden = min(exchanging_time(reduction, gpu), computing_time(one.micro_batch, gpu) * 2 / 3)
-    return computing_time(one.once, gpu) + exchanging_time(one.once, gpu) - hidden
+    offloaded = 2 * one.offloaded / gpu.host
+    return computing_time(one.once, gpu) + exchanging_time(one.once, gpu) + offloaded - hidden
 
 
 def computing_time(seen: Seen, gpu: Gpu) -> float:

@@ -19,6 +19,7 @@ class RecipeArgs(TypedDict, total=False):
     load_weights: Annotated[bool, "model.load_weights"]
     dtype: Annotated[str, "model.dtype"]
     freeze: Annotated[list[str], "model.freeze"]
+    fallbacks: Annotated[list[str], "model.fallbacks"]
     recompute: Annotated[str, "model.recompute"]
     tp: Annotated[int, "parallel.tp"]
     pp: Annotated[int, "parallel.pp"]

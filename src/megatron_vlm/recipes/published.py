@@ -49,6 +49,7 @@ OF_FAMILY: dict[str, RecipeArgs] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe"), {"max_pixels": 1280 * 28**2}),
     "glm4v": {"max_pixels": 1280 * 28**2, "tp": 2, "pp": 2},  # its attention has two key/value heads
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), {"max_pixels": 1280 * 32**2}),
+    "gemma4": {"fallbacks": ["attention"]},  # no kernel has heads of 512 channels
     "llava_onevision": {"seq_length": 8192},
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -83,11 +84,13 @@ def means(
     """
     sums: dict[str, np.ndarray] = {}
     wrong: list[int] = []
+    logged = [pair.double() for report in reports for pair in report.values()]
+    pairs = iter(torch.stack(logged).cpu().numpy() if logged else ())  # one wait for all
     for row, report in zip(rows, reports, strict=False):  # only the last stage has reports
-        for name, pair in report.items():
-            sums[name] = sums.get(name, 0) + np.array(pair.tolist())
-        if "loss" in report and not math.isfinite(report["loss"][0]):
-            wrong += [document.number for document in row.documents]
+        for name, pair in zip(report, pairs, strict=False):
+            sums[name] = sums.get(name, 0) + pair
+            if name == "loss" and not math.isfinite(pair[0]):
+                wrong += [document.number for document in row.documents]
     if wrong:
         text = f"the loss of samples {wrong} is not finite; look at their fields, or step with a lower lr."
         failed = [*failed, ValueError(text)]

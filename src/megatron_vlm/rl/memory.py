@@ -18,6 +18,7 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.training.optimizer import parts
 
 MODEL, OPTIMIZER, GRADS = KINDS = ("model", "optimizer", "grads")
+SMALLEST, LARGEST = 2**20, 2**28  # bytes of a part of pinned memory
 
 
 class Memory:
@@ -25,8 +26,8 @@ class Memory:
 
     def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer):
         self._chunks, self._optimizer = chunks, optimizer
-        # of each kind that is away: storage, its size, its bytes on the host; None: all are zero
-        self._away: dict[str, list[tuple[UntypedStorage, int, Tensor | None]]] = {}
+        # of each kind that is away: storage, its size, its bytes on the host in pieces; None: all are zero
+        self._away: dict[str, list[tuple[UntypedStorage, int, list[Tensor] | None]]] = {}
 
     def offload(self, kind: str) -> None:
         """Copies all of a kind to the host and releases its memory. Gradients that are zero are not kept."""
@@ -37,8 +38,11 @@ class Memory:
             size, here = storage.nbytes(), _bytes(storage)
             host = None
             if kind != GRADS or here.any():
-                host = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-                host.copy_(here)
+                pins = storage.device.type == "cuda"
+                host = [
+                    torch.empty(len(part), dtype=torch.uint8, pin_memory=pins).copy_(part)
+                    for part in here.split(pieces(size))
+                ]
             storage.resize_(0)
             moved.append((storage, size, host))
         if setup.device().type == "cuda":
@@ -48,7 +52,11 @@ class Memory:
         """Brings a kind back as it was, to the bit."""
         for storage, size, host in self._away.pop(kind, ()):
             storage.resize_(size)
-            _bytes(storage).zero_() if host is None else _bytes(storage).copy_(host)
+            if host is None:
+                _bytes(storage).zero_()
+                continue
+            for part, kept in zip(_bytes(storage).split(pieces(size)), host, strict=True):
+                part.copy_(kept, non_blocking=True)
 
     def need(self, what: str, *kinds: str) -> None:
         """Raises ValueError if one of these is away."""
@@ -82,6 +90,16 @@ class Memory:
                 if tensor.device.type == setup.device().type and storage.resizable():
                     owned.setdefault(storage._cdata, (owner, storage))
         return [storage for owner, storage in owned.values() if owner == kind]
+
+
+def pieces(size: int) -> list[int]:
+    """The sizes of parts of so many bytes that waste little where they are pinned: torch rounds each up to a
+    power of two. So they are such powers, the largest first, and a rest of less than SMALLEST."""
+    sizes: list[int] = []
+    while size >= SMALLEST:
+        sizes.append(min(LARGEST, 1 << size.bit_length() - 1))
+        size -= sizes[-1]
+    return [*sizes, size] if size else sizes
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

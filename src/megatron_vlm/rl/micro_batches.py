@@ -18,6 +18,7 @@ from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.positions import Kinds
 from megatron_vlm.parallel import setup
+from megatron_vlm.parallel.transfer import on_device
 from megatron_vlm.rl.containers import VISUAL_FIELDS, TensorBatch
 
 
@@ -116,12 +117,12 @@ class MicroBatch:
     def fields(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """name -> (N,) over the scored tokens of the row; `sample` is the number of each one's sample."""
         fields = {
-            name: torch.cat([document.field(name) for document in self.documents]).to(device)
+            name: on_device(torch.cat([document.field(name) for document in self.documents]), device)
             for name in names
         }
         counts = torch.tensor([int(document.scored.sum()) for document in self.documents])
         numbers = torch.tensor([document.number for document in self.documents])
-        return fields | {"sample": numbers.repeat_interleave(counts).to(device)}
+        return fields | {"sample": on_device(numbers.repeat_interleave(counts), device)}
 
 
 def documents_of(samples: Sequence[Mapping[str, Any]] | TensorBatch, needs: DataNeeds) -> list[Document]:
@@ -218,8 +219,9 @@ def by_sample(reports: list[dict[str, Tensor]], documents: list[Document], kinds
         dist.broadcast(scores, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     placed: list[Tensor] = [torch.empty(0)] * len(documents)
     for each, of_document in zip(documents, scores.split(counts, dim=1), strict=True):
-        placed[each.number] = scores.new_zeros(kinds, len(each.input_ids) - 1)
-        placed[each.number][:, each.scored[1:].to(scores.device)] = of_document
+        places = on_device(each.scored[1:].nonzero().flatten(), scores.device)
+        zeros = scores.new_zeros(kinds, len(each.input_ids) - 1)
+        placed[each.number] = zeros.index_copy_(1, places, of_document)
     return placed
 
 

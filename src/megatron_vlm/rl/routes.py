@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.models.layers.routes import FREE_ROUTE
+from megatron_vlm.parallel.transfer import on_device
 from megatron_vlm.rl.micro_batches import Document, MicroBatch
 
 FIELD = "routes"
@@ -106,7 +107,7 @@ def of_samples(chosen: Chosen, rows: list[MicroBatch], chunks: list[nn.Module]) 
         for layer, of_rows in chosen.items():
             experts = of_rows[number]
             mine = tokens[rank * len(experts) :][: len(experts)] if cut else tokens
-            routes_TLJ[torch.from_numpy(mine).to(device), layer - 1] = experts[: len(mine)].int()
+            routes_TLJ[on_device(mine, device), layer - 1] = experts[: len(mine)].int()
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(routes_TLJ, op=dist.ReduceOp.MAX, group=group)

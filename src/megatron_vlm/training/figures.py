@@ -19,6 +19,7 @@ from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.models.work.step_work import StepWork, Work
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
+from megatron_vlm.parallel.transfer import on_device
 
 # Operations per second in bf16 on tensor cores without sparsity, from NVIDIA's data sheets. The first line of
 # which a device's name has all words counts.
@@ -85,8 +86,7 @@ class StepFigures:
         """The numbers to add over all ranks, fp64 on the device."""
         memory = [0.0] * dist.get_world_size()  # added, it has that of each rank
         memory[dist.get_rank()] = _peak_memory()
-        numbers = torch.tensor([*self._done, *memory], dtype=torch.float64)
-        numbers = numbers.to(setup.device(), non_blocking=True)
+        numbers = on_device(np.array([*self._done, *memory], np.float64), setup.device())
         experts = self._expert_tokens.flatten().double()
         self._expert_tokens.zero_()
         return torch.cat((numbers, experts, self._by_source.sums()))
@@ -146,7 +146,7 @@ class BySource:
                 counted = ((tokens, weights), (tokens, None), (samples, None))
                 self._others += [np.bincount(of, by, minlength=number) for of, by in counted]
             for report in losses[index : index + 1]:
-                of_loss = torch.from_numpy(tokens).to(device, non_blocking=True)[report["places"]]
+                of_loss = on_device(tokens, device)[report["places"]]
                 self._losses += ((of_loss == each) * report["losses"].double()).sum(1)
 
     def sources_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -163,8 +163,9 @@ class BySource:
 
     def sums(self) -> Tensor:
         """The sums to add over all ranks, fp64 on the device; counting then begins at 0 again."""
-        others = torch.from_numpy(self._others.ravel()).to(self._losses.device, non_blocking=True)
-        sums = torch.cat((self._logs.ravel(), self._losses, others))
+        sums = torch.cat(
+            (self._logs.ravel(), self._losses, on_device(self._others.ravel(), self._losses.device))
+        )
         self._clear()
         return sums
 

@@ -27,7 +27,7 @@ from megatron_vlm.parallel import setup
 def data_parallel(
     chunks: list[VLMModel], config: RunConfig, one_backward: bool = True
 ) -> list[DistributedDataParallel]:
-    """The chunks with Megatron's fp32 gradient buffers, which `finalize_gradients` reduces once per step.
+    """The chunks with Megatron's gradient buffers, which `finalize_gradients` reduces once per step.
 
     With `one_backward` a schedule runs once per step, and the reduction of a bucket starts as soon as the
     backward pass of its last micro batch has filled it. Without, schedules only add to the buffers, any
@@ -35,7 +35,7 @@ def data_parallel(
     """
     megatron_config = chunks[0].config
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=config.optimizer.reduce_in_fp32,
         overlap_grad_reduce=one_backward,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
     )

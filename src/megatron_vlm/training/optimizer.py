@@ -15,6 +15,8 @@ from torch.nn import Parameter
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.training.gradients import clip_on_device
+from megatron_vlm.training.offloaded_adam import offload
+from megatron_vlm.training.sharded_optimizer import ShardedOptimizer
 
 LONGEST_WARMUP = 50  # steps, if the configuration leaves it open
 NO_END = 2**40  # steps
@@ -55,8 +57,10 @@ def build_optimizer(
     # Megatron's for dense weights is empty if experts alone are trained, and cannot be saved
     optimizer.chained_optimizers = [part for part in parts(optimizer) if not part.is_stub_optimizer]
     for part in parts(optimizer):
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
-            part.__class__ = _TorchAdamDistributedOptimizer  # Megatron has no option for the class
+        if isinstance(part, DistributedOptimizer):
+            part.__class__ = ShardedOptimizer  # Megatron has no option for the class
+            if config.optimizer.offload:
+                offload(part)
     fuse(optimizer)
     clip_on_device()
     return optimizer, _scheduler(optimizer, config, warmup, steps)
@@ -163,24 +167,3 @@ class Schedule(OptimizerParamScheduler):
 
     def get_lr(self, param_group: dict) -> float:
         return super().get_lr(param_group) * param_group["lr_mult"]
-
-
-class _TorchAdamDistributedOptimizer(DistributedOptimizer):
-    """Megatron's distributed optimizer with what its checkpoints lack for torch's own Adam (0.19).
-
-    torch keeps one `step` tensor per parameter; Megatron saves one number for all.
-    """
-
-    def state_dict(self):
-        """Megatron's state, also on a rank whose share has no parameter, where Megatron finds no step.
-
-        The step of such a rank is never saved, because rank 0 always has parameters.
-        """
-        if self.optimizer.state:
-            return super().state_dict()
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        return {"optimizer": {"param_groups": [{**group, "step": 0.0} for group in groups]}}
-
-    def _set_main_param_and_optimizer_states(self, model_param, tensors):
-        """Adds the `step` that Megatron looks for among the tensors; None means it comes from elsewhere."""
-        super()._set_main_param_and_optimizer_states(model_param, {"step": None, **tensors})

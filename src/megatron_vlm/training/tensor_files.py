@@ -21,8 +21,14 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,7 +42,6 @@ from megatron_vlm.training.optimizer import fuse, parts, torch_adams
 
 _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # by parameter, so that TP and PP may change
-    "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
 
@@ -54,10 +59,7 @@ def write_tensors(path: Path, state: dict[str, Any], needed: int) -> None:
     """Collective. Raises OSError if they cannot be written; its text has `needed`, the bytes of all ranks."""
     # Megatron starts a manager process for a queue even if it writes in this process; that costs seconds.
     filesystem_async._results_queue = queue.Queue()
-    strategy = FullyParallelSaveStrategyWrapper(
-        TorchDistSaveShardedStrategy(),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), _replicas())
     try:
         with naming(path):
             dist_checkpointing.save(state, str(path), strategy)
@@ -70,6 +72,11 @@ def write_tensors(path: Path, state: dict[str, Any], needed: int) -> None:
             f"{readable_size(needed)}; {readable_size(free)} were left. The last complete checkpoint stays; "
             "make room (a quota and `ulimit -f` count, too) and start again."
         ) from error
+
+
+def _replicas() -> dist.ProcessGroup:
+    """The ranks that hold the same weights, of which each writes and reads a share."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def bytes_to_write(state: Any) -> int:
@@ -90,7 +97,11 @@ def read_tensors(path: Path, model_chunks: list, optimizer) -> None:
     wanted = sharded_state(model_chunks, optimizer, loading=True)
     try:
         with _weights_only():
-            loaded = dist_checkpointing.load(wanted, str(path))
+            loaded = dist_checkpointing.load(
+                wanted,
+                str(path),
+                FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas()),
+            )
     except (CheckpointException, CheckpointingException, EOFError, ValueError) as error:
         raise ConfigError(
             f"checkpoint: {printable(path)} does not fit this model and configuration ({_reasons(error)}). "

@@ -12,20 +12,21 @@ def truncated(
     text: EncodedText,
     visual: GenericVisualInputs | None,
     length: int,
-    images: int,
-    videos: int,
+    image_count: int,
+    video_count: int,
     image_token: int | None = None,
 ) -> tuple[EncodedText, GenericVisualInputs | None]:
-    """Text and visual inputs cut to the first `length` tokens, `images` and `videos` (see `cut`)."""
+    """Text and visual inputs of the first `length` tokens, which have this many images and videos whole."""
     kept_text = EncodedText(
-        text.input_ids[:length], text.weights[:length], text.images[:images], text.videos[:videos]
+        text.input_ids[:length], text.weights[:length], text.images[:image_count], text.videos[:video_count]
     )
     if visual is None or visual.pixel_values_videos is None:  # frames are among the images, in text order
         spans = sorted([*text.images, *text.videos])
         counts = [int((text.input_ids[slice(*span)] == image_token).sum()) for span in spans]
-        return kept_text, first_images(visual, images + videos, counts)
+        return kept_text, first_images(visual, image_count + video_count, counts)
     items = visual.items()
-    return kept_text, GenericVisualInputs.cat([*items[:images], *items[len(text.images) :][:videos]])
+    videos = items[len(text.images) :]
+    return kept_text, GenericVisualInputs.cat([*items[:image_count], *videos[:video_count]])
 
 
 def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, int]:

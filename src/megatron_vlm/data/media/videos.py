@@ -1,7 +1,8 @@
 """A video, as a file or as a list of encoded frames → the frames that the model sees and when each was shown.
 
 Which frames are chosen depends on the times at which frames are shown. These times come from the file's
-packets, which are read but not decoded; so `plan_video` knows what `decode_video` will return.
+packets, which are read but not decoded; so `plan_video` knows what `decode_video` will return. PyAV is
+imported where a file is opened: models, which know plans alone, do without it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import av
 import numpy as np
 import torch
-from av.video.reformatter import VideoReformatter
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
@@ -35,6 +34,7 @@ MIN_SIDE = 4  # processors would take 3 rows or columns for colours
 # A file that ends this long before the time in its header was cut.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.05
 SAME_TIME = 1e-6  # seconds; times of containers are rounded
+MICROSECONDS = 1_000_000  # of a second: FFmpeg's unit for the times of a container
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,8 @@ class _File:
     """A video file. Reads all packets for their times, and decodes the first frame for its size."""
 
     def __init__(self, data: bytes):
+        from av.video.reformatter import VideoReformatter
+
         self._data = data
         # PyAV's own reformatter keeps threads, and a forked worker would wait for them without end
         self._reformatter = VideoReformatter()
@@ -212,7 +214,7 @@ class _File:
             self._in_order = container.format.name == "avi"
             self._keyframes: list[int] = []
             self.size, stamps, end = self._read(container, stream)
-            stated = (container.duration or 0) / av.time_base
+            stated = (container.duration or 0) / MICROSECONDS
         if end < stated - max(MISSING_SECONDS, MISSING_SHARE * stated):
             raise BadSample("video_truncated", f"ends after {end:.1f} of {stated:.1f} seconds")
         if not stamps or self.size is None:
@@ -249,7 +251,7 @@ class _File:
                 if packet.is_keyframe:
                     self._keyframes.append(stamp)
         self._keyframes.sort()
-        return size, stamps, end - (container.start_time or 0) / av.time_base
+        return size, stamps, end - (container.start_time or 0) / MICROSECONDS
 
     def _pictures_by_seeking(self, stamps: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         places = {stamp: place for place, stamp in enumerate(stamps)}
@@ -288,6 +290,8 @@ class _File:
 @contextmanager
 def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     """Container and video stream; turns what FFmpeg raises on damaged files into BadSample."""
+    import av
+
     try:
         with av.open(io.BytesIO(data), options={"format_whitelist": FORMATS}) as container:
             # with a known codec and clock, and not the cover picture of a piece of music

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -21,7 +22,6 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -73,9 +73,9 @@ class Lora(nn.Module):
         axis = self.axes[name]
         if axis is None:
             return shards[0]
-        blocks = self.target.rule.operation.blocks
-        parts = [shard.unflatten(axis, (blocks, -1)) for shard in shards]
-        return torch.cat(parts, dim=axis + 1).flatten(axis, axis + 1)
+        operation, whole = self.target.rule.operation, self.whole[name]
+        parts = [operation.in_blocks(shard, whole, len(shards)) for shard in shards]
+        return torch.cat([part for block in zip(*parts, strict=True) for part in block], dim=axis)
 
     def part(self, name: str, values: Any) -> Tensor:
         """This rank's part of parameter `name`, read from peft's whole one."""
@@ -89,8 +89,11 @@ class Lora(nn.Module):
         if axis is None:
             return make_sharded_tensor_for_checkpoint(tensor, key)
         one = make_tp_sharded_tensor_for_checkpoint(tensor, key, tp_axis=axis)
-        two_blocks = self.target.rule.operation.blocks == 2
-        return apply_swiglu_sharded_factory(one, ()) if two_blocks else one
+        blocks = self.target.rule.operation.blocks(self.whole[name][axis])
+        sizes = [block // self.group.size() for block in blocks]
+        if len(sizes) == 1:
+            return one
+        return _split_tensor_factory(one, sizes, [str(number) for number in range(len(sizes))], axis)
 
 
 def initial_A(target: Target, seed: int, base: Tensor) -> Tensor:
@@ -116,18 +119,19 @@ class Adapted:
         """`loras` are by the place of their linear in `target.rule`."""
         operation = target.rule.operation
         self.weight = module.weight
-        rows = [view.flatten() for view in operation.views(torch.arange(len(self.weight), device="cpu"))]
+        numbers = torch.arange(len(self.weight), device="cpu")
+        rows = [torch.cat([view.flatten() for view in views]) for views in operation.views(numbers)]
         self.parts = [loras.get(place) for place in range(len(rows))]
         self.heights = list(map(len, rows))
         self.order = torch.cat(rows).argsort().to(self.weight.device) if len(rows) > 1 else None
         self.axis = operation.axis
-        self.sequence_parallel = operation.axis is not None and module.sequence_parallel
+        self.sequence_parallel = getattr(module, "sequence_parallel", False)
         self.dropout = dropout
         self.dora = target.dora
         self._squares: Tensor | None = None  # (out,) norms of the weight's rows, squared: they never change
         for lora in self.loras:
             for name, cut in lora.axes.items():
-                if self.axis is None:  # replicas of the tower see different images
+                if self.axis is None and target.weight.startswith("vision."):  # replicas see other images
                     getattr(lora, name).average_gradients_across_tp_domain = True
                 elif cut is None:  # what is whole has its gradient from this rank's tokens
                     getattr(lora, name).sequence_parallel = self.sequence_parallel

@@ -20,6 +20,7 @@ from megatron_vlm.models.family_parts import gemma, gemma4_layers, keys, llama, 
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.models.positions import IMAGE, VIDEO
 from megatron_vlm.models.weights.rules import Cut, GroupedQKV, Rule, Whole
+from megatron_vlm.parallel.transfer import on_device
 
 FULL = "full_attention"
 
@@ -106,12 +107,12 @@ class Gemma4Vision(nn.Module):
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         shapes_N = [(rows, columns) for _, rows, columns in image_grid_thw.tolist()]
         device = pixel_values.device
-        positions_P2 = torch.cat([_positions(rows, columns) for rows, columns in shapes_N])
-        positions_P2 = positions_P2.to(device, non_blocking=True)
+        positions = [_positions(rows, columns) for rows, columns in shapes_N]
+        positions_P2 = on_device(torch.cat(positions), device)
         padding_1P = torch.zeros(1, len(positions_P2), dtype=torch.bool, device=device)
         hidden_1PE = self.vision_tower.patch_embedder(pixel_values[None], positions_P2[None], padding_1P)
         hidden_PE = self._encoded(hidden_1PE, positions_P2[None], image_grid_thw.prod(-1))
-        order_P = towers.merge_order(shapes_N, self.pooled).to(device, non_blocking=True)
+        order_P = on_device(towers.merge_order(shapes_N, self.pooled), device)
         squares = hidden_PE.index_select(0, order_P).unflatten(0, (-1, self.pooled**2))
         pooled_ME = squares.float().mean(1).to(hidden_PE.dtype).float() * hidden_PE.shape[-1] ** 0.5
         if self.vision_tower.config.standardize:

@@ -8,10 +8,6 @@ from megatron_vlm.models.family_parts import glm4v, keys, llama, moe_rules
 from megatron_vlm.models.weights.rules import Rule, Whole
 
 
-def _chosen(count: Any, text: Any) -> bool:
-    return 1 <= count <= text.n_routed_experts
-
-
 def _groups(count: Any, text: Any) -> bool:
     """Whether Megatron and Transformers choose the same groups of experts. Megatron ranks a group by its best
     topk / topk_group experts, Transformers by its best two."""
@@ -33,7 +29,7 @@ SECTIONS = glm4v.sections(
             ),  # Megatron: 1
             "norm_topk_prob": keys.only(True),
             "n_shared_experts": keys.Values("at least 1", lambda count, text: count >= 1),
-            "num_experts_per_tok": keys.Values("1 to n_routed_experts", _chosen),
+            "num_experts_per_tok": moe_rules.chosen("n_routed_experts"),
             "n_group": keys.Values("topk_group, or any if num_experts_per_tok is twice that", _groups),
         },
         rope=glm4v.MROPE.keys(),
@@ -79,7 +75,7 @@ class Glm4vMoe(glm4v.GlmFamily):
         ]
 
     @property
-    def ignored_keys(self) -> dict[str, str]:
+    def carried_keys(self) -> dict[str, str]:
         after_the_last = f"{self.hf_model}layers.{self.text.num_hidden_layers}."
         return {after_the_last + "**": "multi-token prediction, which Transformers leaves out too"}
 

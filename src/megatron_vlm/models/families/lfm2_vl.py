@@ -15,6 +15,7 @@ from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProject
 
 from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
+from megatron_vlm.parallel.transfer import on_device
 from megatron_vlm.supported import SUPPORTED
 
 SECTIONS = keys.sections(
@@ -53,7 +54,7 @@ class Siglip2Vision(nn.Module):
         project = self.vision_tower.embeddings.patch_embedding
         hidden_PE = project(pixel_values.to(project.weight.dtype)) + self._positions(shapes_N)
         hidden_PE = self.vision_tower.post_layernorm(self._encoded(hidden_PE, image_grid_thw.prod(-1)))
-        order_P = towers.merge_order(shapes_N, self.factor).to(hidden_PE.device, non_blocking=True)
+        order_P = on_device(towers.merge_order(shapes_N, self.factor), hidden_PE.device)
         # one image of factor x factor patches for each feature
         merged = hidden_PE.index_select(0, order_P).unflatten(0, (-1, self.factor, self.factor))
         return self.multi_modal_projector(merged).flatten(0, 2)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from megatron_vlm.models.families import qwen2_5_vl
-from megatron_vlm.models.family_parts import patch_towers
+from megatron_vlm.models.family_parts import patch_towers, towers
 
 
 class Qwen2VL(qwen2_5_vl.Qwen25VL):
@@ -19,6 +19,7 @@ class Qwen2VL(qwen2_5_vl.Qwen25VL):
 
     def tower(self) -> PreTrainedModel:
         """Transformers' module, of which `AutoModel` does not know."""
-        return Qwen2VisionTransformerPretrainedModel._from_config(
+        tower = Qwen2VisionTransformerPretrainedModel._from_config(
             deepcopy(self.vision), attn_implementation="sdpa"
         )
+        return towers.with_patches_by_linears(tower)

@@ -14,7 +14,7 @@ from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.language_model import LanguageModelConfig, has_experts
 from megatron_vlm.models.language_model import layer_spec as our_layer_spec
 from megatron_vlm.models.layers.attention import RotarySelfAttention
-from megatron_vlm.models.layers.fused import Norm, norm
+from megatron_vlm.models.layers.fused import norm
 from megatron_vlm.models.layers.moe import MoE, Router
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.parallel.linears import ColumnParallelLinear
@@ -42,9 +42,7 @@ class PlainNorm(nn.Module):
         self.register_buffer("ones", torch.ones(width, dtype=config.params_dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return Norm.apply(x, self.ones, self.eps, False, True)
-        return norm(x, self.ones, self.eps, False, True)[0]
+        return norm(x, self.ones, self.eps, False, True)
 
 
 class QueryKeyLinear(ColumnParallelLinear):
@@ -101,6 +99,10 @@ class ScaledRouter(Router):
         scaled = self.norm(hidden_SBD) * self.scale * self.config.hidden_size**-0.5
         weights_TX, experts_TJ = super().forward(scaled, routes_SBLJ)
         return weights_TX * self.per_expert_scale, experts_TJ
+
+    def gating(self, hidden_SBD: Tensor) -> Tensor:
+        """Logits in fp32, of which Megatron gives weights in fp32, as Transformers' are here."""
+        return super().gating(hidden_SBD).float()
 
 
 class DenseAndExperts(MoE):

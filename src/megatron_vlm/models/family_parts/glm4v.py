@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, patch_towers
 from megatron_vlm.models.positions import IMAGE, VIDEO
+from megatron_vlm.parallel.transfer import on_device
 
 MROPE = patch_towers.MRope(sections=(8, 12, 12), part_of_head=True)
 
@@ -30,7 +31,7 @@ class Glm4vVision(patch_towers.GridVision):
 
     def __init__(self, visual: PreTrainedModel):
         super().__init__(visual, deepstack=0)
-        self.visual.embeddings.register_forward_pre_hook(_lengths_to_device)
+        self.visual.embeddings.register_forward_pre_hook(_sizes_to_device)
 
     def forward(self, *, video_grid_thw: Tensor | None = None, **visual: Tensor) -> Tensor:
         if video_grid_thw is not None:
@@ -39,10 +40,12 @@ class Glm4vVision(patch_towers.GridVision):
         return super().forward(video_grid_thw=video_grid_thw, **visual)
 
 
-def _lengths_to_device(module: nn.Module, arguments: tuple) -> tuple:
-    """Moves images' lengths to the device: the position embeddings read them there, attention on the CPU."""
-    hidden_states, lengths, *others = arguments
-    return hidden_states, lengths.to(hidden_states.device, non_blocking=True), *others
+def _sizes_to_device(module: nn.Module, arguments: tuple) -> tuple:
+    """Moves images' lengths and grids to the device: the position embeddings read them there, the rest of the
+    tower on the host."""
+    hidden_states, lengths, grids_N3, *others = arguments
+    lengths, grids_N3 = (on_device(sizes, hidden_states.device) for sizes in (lengths, grids_N3))
+    return hidden_states, lengths, grids_N3, *others
 
 
 class GlmFamily(patch_towers.PatchFamily):

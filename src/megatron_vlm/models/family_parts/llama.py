@@ -25,7 +25,8 @@ def architecture(text: Any, tied: bool, activation: str = "hidden_act") -> dict:
     return {
         "num_layers": text.num_hidden_layers,
         "hidden_size": text.hidden_size,
-        "ffn_hidden_size": text.intermediate_size,
+        # a model without a dense layer has none
+        "ffn_hidden_size": getattr(text, "intermediate_size", None) or text.moe_intermediate_size,
         "num_attention_heads": text.num_attention_heads,
         "num_query_groups": text.num_key_value_heads,
         "kv_channels": head_dim(text),
@@ -95,7 +96,10 @@ class LlamaFamily(Description):
         """Rules for attention and the norm before it, in every layer."""
         architecture = self.architecture
         operation = GroupedQKV(
-            architecture["num_attention_heads"], architecture["num_query_groups"], architecture["kv_channels"]
+            architecture["num_attention_heads"],
+            architecture["num_query_groups"],
+            architecture["kv_channels"],
+            gates=architecture.get("attention_output_gate", False),
         )
         ours, theirs = "self_attention.linear_", "self_attn."
         norms = {"input_layernorm": "input_layernorm"}

@@ -12,6 +12,11 @@ TEXT = keys.any_of("output_router_logits", "router_aux_loss_coef")
 TEXT |= {"moe_intermediate_size": keys.SIZE}
 
 
+def chosen(experts: str) -> keys.Values:
+    """How many experts a token takes; `experts` is the key of their number."""
+    return keys.Values(f"1 to {experts}", lambda count, text: 1 <= count <= getattr(text, experts))
+
+
 def balance(text: Any) -> float:
     """The weight of the load-balancing loss. Transformers up to 5.12 has no field that switches it on."""
     return text.router_aux_loss_coef if getattr(text, "output_router_logits", False) else 0.0

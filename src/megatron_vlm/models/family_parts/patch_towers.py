@@ -14,6 +14,7 @@ from megatron_vlm.models.family_parts import keys, llama, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies, mrope_axes
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.models.positions import mrope_positions
+from megatron_vlm.parallel.transfer import on_device
 
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 TOP = keys.TOP | dict.fromkeys(("image_token_id", "video_token_id"), keys.TOKEN)
@@ -45,7 +46,7 @@ class GridVision(nn.Module):
         patches_PF = _joined(pixel_values, pixel_values_videos)
         grids_N3 = _joined(image_grid_thw, video_grid_thw).cpu()
         plan = self._plan(grids_N3, patches_PF.device)
-        output = self.visual(patches_PF, grid_thw=grids_N3.to(patches_PF.device, non_blocking=True), **plan)
+        output = self.visual(patches_PF, grid_thw=grids_N3, **plan)
         if not self.deepstack:
             return output.pooler_output
         return torch.stack((output.pooler_output, *output.deepstack_features[: self.deepstack]))
@@ -63,7 +64,7 @@ class GridVision(nn.Module):
             indices["window_index"], lengths["cu_window_seqlens"] = vision_utils.get_vision_window_index(
                 grids_N3, visual.spatial_merge_size, visual.window_size, visual.patch_size
             )
-        if hasattr(visual, "interpolation_mode"):  # transformers >= 5.17; in older ones the tower does it
+        if hasattr(visual, "interpolation_mode"):  # transformers >= 5.17
             interpolation = vision_utils.get_vision_interpolation_indices_and_weights(
                 grids_N3,
                 visual.num_grid_per_side,
@@ -72,7 +73,12 @@ class GridVision(nn.Module):
                 visual.spatial_merge_size,
             )
             indices["interp_indices"], indices["interp_weights"] = interpolation
-        return lengths | {name: t.to(device, non_blocking=True) for name, t in indices.items()}
+        elif hasattr(visual, "num_grid_per_side"):
+            interpolation = vision_utils.get_vision_bilinear_indices_and_weights(
+                grids_N3, visual.num_grid_per_side, visual.spatial_merge_size
+            )
+            indices["bilinear_indices"], indices["bilinear_weights"] = interpolation
+        return lengths | {name: on_device(numbers, device) for name, numbers in indices.items()}
 
 
 def _joined(images: Tensor | None, videos: Tensor | None) -> Tensor:

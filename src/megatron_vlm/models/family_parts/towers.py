@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import linear
 from transformers import AutoModel, PreTrainedModel
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
@@ -78,9 +81,33 @@ def joined_grids(visual: GenericVisualInputs) -> Tensor:
 
 def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
     """Transformers' tower for this config, a copy of which it keeps, with "sdpa" as its attention."""
-    return AutoModel.from_config(
+    tower = AutoModel.from_config(
         deepcopy(vision), attn_implementation="sdpa", trust_remote_code=False, **options
     )
+    return with_patches_by_linears(tower)
+
+
+def with_patches_by_linears(tower: PreTrainedModel) -> PreTrainedModel:
+    """The tower, whose convolutions that cut images into patches run as linears, with the same weights: some
+    GPUs take 10 to 1000 times as long for one in bf16 and three dimensions (pytorch #174051). On a CPU they
+    stay, and round as in Transformers; a linear there is two to three times as near to fp64."""
+    for module in tower.modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d) and module.kernel_size == module.stride:
+            module.forward = partial(_patches, module, module.forward)
+    return tower
+
+
+def _patches(convolution: nn.Module, forward: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
+    return forward(pixels) if pixels.device.type == "cpu" else _linear_of_patches(convolution, pixels)
+
+
+def _linear_of_patches(convolution: nn.Conv2d | nn.Conv3d, pixels: Tensor) -> Tensor:
+    """(N, C, ...) → (N, E, ...): what the convolution gives, whose stride is its kernel, without padding."""
+    for axis, size in enumerate(convolution.kernel_size, 2):
+        pixels = pixels.unfold(axis, size, size)  # a view; the channels inside of a patch come last
+    last = len(convolution.kernel_size) + 1
+    patches = pixels.movedim(1, last).flatten(last)
+    return linear(patches, convolution.weight.flatten(1), convolution.bias).movedim(-1, 1)
 
 
 def chosen_states(tower: PreTrainedModel, pixels: Tensor, layers: int | list[int], **sizes: Any) -> Tensor:

@@ -141,17 +141,24 @@ class RotarySelfAttention(SelfAttention):
         super().__init__(config, submodules, layer_number, **kwargs)
         self.rotary_index = config.layer_rotary[layer_number - 1] if config.layer_rotary else 0
 
-    def get_query_key_value_tensors(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:
-        """(S, B, H, K) each, H of this rank."""
-        all_three, _ = self.linear_qkv(hidden_states)
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, ...]:
+        """(S, B, H, K) each, H of this rank; with `attention_output_gate` the queries' gates follow."""
+        rows, _ = self.linear_qkv(hidden_states)
         sizes = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
-        query, key, value = all_three.unflatten(-1, sizes).tensor_split((-2, -1), dim=-2)
+        query, key, value = rows.unflatten(-1, sizes).tensor_split((-2, -1), dim=-2)
+        gates = []
+        if self.config.attention_output_gate:
+            query, gate = query.unflatten(-2, (-1, 2)).unbind(-2)
+            gates = [gate.flatten(2)]
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), *gates
 
     def forward(self, hidden_states: Tensor, *_, packed_seq_params: AttentionPlan, **__):
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        query, key, value, *gates = self.get_query_key_value_tensors(hidden_states)
         turns, adjacent = packed_seq_params.turns[self.rotary_index], self.config.rotary_interleaved
         query, key = rotate(query, *turns[0], adjacent), rotate(key, *turns[-1], adjacent)
-        return self.linear_proj(self.core_attention(query, key, value, packed_seq_params))
+        context = self.core_attention(query, key, value, packed_seq_params)
+        for gate in gates:
+            context = context * gate.sigmoid()
+        return self.linear_proj(context)

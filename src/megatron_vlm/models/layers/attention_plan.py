@@ -18,8 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.models.layers.kernels import Segments, on_device
+from megatron_vlm.models.attention_sizes import RECURRENT
+from megatron_vlm.models.layers.delta_plan import recurrence
+from megatron_vlm.models.layers.kernels import Segments
 from megatron_vlm.parallel.context import Piece, place
+from megatron_vlm.parallel.transfer import on_device
 
 PADDING_AT_ONCE = 128  # tokens of a segment of padding: no work to speak of, however much there is
 
@@ -89,11 +92,13 @@ class View:
 class AttentionPlan:
     """The views of all kinds of layers, by window. `length` is the rank's number of tokens with padding.
 
-    `attend`, if set, takes the place of `CoreAttention.attend`: generation keeps keys and values by it.
+    `attend`, if set, takes the place of `CoreAttention.attend`, and `recur` of `GatedDeltaNet.recur`:
+    generation keeps keys, values and states by them.
     `turns` are the rotary tables of the tokens, see `Rotary.turns`; the language model makes them.
     """
 
     attend: Callable[..., Tensor] | None = None
+    recur: Callable[..., Tensor] | None = None
     turns: list[list[list[Tensor]]]
 
     def __init__(
@@ -107,7 +112,12 @@ class AttentionPlan:
         self.placement, self.rank, self.length, self.device = placement, rank, length, device
         self.places = placement.tokens[rank]
         self.local = np.where(placement.owner == rank, placement.row, -1)  # rows of places; -1: elsewhere
-        self.views = {window: self._view(window) for window in set(windows)}
+        self.views = {
+            window: recurrence(placement.pieces, rank, length, device)
+            if window == RECURRENT
+            else self._view(window)
+            for window in set(windows)
+        }
         # of the dense backend by window and dtype, made once for all layers
         self.masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 

@@ -25,7 +25,8 @@ def gated(gate_up: Tensor, activation: Activation, weights: Tensor | None = None
     """activation(gate) * up, (..., I), from gate, then up, (..., 2 * I); each row times its weight (...)."""
     # without hooks of a module: those of FlopCounterMode want an autograd graph here
     gate = Gate.apply if torch.is_grad_enabled() else _gate
-    return gate(gate_up, getattr(activation, "forward", activation), weights)
+    rows = gate_up.flatten(0, -2)
+    return gate(rows, getattr(activation, "forward", activation), weights).unflatten(0, gate_up.shape[:-1])
 
 
 class Gate(torch.autograd.Function):

@@ -20,6 +20,8 @@ class Fused:
     """Decorates a function whose first argument is a tensor of the device in question.
 
     It is compiled at its first call, once for all lengths. It rounds where the written one rounds.
+    The compiler begins again for another number of axes, an axis of one, and views of what needs a gradient,
+    and gives up after eight. So callers join axes, it gets bare data, and one row is not compiled.
     """
 
     compiles_on: str | None = "cuda"  # the type of the device, for all such functions
@@ -29,8 +31,9 @@ class Fused:
         update_wrapper(self, written)
 
     def __call__(self, first: Tensor, *rest: Any) -> Any:
-        function = self.compiled if first.device.type == Fused.compiles_on else self.written
-        return function(first, *rest)
+        if first.device.type != Fused.compiles_on or len(first) < 2:
+            return self.written(first, *rest)
+        return self.compiled(*(x.data if isinstance(x, Tensor) else x for x in (first, *rest)))
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
@@ -52,35 +55,52 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def joined(x: Tensor) -> Tensor:
+    """The same numbers with as few axes before the last as can be without a copy."""
+    for axis in range(x.dim() - 3, -1, -1):
+        size, following = x.shape[axis : axis + 2]
+        if 1 in (size, following) or x.stride(axis) == following * x.stride(axis + 1):
+            x = x.flatten(axis, axis + 1)
+    return x
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False) -> Tensor:
+    """The norm of `RMSNorm`."""
+    if torch.is_grad_enabled():
+        return Norm.apply(x, weight, eps, zero_centered, in_fp32)
+    return normed(joined(x), weight, eps, zero_centered, in_fp32)[0].view(x.shape)
+
+
 class Norm(torch.autograd.Function):
-    """The norm of `RMSNorm`. Its backward pass needs the input and 1 / root mean square (fp32)."""
+    """`norm`. Its backward pass needs the input and 1 / root mean square (fp32)."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False
-    ) -> Tensor:
-        normed, inverse_rms = norm(x, weight, eps, zero_centered, in_fp32)
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool) -> Tensor:
+        result, inverse_rms = normed(joined(x), weight, eps, zero_centered, in_fp32)
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.zero_centered = zero_centered
-        return normed
+        return result.view(x.shape)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        trained = ctx.needs_input_grad[1]
-        return *_norm_backward(gradient, *ctx.saved_tensors, ctx.zero_centered, trained), None, None, None
+        x, weight, inverse_rms = ctx.saved_tensors
+        rows, trained = joined(x), ctx.needs_input_grad[1]
+        gradient = gradient.reshape(rows.shape)
+        of_rows, of_weight = _norm_backward(gradient, rows, weight, inverse_rms, ctx.zero_centered, trained)
+        return of_rows.view(x.shape), of_weight, None, None, None
 
 
 @Fused
-def norm(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False
+def normed(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool
 ) -> tuple[Tensor, Tensor]:
     widened = x if x.dtype.itemsize >= 4 else x.float()
-    normed, inverse_rms = torch.ops.aten._fused_rms_norm(widened, x.shape[-1:], None, eps)
+    result, inverse_rms = torch.ops.aten._fused_rms_norm(widened, x.shape[-1:], None, eps)
     if zero_centered:
-        return normed.mul_(1.0 + weight.type_as(normed)).type_as(x), inverse_rms
+        return result.mul_(1.0 + weight.type_as(result)).type_as(x), inverse_rms
     if in_fp32:
-        return normed.mul_(weight.type_as(normed)).type_as(x), inverse_rms
-    return normed.type_as(x).mul_(weight), inverse_rms
+        return result.mul_(weight.type_as(result)).type_as(x), inverse_rms
+    return result.type_as(x).mul_(weight), inverse_rms
 
 
 @Fused
@@ -110,7 +130,7 @@ def rotate(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> 
     cos and sin come from `of_channels`, (S, B, 1, R). A frequency turns a channel of the first half with
     its partner in the second, as in GPT-NeoX; or, if `adjacent`, two that follow each other, as in GPT-J.
     """
-    return (Rotate.apply if torch.is_grad_enabled() else turned)(x_SBHK, cos, sin, adjacent)
+    return (Rotate.apply if torch.is_grad_enabled() else _rotated)(x_SBHK, cos, sin, adjacent)
 
 
 class Rotate(torch.autograd.Function):
@@ -120,18 +140,23 @@ class Rotate(torch.autograd.Function):
     def forward(ctx, x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.adjacent = adjacent
-        return turned(x_SBHK, cos, sin, adjacent)
+        return _rotated(x_SBHK, cos, sin, adjacent)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         cos, sin = ctx.saved_tensors
-        return turned(gradient, cos, -sin, ctx.adjacent), None, None, None
+        return _rotated(gradient, cos, -sin, ctx.adjacent), None, None, None
+
+
+def _rotated(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
+    rows, cos, sin = (each.flatten(0, 1) for each in (x_SBHK, cos, sin))
+    return turned(rows, cos, sin, adjacent).view(x_SBHK.shape)
 
 
 @Fused
-def turned(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
+def turned(x_THK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     width = cos.shape[-1]
-    x = x_SBHK[..., :width] if width < x_SBHK.shape[-1] else x_SBHK
+    x = x_THK[..., :width] if width < x_THK.shape[-1] else x_THK
     partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if adjacent else x.roll(width // 2, -1)
     result = (x * cos).add_(partner.mul_(sin))
-    return result if x is x_SBHK else torch.cat((result, x_SBHK[..., width:]), dim=-1)
+    return result if x is x_THK else torch.cat((result, x_THK[..., width:]), dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 import warnings
 from collections.abc import Callable
 
@@ -11,66 +12,107 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.config import ModelConfig
+from megatron_vlm.config import ConfigError, ModelConfig
+from megatron_vlm.models.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
 from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.fused import Fused, Norm, compiled_on, of_channels, rotate
+from megatron_vlm.models.layers.fused import Fused, compiled_on, norm, of_channels, rotate
 from megatron_vlm.models.layers.kernels import KERNELS
-from megatron_vlm.models.layers.tower_attention import backend, heads, use_sdpa, view_of
+from megatron_vlm.models.layers.tower_attention import heads, kernels, use_sdpa, view_of
+from megatron_vlm.parallel import weight_gradients
 from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
 
+FOR_CUDA = ("flash", "cudnn")  # in 16 bits
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of the largest number
-DOCUMENTS, BLOCKS = [300, 1, 211], [(0, 20, 150), (2, 200, 211)]
+DOCUMENTS, BLOCKS = [300, 1, 192, 12, 7], [(0, 20, 150), (2, 181, 192)]
+MEASURED = [8192, 4096, 2048, 1024, 1024]
+SLOWER = {
+    "attention": "dense attention: slow, with memory that grows as the square of a row",
+    "towers": "Transformers' own attention: slower, with a call for each image or a mask of all patches",
+    "fused": "these as they are written: slower, with the same results",
+    "weight_gradients": "gradients that are made first and then added: slower",
+}
 
 
 def attention_backends(
     megatron_config: TransformerConfig, model: ModelConfig, device: torch.device
 ) -> dict[int, str]:
     """The backend of `models.layers.attention` by the channels of a layer's heads: what `model.attention`
-    means on this device; dense, with a warning, where a kernel for CUDA does not agree with that."""
-    tp = megatron_config.tensor_model_parallel_size
+    means on this device. Kernels for CUDA are compared with dense attention before, and "auto" takes the
+    fastest that agrees. Raises ConfigError where none does and `model.fallbacks` does not name attention."""
     windows = megatron_config.layer_windows or (None,) * megatron_config.num_layers
     heads_of_all = (megatron_config.kv_channels, megatron_config.num_query_groups)
     heads_of_layers = [heads[:2] for heads in megatron_config.layer_heads] or [heads_of_all] * len(windows)
-    backend = model.attention
-    if backend == "auto":
-        on_cuda = "varlen" if model.dtype == "bf16" else "dense"  # the kernels are for 16 bits
-        backend = on_cuda if device.type == "cuda" else "documents"
-    backends = {channels: backend for channels, _ in heads_of_layers}
-    if device.type != "cuda" or backend == "dense":
+    named = model.attention
+    if named == "auto" and device.type != "cuda":
+        named = "documents"
+    elif named == "auto" and model.dtype == "fp32":  # the kernels are for 16 bits
+        named = "dense"
+    backends = {channels: named for channels, _ in heads_of_layers}
+    if device.type != "cuda" or named == "dense":
         return backends
     windows_of_heads: dict[tuple[int, int], set[int | None]] = {}
     for window, heads_of_layer in zip(windows, heads_of_layers, strict=True):
-        windows_of_heads.setdefault(heads_of_layer, set()).add(window)
-    for (channels, groups), windows_of_these in windows_of_heads.items():
+        if window != RECURRENT:
+            windows_of_heads.setdefault(heads_of_layer, set()).add(window)
+    tp, dtype = megatron_config.tensor_model_parallel_size, megatron_config.params_dtype
+    for (channels, groups), of_layers in windows_of_heads.items():
         sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
-        problem = disagreement(backend, sizes, windows_of_these, device, megatron_config.params_dtype)
-        if problem is not None:
-            warnings.warn(
-                f"model.attention: {problem} with heads of {channels}. Dense attention takes its place: "
-                "slow, with memory that grows as the square of a row.",
-                stacklevel=2,
-            )
-            backends[channels] = "dense"
+        names = FOR_CUDA if named == "auto" else (named,)
+        problems = {name: disagreement(name, sizes, of_layers, device, dtype) for name in names}
+        measured = AttentionPlan(Placement(MEASURED, [], 1), 0, sum(MEASURED), of_layers, device)
+        fastest = _fastest("attention", model, problems, sizes, dtype, list(measured.views.values()))
+        backends[channels] = fastest or "dense"
     return backends
 
 
-def check_towers(vision: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives towers Transformers' own attention, with a warning, if theirs does not agree with dense.
+def check_towers(vision: nn.Module, device: torch.device, dtype: torch.dtype, model: ModelConfig) -> None:
+    """Gives towers on CUDA the fastest kernel that agrees with dense attention. Raises ConfigError if none
+    does, or gives them Transformers' own attention if `model.fallbacks` names towers.
 
-    In fp32 on CUDA, for which there is no kernel, without a warning.
+    In fp32, for which there is no kernel, they have Transformers' own.
     """
-    if device.type == "cuda" and dtype == torch.float32:
+    if dtype == torch.float32:
         return use_sdpa(vision)
     for number, width in heads(vision):
-        if problem := tower_disagreement(number, width, device, dtype):
-            warnings.warn(
-                f"vision tower: {problem}. Transformers' own attention takes its place, with one call for "
-                "each image or a mask of all pairs of patches: slower.",
-                stacklevel=2,
-            )
+        names = (model.attention,) if model.attention in FOR_CUDA else FOR_CUDA
+        problems = {name: tower_disagreement(number, width, device, dtype, name) for name in names}
+        views, sizes = [view_of(np.full(16, 1024), device)], (number, number, width)
+        fastest = _fastest("towers", model, problems, sizes, dtype, views)
+        if fastest is None:
             return use_sdpa(vision)
+        kernels[number, width] = fastest
+
+
+def _fastest(
+    part: str,
+    model: ModelConfig,
+    problems: dict[str, str | None],
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    views: list[View],
+) -> str | None:
+    """The kernel without a problem that takes the fewest seconds, forward and backward, over all views; None,
+    or as `fall_back` raises, if there is none. The first takes the place of one that is at most 5 % faster,
+    so that a run has the same after each start."""
+    agreeing = [name for name, problem in problems.items() if problem is None]
+    if not agreeing:
+        return fall_back(part, model, f"heads of {sizes[2]}: {'; '.join(problems.values())}")
+    if len(agreeing) == 1:
+        return agreeing[0]
+    times = {name: sum(_seconds(name, sizes, dtype, view) for view in views) for name in agreeing}
+    return min(times, key=lambda name: times[name] * (0.95 if name == agreeing[0] else 1))
+
+
+def fall_back(part: str, model: ModelConfig, problem: str) -> None:
+    """Warns of what takes a kernel's place if `model.fallbacks` names its part. Else raises ConfigError."""
+    named = part in model.fallbacks
+    goes_on = "The run goes on" if named else f"model.fallbacks=[{','.join([*model.fallbacks, part])}] trains"
+    message = f"{part}, {problem}. {goes_on} with {SLOWER[part]}."
+    if not named:
+        raise ConfigError(message)
+    warnings.warn(message, stacklevel=2)
 
 
 def disagreement(
@@ -92,12 +134,29 @@ def disagreement(
     return None
 
 
-def tower_disagreement(number: int, width: int, device: torch.device, dtype: torch.dtype) -> str | None:
+def tower_disagreement(
+    number: int, width: int, device: torch.device, dtype: torch.dtype, name: str
+) -> str | None:
     """The same for a tower's attention, in which all patches of a segment see each other."""
     blocks = [(document, 0, length) for document, length in enumerate(DOCUMENTS)]
     plan = AttentionPlan(Placement(DOCUMENTS, blocks, 1), 0, sum(DOCUMENTS), {None}, device)
     view = view_of(np.array(DOCUMENTS), device)
-    return _compare(backend(device), (number, number, width), dtype, plan, view, plan.views[None])
+    return _compare(name, (number, number, width), dtype, plan, view, plan.views[None])
+
+
+def _seconds(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, view: View) -> float:
+    """The least of three, after one that may have to plan."""
+    queries, keys, width = sizes
+    device, tokens = view.segments.device, int(view.segments.query_lengths.sum())
+    random, times = _random(device, dtype), []
+    tensors = [random(tokens, heads, width) for heads in (queries, keys, keys, queries)]
+    for _ in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        _with_gradients(tensors, lambda q, k, v: Attend.apply(q, k, v, view, KERNELS[name], width**-0.5))
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
 
 
 def _compare(
@@ -142,23 +201,18 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 # --- norms, rotary embeddings and gates -------------------------------------------------------------------
 
 
-def check_fused(megatron_config: TransformerConfig, device: torch.device) -> None:
-    """Has `fused` functions run as they are written, with a warning, if compiled ones do not agree with that.
-
-    A run then compiles nothing but for further layouts of tensors. It has not run on a GPU yet.
+def check_fused(megatron_config: TransformerConfig, device: torch.device, model: ModelConfig) -> None:
+    """Compares compiled `fused` functions with written ones. Raises ConfigError if they differ, or has them
+    run as written if `model.fallbacks` names them. It has not run on a GPU yet.
     """
     if problem := fused_disagreement(megatron_config, device):
-        warnings.warn(
-            f"norms, rotary embeddings and gates: {problem}. They run as they are written: slower, with the "
-            "same results and no more memory kept for the backward pass.",
-            stacklevel=2,
-        )
+        fall_back("fused", model, f"norms, rotary embeddings and gates: {problem}")
         Fused.compiles_on = None
 
 
 def fused_disagreement(megatron_config: TransformerConfig, device: torch.device) -> str | None:
     """Says to the user what is wrong with the compiled functions on this device; None if nothing is."""
-    for tokens in (512, 37):  # what is compiled for one length serves others
+    for tokens in (509, 37):  # what is compiled for one length, which no axis of a model has, serves others
         for name, (function, tensors) in fused_cases(megatron_config, tokens, device).items():
             try:
                 compiled = _with_gradients(tensors, function)
@@ -181,25 +235,33 @@ def fused_cases(
     ffn = megatron_config.ffn_hidden_size // megatron_config.tensor_model_parallel_size
     activation = megatron_config.activation_func
     zero_centered = megatron_config.layernorm_zero_centered_gamma
-    angles = random(tokens, 1, 1, head // 4)
+    eps, adjacent = megatron_config.layernorm_epsilon, megatron_config.rotary_interleaved
     cases = {
         "norm": (
-            lambda x, weight: Norm.apply(x, weight, 1e-6, zero_centered),
+            lambda x, weight: norm(x, weight, eps, zero_centered),
             [random(tokens, 1, width), random(width), random(tokens, 1, width)],
         ),
         "gate": (
             lambda x: gated(x, activation),
             [random(tokens, 1, 2 * ffn), random(tokens, 1, ffn)],
         ),
-        "gate with weights": (
+    }
+    if megatron_config.qk_layernorm:  # of queries and keys as they lie in one product
+        for name, part in (("norm of queries", slice(0, 2)), ("norm of keys", slice(2, 3))):
+            cases[name] = (
+                lambda x, weight, part=part: norm(x[..., part, :], weight, eps, zero_centered),
+                [random(tokens, 1, 2, 4, head), random(head), random(tokens, 1, 2, 4, head)[..., part, :]],
+            )
+    if megatron_config.num_moe_experts:
+        cases["gate with weights"] = (
             lambda x, weights: gated(x, activation, weights),
             [random(tokens, 2 * ffn), random(tokens), random(tokens, ffn)],
-        ),
-    }
-    for name, adjacent in (("rotary embedding", False), ("rotary embedding of neighbours", True)):
+        )
+    for name, frequencies in (("rotary embedding", head // 2), ("rotary embedding of a part", head // 4)):
+        angles = random(tokens, 1, 1, frequencies)
         cos, sin = of_channels(angles.cos(), angles.sin(), adjacent)
         cases[name] = (
-            lambda x, cos=cos, sin=sin, adjacent=adjacent: rotate(x, cos, sin, adjacent),
+            lambda x, cos=cos, sin=sin: rotate(x, cos, sin, adjacent),
             [random(tokens, 1, 4, head), random(tokens, 1, 4, head)],
         )
     return cases
@@ -208,14 +270,14 @@ def fused_cases(
 # --- gradients of weights ---------------------------------------------------------------------------------
 
 
-def check_weight_gradients(megatron_config: TransformerConfig, device: torch.device) -> None:
-    """Turns off the product that adds gradients of weights itself, with a warning, if it is wrong here.
-    Linears then make the gradients before adding them."""
+def check_weight_gradients(
+    megatron_config: TransformerConfig, device: torch.device, model: ModelConfig
+) -> None:
+    """Compares the product that adds gradients of weights itself. Raises ConfigError if it is wrong here, or
+    has gradients made before they are added if `model.fallbacks` names weight_gradients."""
     if problem := weight_gradient_disagreement(device, megatron_config.params_dtype):
-        warnings.warn(
-            f"gradients of weights: {problem}. They are made first and then added: slower.", stacklevel=2
-        )
-        megatron_config.gradient_accumulation_fusion = False
+        fall_back("weight_gradients", model, problem)
+        weight_gradients.in_product = False
 
 
 def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> str | None:

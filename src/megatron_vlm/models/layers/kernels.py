@@ -2,7 +2,7 @@
 
 A segment is a run of queries and a run of keys. The last query is aligned with the last key; query i of n may
 see key j of m exactly if  -left <= j - (i + m - n) <= right,  where None is no limit. This is what
-`torch.nn.attention.varlen` and flash-attention call a window aligned at the bottom right.
+`torch.nn.attention.varlen` and FlashAttention call a window aligned at the bottom right.
 
 A kernel is a pair of functions on tensors (tokens, heads, K), keys and values with as many or fewer heads:
     forward(query, key, value, segments, scale) -> context, log_sum_exp (H, tokens)
@@ -14,19 +14,75 @@ and each call's backward gives its part of the gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_vlm.parallel.transfer import on_device
 
 QUERIES_AT_ONCE = 512  # of a segment with a mask: so the largest mask is linear in the length of a row
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value, or their gradients
 Outputs = tuple[Tensor, Tensor]  # context, log_sum_exp
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# torch's private operators that the package calls, with the arguments that it hands them, in torch's order
+PRIVATE = {
+    "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
+    "return_debug_mask scale window_size_left window_size_right",
+    "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k "
+    "dropout_p is_causal rng_state unused scale window_size_left window_size_right",
+    "_foreach_mul_.Scalar": "self scalar",
+    "_foreach_norm.Scalar": "self",
+    "_fused_adamw_": "self grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps lr beta1 beta2 "
+    "weight_decay eps amsgrad maximize",
+    "_fused_rms_norm": "input normalized_shape weight eps",
+    "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal attn_mask scale",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp "
+    "dropout_p is_causal attn_mask scale",
+}
+# As old as `seqused_k` are a log-sum-exp of (heads, tokens), and a cache for the graph that cuDNN makes of a
+# call in 40 ms. Before, torch made one for every call.
+CUDNN = {
+    "_cudnn_attention_forward": "query key value attn_bias cum_seq_q cum_seq_k max_q max_k "
+    "compute_log_sumexp dropout_p is_causal return_debug_mask scale seqused_k",
+    "_cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset "
+    "attn_bias cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
+}
+
+
+def difference(operators: dict[str, str]) -> str | None:
+    """Names the first operator that torch has with another argument, or has not; None if all are as given."""
+    for name, arguments in operators.items():
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        given, known = arguments.split(), operator._schema.arguments if operator else ()
+        theirs = [each.name for each in known if each.name in given or not each.has_default_value()]
+        for ours, other in zip_longest(given, theirs, fillvalue="nothing"):
+            if ours != other:
+                return f"aten.{name} of torch {torch.__version__} has {other} where {ours} is given"
+    return None
+
+
+def check() -> None:
+    """Raises ImportError that says which private operator is another one in this torch."""
+    if changed := difference(PRIVATE):
+        raise ImportError(f"{changed}; torch 2.11 to 2.15 work.")
+
+
+check()
+NO_CUDNN = difference(CUDNN)
+aten = torch.ops.aten
+on_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
+on_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+flash_kernel = aten._flash_attention_forward.default
+flash_kernel_backward = aten._flash_attention_backward.default
+cudnn_kernel = aten._cudnn_attention_forward.default
+cudnn_kernel_backward = aten._cudnn_attention_backward.default
 
 
 @dataclass(frozen=True)
@@ -44,26 +100,41 @@ class Segments:
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """(segments + 1,) int32 for queries and keys; the same tensor if the lengths are the same, because
-        cuDNN takes only that for causal attention."""
+        """(segments + 1,) int32 for queries and keys; the same tensor if the lengths are the same."""
         queries = on_device(_bounds(self.query_lengths), self.device)
         if np.array_equal(self.query_lengths, self.key_lengths):
             return queries, queries
         return queries, on_device(_bounds(self.key_lengths), self.device)
 
+    @property
+    def is_causal(self) -> bool:
+        return self.left is None and self.right == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all see all, or as many keys as queries none later."""
+        queries, keys = self.bounds
+        return self.left is None and (self.right is None or (self.is_causal and queries is keys))
+
     @cached_property
     def longest(self) -> tuple[int, int]:
         return int(self.query_lengths.max(initial=0)), int(self.key_lengths.max(initial=0))
 
+    @cached_property
+    def rounded(self) -> tuple[Tensor, Tensor, int, int]:
+        """`bounds` with empty segments at the end, and limits of `longest`, of powers of two."""
+        more = _power_of_two(len(self.query_lengths)) - len(self.query_lengths)
+        queries, keys = (np.pad(lengths, (0, more)) for lengths in (self.query_lengths, self.key_lengths))
+        padded = replace(self, query_lengths=queries, key_lengths=keys)
+        return *padded.bounds, *(max(256, _power_of_two(length)) for length in self.longest)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
 
 def _bounds(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate(([0], lengths)).cumsum().astype(np.int32)
-
-
-def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on a device; from pinned memory to CUDA, so that the host does not wait for the copy."""
-    tensor = torch.from_numpy(array)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class Kernel(NamedTuple):
@@ -88,7 +159,7 @@ def documents_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     contexts, log_sums = [], []
     for part in _parts(segments, query):
         q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
-        context, log_sum = flash(q, k, v, 0.0, part.causal, attn_mask=part.mask, scale=scale)
+        context, log_sum = on_cpu(q, k, v, 0.0, part.causal, attn_mask=part.mask, scale=scale)
         contexts.append(context[0].transpose(0, 1))
         log_sums.append(log_sum[0])
     return torch.cat(contexts), torch.cat(log_sums, dim=1)
@@ -106,7 +177,7 @@ def documents_backward(
         dc = gradient[:, :, part.queries]
         c = context[:, :, part.queries]
         log_sum = log_sum_exp[None, :, part.queries]
-        grads = flash_backward(dc, q, k, v, c, log_sum, 0.0, part.causal, attn_mask=part.mask, scale=scale)
+        grads = on_cpu_backward(dc, q, k, v, c, log_sum, 0.0, part.causal, attn_mask=part.mask, scale=scale)
         totals[0][:, :, part.queries] = grads[0]
         for total, grad in zip(totals[1:], grads[1:], strict=True):
             total[:, :, part.keys] += grad
@@ -142,35 +213,76 @@ def _parts(segments: Segments, scores_like: Tensor) -> Iterator[Part]:
         first_key += m
 
 
-def varlen_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
-    """torch's kernel for CUDA, in 16 bits. It has not run on a GPU yet."""
-    from torch.nn.attention.varlen import _varlen_attn
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
+    """FlashAttention 2 in torch, for CUDA, in 16 bits. It has not run on a GPU yet."""
+    found = flash_kernel(
+        *(query, key, value, *segments.bounds, *segments.longest, 0.0, segments.is_causal, False),
+        **_options(segments, scale),
+    )
+    return found[0], found[1]
 
-    options = _varlen_options(segments, scale) | {"enable_gqa": query.shape[1] != key.shape[1]}
-    context, log_sum_exp, _ = _varlen_attn(query, key, value, *segments.bounds, *segments.longest, **options)
-    return context, log_sum_exp
 
-
-def varlen_backward(
+def flash_backward(
     gradient: Tensor, inputs: Inputs, outputs: Outputs, segments: Segments, scale: float
 ) -> Inputs:
-    """See the module. The kernel has no dropout, so the state of its generator is of no use."""
-    from torch.nn.attention.varlen import _varlen_attn_backward
+    """See the module. There is no dropout, so the state of its generator is of no use."""
+    state = torch.empty(2, dtype=torch.uint64, device=gradient.device)
+    unused = torch.empty(0, device=gradient.device)
+    return flash_kernel_backward(
+        *(gradient.contiguous(), *inputs, *outputs, *segments.bounds, *segments.longest),
+        *(0.0, segments.is_causal, state, unused),
+        **_options(segments, scale),
+    )
 
-    unused_state = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
-    options = _varlen_options(segments, scale) | {"rng_state": unused_state}
-    q, k, v = inputs
-    c, log_sum = outputs
-    dc = gradient.contiguous()
-    return _varlen_attn_backward(dc, q, k, v, c, log_sum, *segments.bounds, *segments.longest, **options)
+
+def _options(segments: Segments, scale: float) -> dict[str, Any]:
+    left, right = (-1 if limit is None else limit for limit in (segments.left, segments.right))
+    return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
 
-def _varlen_options(segments: Segments, scale: float) -> dict[str, Any]:
-    window = [-1 if limit is None else limit for limit in (segments.left, segments.right)]
-    return {"is_causal": window == [-1, 0], "scale": scale, "window_size": window}
+def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
+    """cuDNN's attention through torch, for CUDA, in 16 bits; windows, unknown to it, go to `flash_forward`.
+    It has not run on a GPU yet.
+
+    cuDNN plans a call for its numbers of tokens and segments and for the longest segment, so all are rounded.
+    """
+    if NO_CUDNN:
+        raise NotImplementedError(NO_CUDNN)
+    if not segments.is_plain:
+        return flash_forward(query, key, value, segments, scale)
+    found = cudnn_kernel(
+        *(_rounded(query), _rounded(key), _rounded(value), None, *segments.rounded),
+        *(True, 0.0, segments.is_causal, False),
+        scale=scale,
+    )
+    return found[0][: len(query)], found[1][:, : len(query)].contiguous()
+
+
+def cudnn_backward(
+    gradient: Tensor, inputs: Inputs, outputs: Outputs, segments: Segments, scale: float
+) -> Inputs:
+    """See the module and `cudnn_forward`."""
+    if not segments.is_plain:
+        return flash_backward(gradient, inputs, outputs, segments, scale)
+    gradient, query, key, value, context = map(_rounded, (gradient.contiguous(), *inputs, outputs[0]))
+    log_sum_exp = pad(outputs[1], (0, len(query) - len(inputs[0])))
+    state = torch.empty(2, dtype=torch.uint64, device=gradient.device)
+    grads = cudnn_kernel_backward(
+        *(gradient, query, key, value, context, log_sum_exp, state, state, None, *segments.rounded),
+        *(0.0, segments.is_causal),
+        scale=scale,
+    )
+    return tuple(grad[: len(x)] for grad, x in zip(grads, inputs, strict=True))
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """With more rows, at most an eighth, which no segment has."""
+    step = 1 << max(7, len(x).bit_length() - 4)
+    return pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % step)) if len(x) % step else x
 
 
 KERNELS = {
     "documents": Kernel(documents_forward, documents_backward),
-    "varlen": Kernel(varlen_forward, varlen_backward),
+    "flash": Kernel(flash_forward, flash_backward),
+    "cudnn": Kernel(cudnn_forward, cudnn_backward),
 }

@@ -156,7 +156,24 @@ class Experts(MegatronModule):
 
 
 class SharedExperts(SharedExpertMLP, GatedFeedForward):
-    """Megatron's, which computes its feed-forward by the next class."""
+    """Megatron's, which computes its feed-forward by the next class; its gate is a linear, for adapters."""
+
+    def __init__(self, config: TransformerConfig, linears: MLPSubmodules, groups: ProcessGroupCollection):
+        super().__init__(config, linears, False, groups)
+        self.gate = TokenGate(config) if config.moe_shared_expert_gate else None
+
+    def forward(self, hidden_SBD: Tensor) -> Tensor:
+        output_SBD = super().forward(hidden_SBD)
+        return output_SBD if self.gate is None else output_SBD * self.gate(hidden_SBD).sigmoid()
+
+
+class TokenGate(torch.nn.Linear):
+    """One number of each token, whole on every rank of tensor parallelism."""
+
+    def __init__(self, config: TransformerConfig):
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(config.hidden_size, 1, bias=False, device=device, dtype=config.params_dtype)
+        self.sequence_parallel = self.weight.sequence_parallel = config.sequence_parallel
 
 
 class MoE(BaseMoELayer):
@@ -176,8 +193,7 @@ class MoE(BaseMoELayer):
         self.experts = Experts(config, self.num_local_experts, pg_collection)
         if self.use_shared_expert:
             linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-            gate = config.moe_shared_expert_gate
-            self.shared_experts = SharedExperts(config, linears, gate, pg_collection)
+            self.shared_experts = SharedExperts(config, linears, pg_collection)
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
         """(S, B, D) → the same; the second is Megatron's bias, which there is not. What Megatron calls a

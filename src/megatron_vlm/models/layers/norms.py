@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.models.layers.fused import Norm, norm
+from megatron_vlm.models.layers.fused import norm
 
 
 class RMSNorm(nn.Module):
@@ -29,9 +29,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return Norm.apply(x, self.weight, self.eps, self.zero_centered, self.wide)
-        return norm(x, self.weight, self.eps, self.zero_centered, self.wide)[0]
+        return norm(x, self.weight, self.eps, self.zero_centered, self.wide)
 
 
 class NormThenAdd(nn.Module):

@@ -17,6 +17,7 @@ from megatron_vlm.models.layers.attention_plan import View
 from megatron_vlm.models.layers.kernels import KERNELS, Segments
 
 NAME = "flash_segments"
+kernels: dict[tuple[int, int], str] = {}  # chosen on this GPU for heads of these numbers and channels
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of bounds: made once for all layers
 
 
@@ -41,16 +42,14 @@ def attend(
     if bounds not in _views:
         _views[bounds] = view_of(np.diff(bounds.numpy()), query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return Attend.apply(q, k, v, _views[bounds], KERNELS[backend(query.device)], scaling)[None], None
+    on_gpu = kernels.get((q.shape[1], q.shape[2]), "flash")
+    kernel = KERNELS["documents" if q.device.type == "cpu" else on_gpu]
+    return Attend.apply(q, k, v, _views[bounds], kernel, scaling)[None], None
 
 
 def view_of(lengths: np.ndarray, device: torch.device) -> View:
     """Segments of these lengths, in each of which all see all."""
     return View(Segments(lengths, lengths, None, None, device), None, np.empty(0, np.int64))
-
-
-def backend(device: torch.device) -> str:
-    return "documents" if device.type == "cpu" else "varlen"
 
 
 def use_segments(tower: PreTrainedModel) -> PreTrainedModel:

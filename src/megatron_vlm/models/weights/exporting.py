@@ -25,7 +25,6 @@ from megatron_vlm.models.weights.rules import (
     WeightMap,
     experts_per_rank,
     find_rule,
-    matches,
     named_global_weights,
     turned,
 )
@@ -148,11 +147,11 @@ def export_hf(
     with folder_aside(output) as aside:
         on_first_rank(copy_side_files, checkpoint.folder, aside)
         on_first_rank(adapt_config, aside / CONFIG_FILE, weight_map, checkpoint.is_fp8)
-        written = _write_stage(chunks, weight_map.rules, checkpoint, aside, shard_bytes)
+        written = _write_stage(chunks, weight_map, checkpoint, aside, shard_bytes)
         stages = setup.from_all_ranks(written)
         if dist.get_rank() == 0:
             files = {file: keys for stage in stages for file, keys in stage.items()}
-            _check_complete(files, checkpoint, weight_map.ignored)
+            _check_complete(files, checkpoint)
             name_shards(aside, files)
 
 
@@ -192,9 +191,15 @@ def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
 
 
 def _write_stage(
-    chunks: list[MegatronModule], rules: list[Rule], checkpoint: HFCheckpoint, folder: Path, shard_bytes: int
+    chunks: list[MegatronModule],
+    weight_map: WeightMap,
+    checkpoint: HFCheckpoint,
+    folder: Path,
+    shard_bytes: int,
 ) -> dict[str, list[str]]:
-    """File name -> names of the tensors that this rank wrote; only the writer of a stage writes any."""
+    """File name -> names of the tensors that this rank wrote; only the writer of a stage writes any, and the
+    first stage's what the source has besides the model."""
+    rules = weight_map.rules
     # the stage's first rank: in Megatron's order, a stage's ranks follow one another
     ranks_of_stage = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
     writer = dist.get_rank() // ranks_of_stage * ranks_of_stage
@@ -210,7 +215,8 @@ def _write_stage(
             f"{checkpoint.folder}: lacks {len(missing)} tensors of the model, such as {missing[0]!r}; the "
             "source is not what it was when the run began: set model.hf_path to the checkpoint that it was."
         )
-    stored = {key: checkpoint.stored(key) for key in keys}
+    carried = [key for key in checkpoint.files if weight_map.carries(key)] if writer == 0 else []
+    stored = {key: checkpoint.stored(key) for key in (*keys, *carried)}
     files = [
         SafetensorsFile(folder / f"rank{writer:05d}-{number:05d}.safetensors", tensors)
         for number, tensors in enumerate(split(stored.values(), shard_bytes))
@@ -220,19 +226,18 @@ def _write_stage(
         name, shape = stored[piece.key].name, stored[piece.key].shape
         is_turned = turned(shape[piece.row is not None :], piece.tensor.shape)
         file_of[name].write(name, piece.tensor.mT if is_turned else piece.tensor, piece.row)
+    for key in carried:
+        name, dtype = stored[key].name, stored[key].dtype
+        file_of[name].write(name, checkpoint.slices(key)[...].to(dtype), None)
     for file in files:
         file.close()
         watchdog.beat()
     return {file.path.name: file.names for file in files}
 
 
-def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint, ignored: Collection[str]) -> None:
+def _check_complete(files: dict[str, list[str]], checkpoint: HFCheckpoint) -> None:
     exported = [key for keys in files.values() for key in keys]
-    expected = {
-        tensor.key
-        for key, tensor in checkpoint.files.items()
-        if not any(matches(pattern, key) for pattern in ignored)
-    }
+    expected = {tensor.key for tensor in checkpoint.files.values()}
     assert len(exported) == len(set(exported)), "an HF key was exported twice"
     assert set(exported) == expected, (
         f"exported and source keys differ: {sorted(set(exported) ^ expected)[:5]}"

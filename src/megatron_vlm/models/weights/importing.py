@@ -21,9 +21,9 @@ from megatron_vlm.models.weights.rules import (
     Rule,
     WeightMap,
     find_rule,
-    matches,
     named_global_weights,
 )
+from megatron_vlm.parallel.setup import device, use_device
 
 READERS = 4  # threads of a rank: reading waits for disks, and one thread does not fill memory's bandwidth
 
@@ -48,7 +48,7 @@ def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: Weight
         load.check(checkpoint)
     _check_all_used(checkpoint, {key for load in loads for key in load.keys}, weight_map)
     quiet = None if dist.get_rank() == 0 else True  # None: where there is no terminal
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(READERS, initializer=use_device, initargs=(device(),)) as readers:
         steps = readers.map(lambda load: load.run(checkpoint), loads)
         for _ in tqdm(steps, "import", len(loads), unit="tensor", disable=quiet, leave=False):
             watchdog.beat()
@@ -107,7 +107,7 @@ def _check_all_used(checkpoint: HFCheckpoint, used: set[str], weight_map: Weight
     held = torch.tensor([key in used for key in keys], dtype=torch.uint8)
     dist.all_reduce(held, dist.ReduceOp.MAX)
     unused = [key for key, somewhere in zip(keys, held.tolist(), strict=True) if not somewhere]
-    if unknown := [key for key in unused if not any(matches(known, key) for known in weight_map.ignored)]:
+    if unknown := [key for key in unused if not weight_map.carries(key)]:
         some = ", ".join(f"{key!r} {tuple(checkpoint.shape(key))}" for key in unknown[:5])
         raise ValueError(
             f"{checkpoint.folder}: {len(unknown)} keys that this {weight_map.model_type} does not have, "

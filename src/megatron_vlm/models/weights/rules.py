@@ -30,21 +30,25 @@ class Operation:
     """How one parameter holds one or several HF tensors, and how tensor parallelism cuts them."""
 
     axis: int | None  # along it, each rank holds an equal part of the HF tensors; None: each holds all
-    blocks: int = 1  # of which an HF tensor consists along `axis`: each rank holds an equal part of each
 
-    def views(self, param: Tensor) -> list[Tensor]:
-        """This rank's part of each HF tensor, as views of its parameter.
+    def views(self, param: Tensor) -> list[list[Tensor]]:
+        """This rank's part of each HF tensor, as views of its parameter: one of each block of the tensor.
 
-        If `param` interleaves the tensors, the rows of a view take two axes.
+        Each rank holds an equal part of each block. If `param` interleaves blocks, the rows of a view take
+        two axes.
         """
-        return [param]
+        return [[param]]
+
+    def blocks(self, rows: int) -> list[int]:
+        """The sizes of the blocks of an HF tensor that has so many rows, or columns, along `axis`."""
+        return [rows]
 
     def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
         """The shapes of the whole HF tensors; `param` holds the part of one of `size` ranks."""
         shapes = []
-        for view in self.views(param):
-            rows = view.shape[: view.dim() - param.dim() + 1]
-            shape = [math.prod(rows), *view.shape[len(rows) :]] if rows else []
+        for views in self.views(param):
+            rows = [math.prod(view.shape[: view.dim() - param.dim() + 1]) for view in views]
+            shape = [sum(rows), *param.shape[1:]] if param.dim() else []
             if self.axis is not None:
                 shape[self.axis] *= size
             shapes.append(shape)
@@ -53,9 +57,10 @@ class Operation:
     def load(self, param: Tensor, sources: Sequence[Slices | FusedRow], rank: int, size: int) -> None:
         """Fill this rank's `param`, reading its part of the HF tensors; casts to its dtype and device."""
         shapes = self.hf_shapes(param, size)
-        for view, source, shape in zip(self.views(param), sources, shapes, strict=True):
-            part = self.part(source, shape, rank, size)
-            view.copy_(part.to(view.device).reshape(view.shape))  # a transposed one is turned on the device
+        for views, source, shape in zip(self.views(param), sources, shapes, strict=True):
+            part = self.part(source, shape, rank, size).to(param.device)
+            for view, block in zip(views, self.in_blocks(part, shape, size), strict=True):
+                view.copy_(block.reshape(view.shape))  # a transposed one is turned on the device
 
     def join(self, shards: list[Tensor]) -> list[Tensor]:
         """The whole HF tensors from all ranks' parameters."""
@@ -64,19 +69,30 @@ class Operation:
         size, shapes = len(shards), self.hf_shapes(shards[0], len(shards))
         whole = [shards[0].new_empty(shape) for shape in shapes]
         for rank, shard in enumerate(shards):
-            for view, tensor in zip(self.views(shard), whole, strict=True):
-                parts = tensor.unflatten(self.axis, (self.blocks, size, -1)).select(self.axis + 1, rank)
-                parts.view(view.shape).copy_(view)
+            for views, tensor, shape in zip(self.views(shard), whole, shapes, strict=True):
+                for view, block in zip(views, self.in_blocks(tensor, shape), strict=True):
+                    block.unflatten(self.axis, (size, -1)).select(self.axis, rank).view(view.shape).copy_(
+                        view
+                    )
         return whole
 
     def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
         """The part that a rank holds of a whole tensor of this shape, which is cut as the weight is."""
         if self.axis is None:
             return source[...]
-        block, before = shape[self.axis] // self.blocks, (slice(None),) * self.axis
-        starts = range(rank * (block // size), shape[self.axis], block)
-        parts = [source[(*before, slice(start, start + block // size))] for start in starts]
+        before, start, parts = (slice(None),) * self.axis, 0, []
+        for block in self.blocks(shape[self.axis]):
+            first = start + rank * (block // size)
+            parts.append(source[(*before, slice(first, first + block // size))])
+            start += block
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
+
+    def in_blocks(self, tensor: Tensor, shape: list[int], size: int = 1) -> Sequence[Tensor]:
+        """The blocks of what one of `size` ranks holds of an HF tensor of this shape."""
+        blocks = [] if self.axis is None else self.blocks(shape[self.axis])
+        if len(blocks) < 2:  # a part of a vocabulary may have more rows than its share
+            return [tensor]
+        return tensor.split([block // size for block in blocks], dim=self.axis)
 
 
 @dataclass(frozen=True)
@@ -104,8 +120,8 @@ class Vocabulary(Operation):
     keys: int = 1
     axis: ClassVar[int] = 0
 
-    def views(self, param: Tensor) -> list[Tensor]:
-        return [param] * self.keys
+    def views(self, param: Tensor) -> list[list[Tensor]]:
+        return [[param]] * self.keys
 
     def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
         return [[self.entries, *param.shape[1:]]] * self.keys
@@ -127,27 +143,51 @@ class GatedMLP(Operation):
     fused: bool = False
     axis: ClassVar[int] = 0
 
-    @property
-    def blocks(self) -> int:
-        return 2 if self.fused else 1
+    def blocks(self, rows: int) -> list[int]:
+        return [rows // 2] * 2 if self.fused else [rows]
 
-    def views(self, param: Tensor) -> list[Tensor]:
-        return [param.unflatten(0, (2, -1))] if self.fused else list(param.chunk(2))
+    def views(self, param: Tensor) -> list[list[Tensor]]:
+        gate, up = param.chunk(2)
+        return [[gate, up]] if self.fused else [[gate], [up]]
 
 
 @dataclass(frozen=True)
 class GroupedQKV(Operation):
-    """Megatron's linear_qkv: for each key/value group its query heads, its key head, any value head."""
+    """Megatron's linear_qkv: for each key/value group its query heads, its key head, any value head. With
+    `gates`, each query head is followed by the rows of its gate, as in the HF tensor."""
 
     heads: int
     groups: int
     head_dim: int
     values: bool = True
+    gates: bool = False
     axis: ClassVar[int] = 0
 
-    def views(self, param: Tensor) -> list[Tensor]:
-        sizes = [self.heads // self.groups * self.head_dim] + (1 + self.values) * [self.head_dim]
-        return list(param.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1))
+    def views(self, param: Tensor) -> list[list[Tensor]]:
+        queries = self.heads // self.groups * self.head_dim * (1 + self.gates)
+        sizes = [queries] + (1 + self.values) * [self.head_dim]
+        return [[view] for view in param.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)]
+
+
+@dataclass(frozen=True)
+class DeltaInputs(Operation):
+    """The rows of `GatedDeltaNet`'s input: for each key head its query, its key and its values, as in one HF
+    tensor, then any `others` of the head, each of an HF tensor of its own."""
+
+    heads: int  # of keys
+    key: int  # rows of a key head in each part
+    values: int
+    others: tuple[int, ...] = ()
+    axis: ClassVar[int] = 0
+
+    def blocks(self, rows: int) -> list[int]:
+        three = [self.heads * each for each in (self.key, self.key, self.values)]
+        return three if rows == sum(three) else [rows]
+
+    def views(self, param: Tensor) -> list[list[Tensor]]:
+        sizes = [self.key, self.key, self.values, *self.others]
+        query, key, value, *others = param.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        return [[query, key, value], *([other] for other in others)]
 
 
 @dataclass(frozen=True)
@@ -263,10 +303,14 @@ class WeightMap:
     rules: list[Rule]
     tied: bool  # the output layer is the embedding
     renames: tuple[tuple[str, str], ...] = ()  # HF key prefixes found in the wild -> the hub's own
-    ignored: dict[str, str] = field(default_factory=dict)  # pattern of keys -> why they are not imported
+    carried: dict[str, str] = field(default_factory=dict)  # pattern of keys -> why they are not imported
     # config.json (parsed) -> the same in a form that all supported versions of Transformers read
     portable_config: Callable[[dict], dict] = lambda config: config
     peft_experts: tuple[str, ...] = ()  # ends of modules' names that peft takes for experts
+
+    def carries(self, key: str) -> bool:
+        """Whether exports have this key as the source has it."""
+        return any(matches(pattern, key) for pattern in self.carried)
 
 
 ADAPTERS = "adapters."  # prefix of what is no weight of the checkpoint, see `models.adapters`

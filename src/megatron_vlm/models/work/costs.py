@@ -23,9 +23,11 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters.files import settled
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
-from megatron_vlm.models.attention_sizes import heads_of
+from megatron_vlm.models.attention_sizes import DeltaHeads, heads_of, is_recurrent
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
+from megatron_vlm.models.layers.delta_net import sizes_of_head
+from megatron_vlm.models.layers.delta_rule import CHUNK
 from megatron_vlm.models.layers.tower_attention import use_sdpa
 from megatron_vlm.objectives import objective_of
 
@@ -62,16 +64,33 @@ def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
     """Operations of a forward pass of one token through `layer`, in a document of `seq_length` tokens."""
     windows = architecture.get("layer_windows")
     pairs = pairs_seen(seq_length, windows[layer] if windows else None)
-    return product_flops(architecture, layer) + pair_flops(architecture, layer) * pairs / seq_length
+    attention = pair_flops(architecture, layer) * pairs / seq_length
+    return product_flops(architecture, layer) + attention + delta_rule_flops(architecture, layer)
 
 
 def product_flops(architecture: dict, layer: int) -> float:
-    """Operations of a forward pass of one token through `layer`, without attention."""
-    heads = heads_of(architecture, layer)
+    """Operations of a forward pass of one token through `layer`, without attention and delta rule."""
+    heads, width = heads_of(architecture, layer), architecture["hidden_size"]
+    if is_recurrent(architecture, layer):
+        delta_heads = architecture["delta_heads"]
+        rows = delta_heads.keys * sum(sizes_of_head(delta_heads))
+        linears = 2 * width * (rows + delta_heads.values * delta_heads.value_channels)
+        return linears + _feed_forward_flops(architecture, layer)
     queries = architecture["num_attention_heads"] * heads.channels
     keys_and_values = (1 + heads.values) * heads.groups * heads.channels
-    projections = 2 * architecture["hidden_size"] * (2 * queries + keys_and_values)
+    gates = queries * architecture.get("attention_output_gate", False)
+    projections = 2 * width * (2 * queries + gates + keys_and_values)
     return projections + _feed_forward_flops(architecture, layer)
+
+
+def delta_rule_flops(architecture: dict, layer: int) -> float:
+    """Operations of a token's convolution, and of the rule in chunks: three products with the state, and two
+    each of keys and of values with pairs of a chunk's tokens (see `layers.delta_rule`)."""
+    if not is_recurrent(architecture, layer):
+        return 0.0
+    heads: DeltaHeads = architecture["delta_heads"]
+    keys, values = heads.keys * heads.key_channels, heads.values * heads.value_channels
+    return 2 * heads.taps * heads.convolved + 6 * heads.state + 4 * CHUNK * (keys + values)
 
 
 def pair_flops(architecture: dict, layer: int) -> float:
@@ -91,7 +110,8 @@ def _feed_forward_flops(architecture: dict, layer: int) -> float:
         return 6 * width * architecture["ffn_hidden_size"]
     channels = architecture["moe_ffn_hidden_size"] * architecture["moe_router_topk"]
     channels += architecture.get("moe_shared_expert_intermediate_size", 0)
-    return 6 * width * channels + 2 * width * architecture["num_moe_experts"]
+    chosen_by = architecture["num_moe_experts"] + architecture.get("moe_shared_expert_gate", False)
+    return 6 * width * channels + 2 * width * chosen_by
 
 
 def output_flops(architecture: dict) -> float:

@@ -44,6 +44,8 @@ class StepWork:
         reference = costs.reference_passes(config)
         passes = 2 + ("language_model" not in config.frozen) + reference
         self._per_token = passes * sum(costs.product_flops(architecture, i) for i in layers)
+        # no weights: gradients of all that goes in
+        self._per_token += (3 + reference) * sum(costs.delta_rule_flops(architecture, i) for i in layers)
         self._per_trained_token = passes * costs.output_flops(architecture)
         windows = architecture.get("layer_windows") or [None] * len(layers)
         self._per_pair: Counter[int | None] = Counter()  # by window, over its layers

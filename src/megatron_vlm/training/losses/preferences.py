@@ -20,6 +20,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.models.head import of_all_context_ranks
 from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream
+from megatron_vlm.parallel.transfer import on_device
 from megatron_vlm.training.losses.terms import document_sums, dpo
 from megatron_vlm.training.losses.tokens import Reports
 
@@ -108,7 +109,7 @@ def _loss(
 def _answer_scores(pair: Pairs, stream: Stream, losses_N: Tensor) -> Tensor:
     """(2 pairs,) the log-probability of each answer, on every context-parallel rank; a token's is multiplied
     by its weight. In fp64, as a margin is the small difference of large sums."""
-    answers = torch.from_numpy(pair.answers).to(losses_N.device, non_blocking=True)
+    answers = on_device(pair.answers, losses_N.device)
     log_probs = -of_all_context_ranks(_weighted(stream, losses_N), stream, dim=0)
     return document_sums(log_probs.double(), answers, 2 * pair.count)
 

@@ -1,0 +1,100 @@
+"""Qwen3.5, 3.6 and 3.8: gated delta nets and gated attention; Qwen3-VL's tower without deepstack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_vlm.models.attention_sizes import RECURRENT, DeltaHeads
+from megatron_vlm.models.families import qwen3_vl
+from megatron_vlm.models.family_parts import keys, llama, patch_towers
+from megatron_vlm.models.layers.delta_net import sizes_of_head
+from megatron_vlm.models.weights.rules import Cut, DeltaInputs, Rule, Whole
+
+MROPE = patch_towers.MRope(sections=(11, 11, 10), interleaved=True, part_of_head=True)
+KINDS = {"linear_attention": RECURRENT, "full_attention": None}
+
+
+def _fits(kinds: Any, text: Any) -> bool:
+    return len(kinds) == text.num_hidden_layers and set(kinds) <= KINDS.keys()
+
+
+def _multiple(values: Any, text: Any) -> bool:
+    return values > 0 == values % text.linear_num_key_heads
+
+
+TEXT = keys.text() | {
+    **keys.any_of("attention_bias"),
+    **keys.sizes(
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_value_head_dim"
+    ),
+    "attn_output_gate": keys.only(True),
+    "output_gate_type": keys.only("swish"),
+    "linear_num_value_heads": keys.Values("a multiple of linear_num_key_heads", _multiple),
+    "layer_types": keys.Values("linear_attention or full_attention for each layer", _fits),
+}
+VISION = patch_towers.VISION | keys.any_of("num_position_embeddings")
+# `layer_types` follow from the interval; the others are for engines, and for prediction (`carried_keys`)
+NO_EFFECT = (
+    "full_attention_interval",
+    "mamba_ssm_dtype",
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+)
+SECTIONS = keys.sections(
+    keys.Section(("qwen3_5",), patch_towers.TOP, no_effect=qwen3_vl.MARKERS),
+    keys.Section(("qwen3_5_text",), TEXT, no_effect=NO_EFFECT, rope=MROPE.keys()),
+    keys.Section(("qwen3_5_vision", "qwen3_5"), VISION),
+)
+
+
+class Qwen35(patch_towers.PatchFamily):
+    model_type = "qwen3_5"
+    sections = SECTIONS
+    mrope = MROPE
+    vision_keys = {"visual.**": "model.visual.**"}
+    groups = llama.LlamaFamily.groups | {
+        "tower": ("vision.visual.patch_embed.", "vision.visual.pos_embed.", "vision.visual.blocks."),
+        "projector": ("vision.visual.merger.",),
+    }
+
+    @property
+    def architecture(self) -> dict:
+        text = self.text
+        return llama.architecture(text, self.tied) | {
+            **llama.attention_bias(text),
+            "qk_layernorm": True,
+            "layernorm_zero_centered_gamma": True,
+            "attention_output_gate": True,
+            "layer_windows": tuple(KINDS[kind] for kind in text.layer_types),
+            "delta_heads": DeltaHeads(
+                text.linear_num_key_heads,
+                text.linear_num_value_heads,
+                text.linear_key_head_dim,
+                text.linear_value_head_dim,
+                text.linear_conv_kernel_dim,
+            ),
+        }
+
+    @property
+    def carried_keys(self) -> dict[str, str]:
+        return {"mtp.**": "multi-token prediction, which is not trained"}
+
+    def attention_rules(self) -> list[Rule]:
+        """Rules for both kinds of layers."""
+        heads = self.architecture["delta_heads"]
+        key, _, values, *others = sizes_of_head(heads)
+        ours, theirs = "self_attention.", "linear_attn."
+        inputs = [f"{theirs}in_proj_{name}.weight" for name in ("qkv", "b", "a", "z")]
+        return [
+            *super().attention_rules(),
+            self.layer_rule(
+                f"{ours}in_proj.weight", inputs, DeltaInputs(heads.keys, key, values, tuple(others))
+            ),
+            self.layer_rule(
+                f"{ours}conv1d", [f"{theirs}conv1d.weight"], DeltaInputs(heads.keys, key, values)
+            ),
+            self.layer_rule(f"{ours}dt_bias", [f"{theirs}dt_bias"], Cut(0)),
+            self.layer_rule(f"{ours}A_log", [f"{theirs}A_log"], Cut(0)),
+            self.layer_rule(f"{ours}out_norm", [f"{theirs}norm.weight"], Whole()),
+            self.layer_rule(f"{ours}out_proj.weight", [f"{theirs}out_proj.weight"], Cut(1)),
+        ]

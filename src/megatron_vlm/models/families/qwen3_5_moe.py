@@ -1,0 +1,48 @@
+"""Qwen3.5 with a mixture of experts in every layer, beside a shared expert with a gate of its own."""
+
+from __future__ import annotations
+
+from megatron_vlm.models.families import qwen3_5, qwen3_vl
+from megatron_vlm.models.family_parts import keys, moe_rules, patch_towers
+from megatron_vlm.models.weights.rules import Rule, Whole
+
+TEXT = qwen3_5.TEXT | moe_rules.TEXT | keys.sizes("num_experts", "shared_expert_intermediate_size")
+del TEXT["intermediate_size"]  # no layer is dense
+SECTIONS = keys.sections(
+    keys.Section(("qwen3_5_moe",), patch_towers.TOP, no_effect=qwen3_vl.MARKERS),
+    keys.Section(
+        ("qwen3_5_moe_text",),
+        TEXT | {"num_experts_per_tok": moe_rules.chosen("num_experts")},
+        no_effect=qwen3_5.NO_EFFECT,
+        rope=qwen3_5.MROPE.keys(),
+    ),
+    keys.Section(("qwen3_5_moe_vision", "qwen3_5_moe"), qwen3_5.VISION),
+)
+
+
+class Qwen35Moe(qwen3_5.Qwen35):
+    model_type = "qwen3_5_moe"
+    sections = SECTIONS
+    has_experts = True
+
+    @property
+    def architecture(self) -> dict:
+        text = self.text
+        return super().architecture | {
+            "num_moe_experts": text.num_experts,
+            "moe_layer_freq": [1] * text.num_hidden_layers,
+            "moe_ffn_hidden_size": text.moe_intermediate_size,
+            "moe_shared_expert_intermediate_size": text.shared_expert_intermediate_size,
+            "moe_shared_expert_gate": True,
+            "moe_router_topk": text.num_experts_per_tok,
+            "moe_aux_loss_coeff": moe_rules.balance(text),
+        }
+
+    def feed_forward_rules(self) -> list[Rule]:
+        gate = self.layer_rule("mlp.shared_experts.gate.weight", ["mlp.shared_expert_gate.weight"], Whole())
+        return [
+            *self.norm_rules({"pre_mlp_layernorm": self.norm_before_mlp}),
+            *moe_rules.rules(self, self.text.num_experts),
+            *moe_rules.shared_rules(self, "mlp.shared_expert."),
+            gate,
+        ]

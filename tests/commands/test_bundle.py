@@ -1,0 +1,48 @@
+"""The bundle for a machine without a network has what the package needs there, and fits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bundle import IMAGE, LEFT_OUT, MOST_BYTES, REPORT, check_size, locked, missing, named, names_in, needs
+
+HAVE = names_in(IMAGE)
+
+
+def test_what_is_missing_is_all_that_is_needed_and_nothing_that_is_there():
+    found = set(missing(HAVE))
+    assert {"megatron-core", "megatron-energon", "datasets", "av", "simplejpeg"} <= found
+    assert not found & (HAVE | LEFT_OUT)
+    for name in {"megatron-vlm"} | found:
+        assert set(needs(name)) <= found | HAVE | LEFT_OUT
+
+
+def test_a_machine_that_has_all_needs_nothing():
+    assert missing(HAVE | set(missing(HAVE))) == []
+
+
+def test_every_wheel_is_of_the_locked_version():
+    entries = locked()
+    for name in missing(HAVE):
+        assert entries[name].count("--hash=sha256:"), name
+
+
+def test_the_bundle_that_was_made_has_these_wheels_and_fits():
+    """`python tools/bundle.py FOLDER` makes it again when the lock has other packages."""
+    report = json.loads(REPORT.read_text())
+    wheels = {named(each["wheel"].split("-")[0]) for each in report["wheels"]}
+    assert wheels == {*missing(HAVE), "megatron-vlm"}
+    assert sum(each["bytes"] for each in report["wheels"]) < report["bytes"] <= MOST_BYTES
+
+
+def test_a_bundle_that_is_too_large_is_refused():
+    check_size({"wheels/small.whl": MOST_BYTES})
+    with pytest.raises(ValueError, match="over 62,914,560; the largest files: .*large.whl"):
+        check_size({"wheels/large.whl": MOST_BYTES, "wheels/small.whl": 1})
+
+
+def test_lists_of_packages_are_read_as_pip_writes_them(tmp_path):
+    (tmp_path / "have.txt").write_text("# by pip\nPyYAML==6.0.3\nhuggingface_hub==1.33.0\ntorch\n")
+    assert names_in(tmp_path / "have.txt") == {"pyyaml", "huggingface-hub", "torch"}

@@ -1,0 +1,136 @@
+"""The check of a GPU runs on a CPU, a part that ends badly is a row, and it imports no readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import ROOT, run_anew, run_program
+
+from gpu_check import rows, runner
+from gpu_check.parts import PARTS
+from gpu_check.rows import Row
+
+TOOL = ROOT / "tools/gpu_check"
+LONG = {"parity", "bf16", "ranks", "save", "generate", "offload"}  # they build checkpoints of their own
+COUNTS = {  # rows, at least
+    "environment": 12,
+    "attention": 20,
+    "fused": 15,
+    "grouped": 4,
+    "patches": 4,
+    "step": 4,
+    "transformers": 6,
+    "memory": 2,
+    "profile": 5,
+    "head": 3,
+    "experts": 3,
+    "parity": 6,
+    "bf16": 4,
+    "save": 4,
+    "generate": 2,
+    "offload": 2,
+    "ranks": 3,
+}
+
+
+@pytest.mark.parametrize("part", [pytest.param(p, marks=[pytest.mark.long] * (p in LONG)) for p in PARTS])
+def test_every_part_runs_on_a_cpu(part, tmp_path):
+    """So that nothing but the GPU is new to it there."""
+    if part in ("transformers", "memory"):  # they compare with what was measured before
+        took = [Row("step", "1024 tokens, seconds", 2.0), Row("step", "1024 tokens, peak GiB", 1.0)]
+        for row in took:
+            rows.add(tmp_path, row)
+    words = ("--only", part, "--out", tmp_path, "--families", "gemma3")
+    done = run_program(TOOL, *words, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [row for row in rows.read(tmp_path) if row.part == part]
+    assert len(found) >= COUNTS[part], found
+    assert [str(row) for row in found if row.verdict == "WRONG"] == []
+    if part in ("transformers", "memory"):
+        assert any("over" in row.what and row.value > 0 for row in found)
+    if part == "ranks":
+        assert any("TP2+SP" in row.what for row in found)
+
+
+ENDS_BADLY = """
+import os, signal, sys, time
+if "--only" in sys.orig_argv:
+    part = sys.orig_argv[sys.orig_argv.index("--only") + 1]
+    if part == "fused":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if part == "grouped":
+        time.sleep(1000)
+    if part == "head":
+        sys.exit("no head here")
+"""
+
+
+def test_parts_that_are_killed_or_hang_or_fail_are_rows_and_the_next_one_runs(tmp_path, monkeypatch, capfd):
+    (tmp_path / "sitecustomize.py").write_text(ENDS_BADLY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setitem(PARTS, "grouped", PARTS["grouped"]._replace(seconds=1))
+    out = tmp_path / "out"
+    assert runner.run_all(["fused", "grouped", "head", "patches"], out, ["gemma3"], minutes=30) == 1
+    found = {row.part: row for row in rows.read(out)}
+    assert "ended with code -9" in found["fused"].what
+    assert "was ended after 1 s" in found["grouped"].what
+    assert "no head here" in found["head"].what
+    assert [found[part].verdict for part in ("fused", "grouped", "head")] == ["WRONG"] * 3
+    assert found["patches"].verdict != "WRONG"
+    listed = json.loads((out / "gpu_check.json").read_text())
+    assert list(dict.fromkeys(row["part"] for row in listed["rows"])) == [
+        part for part in PARTS if part in found
+    ]
+    assert "date" in listed["about"]
+    assert "| fused | ended with code -9" in (out / "gpu_check.md").read_text()
+    assert "Conv3d" in capfd.readouterr().out
+
+
+def test_no_part_begins_when_the_time_is_over(tmp_path):
+    assert runner.run_all(["fused", "head"], tmp_path, ["gemma3"], minutes=-1) == 0
+    assert [row.value for row in rows.read(tmp_path)] == ["left out"] * 2
+
+
+def test_a_value_that_is_no_number_is_wrong():
+    assert Row("head", "", float("nan"), 1.0).verdict == "WRONG"
+
+
+BLOCKED = """
+import importlib, sys
+sys.path[:0] = {paths!r}
+
+class Blocked:
+    names = ("megatron.energon", "av", "botocore", "aiobotocore", "s3fs", "multistorageclient", "datasets")
+
+    def find_spec(self, name, *_):
+        if name in self.names:
+            raise ModuleNotFoundError(name + " is for those who read", name=name)
+
+sys.meta_path.insert(0, Blocked())
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+MODEL_SIDE = "models.opened training.step training.checkpoint rl.policy generation.generate exports"
+
+
+@pytest.mark.parametrize("side", ["model", "check"])
+def test_models_and_the_check_import_no_readers(side):
+    """Energon, PyAV and object stores are 60 MB of wheels that a machine may lack."""
+    modules = [f"megatron_vlm.{name}" for name in (*MODEL_SIDE.split(), "planning.search")]
+    if side == "check":
+        modules = [f"gpu_check.{file.stem}" for file in TOOL.glob("*.py") if not file.stem.startswith("__")]
+    paths = [str(ROOT / name) for name in ("tools", "tests/helpers", "")]
+    code = BLOCKED.format(paths=paths, modules=modules)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_it_says_how_it_is_started():
+    done = run_anew(TOOL, "--help")
+    assert done.returncode == 0 and "--minutes" in done.stdout
+    assert Path(TOOL, "__main__.py").read_text().count("FOLDER/rows.jsonl")

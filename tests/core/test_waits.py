@@ -1,0 +1,131 @@
+"""Where the host waits for the device: nowhere but where a table says why. Operations on tensors of host and
+device, which a GPU refuses, are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import parity
+import pytest
+import torch
+from torch import Tensor
+
+import rehearse_waits
+from megatron_vlm.config import ParallelConfig
+from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.planning.recorder import META, Recorder, Seen
+from megatron_vlm.planning.rehearsal import on_shapes
+
+REASONS = rehearse_waits.REASONS
+
+
+@pytest.fixture
+def rehearsing() -> Iterator[Recorder]:
+    run = rehearse_waits.run_of(ParallelConfig(), 1)
+    with on_shapes(run, rehearse_waits.description_of("gemma3"), 1, 0) as recorder:
+        yield recorder
+
+
+PINNED = {
+    "to": lambda x, host: host.pin_memory().to(META, non_blocking=True),
+    "copy_": lambda x, host: x.copy_(host.pin_memory(), non_blocking=True),
+    "a part": lambda x, host: host.pin_memory()[1:].to(META, non_blocking=True),
+    "on_device": lambda x, host: on_device(host.t(), META),
+    "on_device, numpy": lambda x, host: on_device(np.arange(3), META),
+    "a number": lambda x, host: x * torch.tensor(2.0) + 1,
+    "filled": lambda x, host: torch.full((), 2.0, device=META) * x,
+}
+WAITS = {
+    "item": lambda x, host: x.sum().item(),
+    "bool": lambda x, host: bool(x.any()),
+    "cpu": lambda x, host: x.cpu(),
+    "tolist": lambda x, host: x.long().sum().tolist(),
+    "into the host's": lambda x, host: host.clone().copy_(x),
+    "synchronize": lambda x, host: torch.cuda.synchronize(),
+    "stream": lambda x, host: torch.cuda.current_stream().synchronize(),
+    "event": lambda x, host: torch.cuda.Event().synchronize(),
+    "blocking": lambda x, host: host.pin_memory().to(META),
+    "pageable": lambda x, host: host.to(META, non_blocking=True),
+    "another dtype": lambda x, host: host.pin_memory().to(META, torch.bfloat16, non_blocking=True),
+    "turned": lambda x, host: host.pin_memory().t().to(META, non_blocking=True),
+    "blocking copy_": lambda x, host: x.copy_(host.pin_memory()),
+    "pageable copy_": lambda x, host: x.copy_(host, non_blocking=True),
+    "made there": lambda x, host: torch.tensor([1, 2], device=META),
+    "list of rows": lambda x, host: x[torch.tensor([0, 1])],
+    "rows set": lambda x, host: x.index_put_((torch.tensor([0, 1]),), x[:2]),
+}
+REFUSED = {
+    "index_select": lambda x, host: x.index_select(0, torch.tensor([0, 1])),
+    "gather": lambda x, host: x.gather(0, torch.zeros(1, 8, dtype=torch.long)),
+    "matmul": lambda x, host: x @ host.t(),
+    "linear": lambda x, host: torch.nn.functional.linear(x, host),
+    "embedding": lambda x, host: torch.nn.functional.embedding(torch.tensor([0, 1]), x),
+    "conv": lambda x, host: torch.nn.functional.conv1d(x[None], torch.ones(2, 4, 3)),
+    "searchsorted": lambda x, host: torch.searchsorted(x, host),
+}
+
+
+def backward(x: Tensor, host: Tensor) -> None:
+    x = x.requires_grad_() * 1
+    x.register_hook(lambda gradient: gradient @ host.t() @ host)
+    x.sum().backward()
+
+
+REFUSED["backward"] = backward
+Do = Callable[[Tensor, Tensor], object]
+
+
+def done(recorder: Recorder, do: Do) -> Seen:
+    x, host = torch.zeros(4, 8, device=META), torch.ones(4, 8)
+    recorder.seen = Seen()
+    do(x, host)
+    return Seen(recorder.seen.of(str))
+
+
+@pytest.mark.parametrize("do", PINNED.values(), ids=PINNED)
+def test_nobody_waits_for_pinned_copies(rehearsing, do):
+    assert not done(rehearsing, do)
+
+
+@pytest.mark.parametrize("do", WAITS.values(), ids=WAITS)
+def test_every_wait_is_counted_with_its_place(rehearsing, do):
+    found = done(rehearsing, do)
+    assert found.total() == 1 and "core/test_waits.py:" in next(iter(found)), found
+
+
+@pytest.mark.parametrize("do", REFUSED.values(), ids=REFUSED)
+def test_what_mixes_host_and_device_is_refused(rehearsing, do):
+    with pytest.raises(RuntimeError, match=r"test_waits.py.* a GPU would refuse it"):
+        done(rehearsing, do)
+
+
+def check(waits: dict[str, dict[str, int]]) -> None:
+    assert waits.keys() == set(rehearse_waits.PARTS)
+    unnamed = {part: set(places) - REASONS.keys() for part, places in waits.items()}
+    assert not any(unnamed.values()), unnamed
+    more = {
+        (part, place): count
+        for part, places in waits.items()
+        for place, count in places.items()
+        if count > (REASONS[place].most or count)
+    }
+    assert not more
+
+
+@pytest.mark.parametrize(("family", "layout"), parity.cells(parity.layouts_of, parity.OFTEN, parity.OF_EACH))
+def test_a_run_waits_where_the_table_says(family, layout):
+    for row in rehearse_waits.rows_of(family, layout):
+        check(row["waits"])
+
+
+def test_the_report_names_every_wait_in_each_kind_of_layout():
+    report = json.loads(rehearse_waits.REPORT.read_text(encoding="utf-8"))
+    rows = report["rows"]
+    assert report["reasons"] == {place: reason.why for place, reason in REASONS.items()}
+    families = {row["family"] for row in rows}
+    cells = {(name, layout) for name in families for layout in rehearse_waits.layouts_of(name, every=False)}
+    assert {(row["family"], row["layout"]) for row in rows} >= cells
+    for row in rows:
+        check(row["waits"])
