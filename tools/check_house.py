@@ -20,7 +20,8 @@ LEFT_OUT = {
     "models.family_parts": "what several families share; those of the example are read",
     "models.adapters": "a run without adapters does not enter it",
     "models.weights": "the rules and the import are read; the rest is files, shards and the way back",
-    "models.layers": "attention and rotary are read; the others are kernels and experts",
+    "models.layers": "attention and rotary are read; the others are kernels, experts and delta nets",
+    "models.deepstack": "how features of one family's tower enter",
     "models.work": "what parts of a model cost: plans, balance of a pipeline, figures",
     "data.load.energon": "a second loader behind the same interface, with energon_state and energon_safety",
     "data.records.hub": "one of several sources",
@@ -53,6 +54,7 @@ READ = {
     "models.weights.importing",
     "models.layers.attention",
     "models.layers.attention_plan",
+    "models.layers.attention_sizes",
     "models.layers.rotary",
     "data.load.hf",
 }

@@ -95,6 +95,11 @@ REASONS = {
         "a call of the tower",
         4,
     ),
+    "models/llava_onevision/modeling_llava_onevision.py LlavaOnevisionModel.pack_image_features": Reason(
+        "Transformers brings the numbers of features to the device, which nobody reads: once a call of the "
+        "tower",
+        12,
+    ),
     "megatron_vlm/rl/agreement.py means": Reason("what the losses log, in one read", 1),
     "core/optimizer/distrib_optimizer.py DistributedOptimizer.state_dict": WRITTEN,
     (

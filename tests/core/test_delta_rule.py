@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
-from megatron_vlm.models.layers import delta_rule
+from megatron_vlm.models.layers.delta_net import rule as delta_rule
 
 
 def inputs_of(lengths: list[int], groups: int, heads: int, seed: int, gates: str) -> list[Tensor]:
@@ -123,7 +123,7 @@ def test_the_convolution_begins_anew_at_each_document():
 def test_operations_are_those_of_the_products():
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megatron_vlm.models.attention_sizes import RECURRENT, DeltaHeads
+    from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
     from megatron_vlm.models.work.costs import delta_rule_flops
 
     heads, tokens = DeltaHeads(keys=2, values=6, key_channels=128, value_channels=128, taps=4), 640

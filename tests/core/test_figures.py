@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.models.attention_sizes import RECURRENT
+from megatron_vlm.models.layers.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.training.figures import BySource, StepFigures, peak_flops
 from tiny.checkpoints import build_tiny_checkpoint
@@ -31,7 +31,7 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     from transformers import AutoConfig
 
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.layers import delta_net
+    from megatron_vlm.models.layers.delta_net import layer as delta_net
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.work.costs import delta_rule_flops
     from megatron_vlm.models.work.step_work import StepWork
@@ -82,8 +82,8 @@ def products(counter: FlopCounterMode) -> int:
 
 def seen_pairs(model: Any, batch: dict) -> float:
     """Operations of attention's forward pass over the pairs that the dense backend's mask allows."""
-    from megatron_vlm.models.attention_sizes import heads_of
     from megatron_vlm.models.layers.attention import mask
+    from megatron_vlm.models.layers.attention_sizes import heads_of
 
     config = model.config
     windows = config.layer_windows or (None,) * config.num_layers

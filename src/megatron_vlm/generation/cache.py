@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
-from megatron_vlm.models.attention_sizes import RECURRENT, heads_of
 from megatron_vlm.models.language_model import LanguageModelConfig
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
-from megatron_vlm.models.layers.delta_net import GatedDeltaNet
-from megatron_vlm.models.layers.delta_rule import convolved, run, step
+from megatron_vlm.models.layers.attention_sizes import RECURRENT, heads_of
+from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
+from megatron_vlm.models.layers.delta_net.rule import convolved, run, step
 from megatron_vlm.parallel.transfer import on_device
 
 

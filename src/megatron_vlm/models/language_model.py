@@ -22,10 +22,10 @@ from torch import Tensor
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import misfit
-from megatron_vlm.models.attention_sizes import DeltaHeads, Heads, is_recurrent
-from megatron_vlm.models.layers import deepstack
+from megatron_vlm.models import deepstack
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
-from megatron_vlm.models.layers.delta_net import GatedDeltaNet
+from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, is_recurrent
+from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm

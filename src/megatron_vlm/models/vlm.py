@@ -81,7 +81,7 @@ class VLMModel(MegatronModule):
     def _embed(self, stream: Stream) -> Tensor:
         """Token embeddings with the visual features in place: (T, 1, D), this rank's part of T under SP.
 
-        With deepstack, (T, 1 + n, D) as `models.layers.deepstack` wants it.
+        With deepstack, (T, 1 + n, D) as `models.deepstack` wants it.
         """
         hidden_TD = self.language_model.embed(stream.input_ids)
         deep = stream.visual_inputs is not None or self.config.pipeline_model_parallel_size > 1

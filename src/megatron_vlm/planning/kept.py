@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.attention_sizes import DeltaHeads, heads_of, is_recurrent
 from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import DTYPES, LanguageModelConfig, has_experts
-from megatron_vlm.models.layers.delta_net import sizes_of_head
-from megatron_vlm.models.layers.delta_rule import CHUNK
+from megatron_vlm.models.layers.attention_sizes import DeltaHeads, heads_of, is_recurrent
+from megatron_vlm.models.layers.delta_net.layer import sizes_of_head
+from megatron_vlm.models.layers.delta_net.rule import CHUNK
 
 
 def saved_by_layer(

@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.models.adapters.files import settled
-from megatron_vlm.models.attention_sizes import heads_of, is_recurrent
+from megatron_vlm.models.deepstack import extras_before
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import (
     DTYPES,
@@ -26,7 +26,7 @@ from megatron_vlm.models.language_model import (
     language_model_config,
     layer_spec,
 )
-from megatron_vlm.models.layers.deepstack import extras_before
+from megatron_vlm.models.layers.attention_sizes import heads_of, is_recurrent
 from megatron_vlm.models.layers.kernel_checks import attention_backends
 from megatron_vlm.models.work import costs
 from megatron_vlm.parallel import setup

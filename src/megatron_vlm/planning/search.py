@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
+from megatron_vlm.models.layers.attention_sizes import heads_of
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.planning.recorder import Collective

@@ -21,11 +21,14 @@ NODES_2 = f"two {NODES}"
 NODES_4 = f"four {NODES}"
 NODES_8 = f"eight {NODES}"
 NODES_16 = f"sixteen {NODES}"
+NODES_32 = f"thirty-two {NODES}"
 # layouts that several sizes share, as arguments
 TP8_PP2 = "tp=8 pp=2 recompute=full"
 TP8_PP4 = "tp=8 pp=4 recompute=full"
 PP2_EP8 = "pp=2 ep=8 recompute=full"
+PP8_EP8 = "pp=8 ep=8 recompute=full"
 PP16_EP8 = "pp=16 ep=8 recompute=full"
+PP16_EP16 = "pp=16 ep=16 recompute=full"
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Recipe:
 OF_FAMILY: dict[str, RecipeArgs] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe"), {"max_pixels": 1280 * 28**2}),
     "glm4v": {"max_pixels": 1280 * 28**2, "tp": 2, "pp": 2},  # its attention has two key/value heads
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), {"max_pixels": 1280 * 32**2}),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), {"max_pixels": 1280 * 32**2}),
     "gemma4": {"fallbacks": ["attention"]},  # no kernel has heads of 512 channels
     "llava_onevision": {"seq_length": 8192},
 }
@@ -101,7 +104,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, ...]]] = {
         ("internvl35_14b", "InternVL3.5 14B", NODE, "InternVL3_5-14B-HF", "tp=4"),
     ],
     ("glm4v_moe", "zai-org"): [
-        ("glm_45v", "GLM-4.5V, 106B with 128 experts", NODES_8, "GLM-4.5V", "pp=8 ep=8 recompute=full"),
+        ("glm_45v", "GLM-4.5V, 106B with 128 experts", NODES_8, "GLM-4.5V", PP8_EP8),
     ],
     ("qwen2_vl", "Qwen"): [
         ("qwen2_vl_2b", "Qwen2-VL 2B", ONE, "Qwen2-VL-2B-Instruct"),
@@ -129,6 +132,18 @@ SIZES: dict[tuple[str, str], list[tuple[str, ...]]] = {
             "Qwen3-VL-235B-A22B-Instruct",
             PP16_EP8,
         ),
+    ],
+    ("qwen3_5", "Qwen"): [
+        ("qwen35_08b", "Qwen3.5 0.8B", ONE, "Qwen3.5-0.8B"),
+        ("qwen35_2b", "Qwen3.5 2B", ONE, "Qwen3.5-2B"),
+        ("qwen35_4b", "Qwen3.5 4B", TWO, "Qwen3.5-4B", "tp=2"),
+        ("qwen35_9b", "Qwen3.5 9B", FOUR, "Qwen3.5-9B", "tp=4"),
+        ("qwen35_27b", "Qwen3.5 27B", NODES_2, "Qwen3.5-27B", "tp=4 pp=4 recompute=full"),
+    ],
+    ("qwen3_5_moe", "Qwen"): [
+        ("qwen35_35b_a3b", "Qwen3.5 35B with 256 experts", NODES_2, "Qwen3.5-35B-A3B", PP2_EP8),
+        ("qwen35_122b_a10b", "Qwen3.5 122B with 256 experts", NODES_8, "Qwen3.5-122B-A10B", PP8_EP8),
+        ("qwen35_397b_a17b", "Qwen3.5 397B with 512 experts", NODES_32, "Qwen3.5-397B-A17B", PP16_EP16),
     ],
 }
 

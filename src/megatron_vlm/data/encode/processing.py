@@ -173,17 +173,17 @@ class SizeEncoder:
             raise refused_by_processor(error) from error
         texts = [self._short_image] * len(images)
         texts += [
-            prompt.text[slice(*span)].replace(self._processor.video_token, text)
-            for span, (text, _, _) in zip(prompt.videos, videos, strict=True)
+            prompt.text[start:stop].replace(self._processor.video_token, text)
+            for (start, stop), (text, _, _) in zip(prompt.videos, videos, strict=True)
         ]
         short = self._encode_text.tokenize(with_media(prompt, texts))
         grown = [
-            self._with_image(short.input_ids[slice(*span)], image_ids)
-            for span, (image_ids, _) in zip(short.images, images, strict=True)
+            self._with_image(short.input_ids[start:stop], image_ids)
+            for (start, stop), (image_ids, _) in zip(short.images, images, strict=True)
         ]
         grown += [
-            self._with_runs(short.input_ids[slice(*span)], runs)
-            for span, (_, runs, _) in zip(short.videos, videos, strict=True)
+            self._with_runs(short.input_ids[start:stop], runs)
+            for (start, stop), (_, runs, _) in zip(short.videos, videos, strict=True)
         ]
         media, lengths = [*short.images, *short.videos], list(map(len, grown))
         untrained = [np.zeros(length, np.float32) for length in lengths]

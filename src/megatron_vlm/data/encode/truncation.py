@@ -22,7 +22,7 @@ def truncated(
     )
     if visual is None or visual.pixel_values_videos is None:  # frames are among the images, in text order
         spans = sorted([*text.images, *text.videos])
-        counts = [int((text.input_ids[slice(*span)] == image_token).sum()) for span in spans]
+        counts = [int((text.input_ids[start:stop] == image_token).sum()) for start, stop in spans]
         return kept_text, first_images(visual, image_count + video_count, counts)
     items = visual.items()
     videos = items[len(text.images) :]

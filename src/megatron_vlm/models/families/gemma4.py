@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.attention_sizes import Heads
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import gemma, gemma4_layers, keys, llama, moe_rules, towers
+from megatron_vlm.models.layers.attention_sizes import Heads
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.models.positions import IMAGE, VIDEO
 from megatron_vlm.models.weights.rules import Cut, GroupedQKV, Rule, Whole

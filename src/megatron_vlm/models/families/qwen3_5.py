@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_vlm.models.attention_sizes import RECURRENT, DeltaHeads
 from megatron_vlm.models.families import qwen3_vl
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
-from megatron_vlm.models.layers.delta_net import sizes_of_head
+from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
+from megatron_vlm.models.layers.delta_net.layer import sizes_of_head
 from megatron_vlm.models.weights.rules import Cut, DeltaInputs, Rule, Whole
 
 MROPE = patch_towers.MRope(sections=(11, 11, 10), interleaved=True, part_of_head=True)

@@ -10,10 +10,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megatron_vlm.models.attention_sizes import heads_of
 from megatron_vlm.models.language_model import LanguageModelConfig, has_experts
 from megatron_vlm.models.language_model import layer_spec as our_layer_spec
 from megatron_vlm.models.layers.attention import RotarySelfAttention
+from megatron_vlm.models.layers.attention_sizes import heads_of
 from megatron_vlm.models.layers.fused import norm
 from megatron_vlm.models.layers.moe import MoE, Router
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm

@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.config import ConfigError, ModelConfig
-from megatron_vlm.models.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
+from megatron_vlm.models.layers.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.feed_forward import gated
 from megatron_vlm.models.layers.fused import Fused, compiled_on, norm, of_channels, rotate
 from megatron_vlm.models.layers.kernels import KERNELS

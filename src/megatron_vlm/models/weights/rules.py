@@ -15,8 +15,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-# --- operations ------------------------------------------------------------------------------------------
-
 
 class Slices(Protocol):
     """A tensor on disk: `source[a:b]` reads only that part."""
@@ -71,9 +69,8 @@ class Operation:
         for rank, shard in enumerate(shards):
             for views, tensor, shape in zip(self.views(shard), whole, shapes, strict=True):
                 for view, block in zip(views, self.in_blocks(tensor, shape), strict=True):
-                    block.unflatten(self.axis, (size, -1)).select(self.axis, rank).view(view.shape).copy_(
-                        view
-                    )
+                    of_rank = block.unflatten(self.axis, (size, -1)).select(self.axis, rank)
+                    of_rank.view(view.shape).copy_(view)
         return whole
 
     def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
@@ -210,9 +207,6 @@ def turned(stored: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether a tensor of shape `stored` holds tensors of `shape` with their last two axes exchanged."""
     stored, shape = list(stored), list(shape)
     return stored != shape and stored == [*shape[:-2], *shape[:-3:-1]]
-
-
-# --- rules -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters.files import settled
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
-from megatron_vlm.models.attention_sizes import DeltaHeads, heads_of, is_recurrent
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
-from megatron_vlm.models.layers.delta_net import sizes_of_head
-from megatron_vlm.models.layers.delta_rule import CHUNK
+from megatron_vlm.models.layers.attention_sizes import DeltaHeads, heads_of, is_recurrent
+from megatron_vlm.models.layers.delta_net.layer import sizes_of_head
+from megatron_vlm.models.layers.delta_net.rule import CHUNK
 from megatron_vlm.models.layers.tower_attention import use_sdpa
 from megatron_vlm.objectives import objective_of
 
@@ -85,7 +85,7 @@ def product_flops(architecture: dict, layer: int) -> float:
 
 def delta_rule_flops(architecture: dict, layer: int) -> float:
     """Operations of a token's convolution, and of the rule in chunks: three products with the state, and two
-    each of keys and of values with pairs of a chunk's tokens (see `layers.delta_rule`)."""
+    each of keys and of values with pairs of a chunk's tokens (see `layers.delta_net.rule`)."""
     if not is_recurrent(architecture, layer):
         return 0.0
     heads: DeltaHeads = architecture["delta_heads"]

@@ -18,10 +18,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from megatron_vlm.models.attention_sizes import RECURRENT, DeltaHeads
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
-from megatron_vlm.models.layers.delta_plan import CutDocuments, Documents
-from megatron_vlm.models.layers.delta_rule import DeltaRule, Recomputed, convolved
+from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
+from megatron_vlm.models.layers.delta_net.plan import CutDocuments, Documents
+from megatron_vlm.models.layers.delta_net.rule import DeltaRule, Recomputed, convolved
 from megatron_vlm.models.layers.fused import Norm
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
 
