@@ -61,9 +61,8 @@ def compose(
     elif written:
         config = apply_overrides(RunConfig(), written)
     else:
-        names = ", ".join(RECIPES)
         raise ConfigError(
-            f"give --recipe NAME or --config FILE, or --model and --data; the recipes are {names}."
+            "give --recipe NAME or --config FILE, or --model and --data; `megatron-vlm recipes` lists them."
         )
     return apply_overrides(config, given)
 
