@@ -28,7 +28,11 @@ from megatron_vlm.recipes import compose
 from plan_recipes import CONFIGS, ROOT, UNTIED
 
 GPUS = (8, 64, 1024)
-LONG = {"gemma3_vl_4b_64k": "gemma3_vl_4b", "qwen3_vl_8b_128k": "qwen3_vl_8b"}  # files of recipes/ -> model
+LONG = {
+    "gemma3_vl_4b_64k": "gemma3_vl_4b",
+    "qwen3_vl_8b_128k": "qwen3_vl_8b",
+    "qwen35_9b_64k": "qwen35_9b",
+}  # files of recipes/ -> model
 REPORT = ROOT / "reports" / "rehearsal.json"
 
 

@@ -144,6 +144,21 @@ GEMMA4 = {
     V + "num_attention_heads": [{V + "num_attention_heads": 2, V + "num_key_value_heads": 2}],
     V + "num_key_value_heads": [{V + "num_key_value_heads": 2}],
 }
+LAYERS = (
+    "linear linear linear linear",
+    "full full full full",
+    "full linear linear full",
+    "linear linear conv full",
+)
+QWEN3_5 = {
+    T + "layer_types": [
+        {T + "layer_types": [f"{kind}_attention" for kind in each.split()]} for each in LAYERS
+    ],
+    T + "linear_num_key_heads": [{T + "linear_num_key_heads": n} for n in (1, 2, 8, 3)],
+    T + "linear_num_value_heads": [{T + "linear_num_value_heads": n} for n in (4, 12, 6)],
+    T + "linear_conv_kernel_dim": [{T + "linear_conv_kernel_dim": n} for n in (2, 3, 1)],
+    T + "head_dim": [{T + "head_dim": 64, ROPE + "mrope_section": [3, 3, 2]}, {T + "head_dim": 16}],
+}
 OWN_PARTNERS = {
     "gemma4": GEMMA4,
     "qwen2_vl": QWEN2,
@@ -151,6 +166,7 @@ OWN_PARTNERS = {
     "mistral3": MISTRAL3,
     "glm4v_moe": GLM,
 }
+OWN_PARTNERS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), QWEN3_5)
 OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE) | {"llava": LLAVA, "internvl": INTERNVL}
 OWN_PARTNERS |= {"llava_onevision": ONEVISION}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
@@ -274,6 +290,17 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "sliding_window": 5},
         {T + "mlp_only_layers": [0, 1, 2, 3]},
     ],
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        [
+            {T + "layer_types": REMOVED, T + "full_attention_interval": 2},
+            {T + "linear_num_key_heads": 2, T + "linear_num_value_heads": 6, T + "linear_conv_kernel_dim": 2},
+            {T + "attn_output_gate": False},
+            {T + "attention_bias": True, "tie_word_embeddings": True},
+            {ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.25},
+            {V + "model_type": REMOVED},
+        ],
+    ),
 }
 ELSEWHERE = [  # no fields, but Transformers asks for them
     *({T + "is_causal": False}, {T + "per_layer_config": {"0": {"intermediate_size": 64}}}),

@@ -28,6 +28,7 @@ TEXT = keys.text() | {
         "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_value_head_dim"
     ),
     "attn_output_gate": keys.only(True),
+    "hidden_act": keys.only("silu"),  # the convolution has it, too
     "output_gate_type": keys.only("swish"),
     "linear_num_value_heads": keys.Values("a multiple of linear_num_key_heads", _multiple),
     "layer_types": keys.Values("linear_attention or full_attention for each layer", _fits),
