@@ -8,6 +8,7 @@ fully reshardable format does. Two processes compute the gradients of a tiny mod
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -33,6 +34,7 @@ RANKS = 4
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     report = {
         "date": str(datetime.date.today()),
         "torch": torch.__version__,

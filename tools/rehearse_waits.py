@@ -102,6 +102,8 @@ REASONS = {
     ),
     "megatron_vlm/rl/agreement.py means": Reason("what the losses log, in one read", 1),
     "core/optimizer/distrib_optimizer.py DistributedOptimizer.state_dict": WRITTEN,
+    "core/optimizer/optimizer.py MegatronOptimizer._extract_common_per_param_step": WRITTEN,
+    "core/optimizer/optimizer.py Float16OptimizerWithFloat16Params.sharded_state_dict": WRITTEN,
     (
         "megatron_vlm/training/sharded_optimizer.py ShardedOptimizer.sharded_param_state_fully_reshardable"
     ): WRITTEN,

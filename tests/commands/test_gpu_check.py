@@ -17,6 +17,7 @@ from gpu_check.rows import Row
 
 TOOL = ROOT / "tools/gpu_check"
 LONG = {"parity", "bf16", "ranks", "save", "generate", "offload"}  # they build checkpoints of their own
+LONG |= {"step", "transformers", "memory", "profile"}  # four of one kind
 COUNTS = {  # rows, at least
     "environment": 12,
     "attention": 20,
@@ -119,12 +120,10 @@ for name in {modules!r}:
 MODEL_SIDE = "models.opened training.step training.checkpoint rl.policy generation.generate exports"
 
 
-@pytest.mark.parametrize("side", ["model", "check"])
-def test_models_and_the_check_import_no_readers(side):
+def test_models_and_the_check_import_no_readers():
     """Energon, PyAV and object stores are 60 MB of wheels that a machine may lack."""
     modules = [f"megatron_vlm.{name}" for name in (*MODEL_SIDE.split(), "planning.search")]
-    if side == "check":
-        modules = [f"gpu_check.{file.stem}" for file in TOOL.glob("*.py") if not file.stem.startswith("__")]
+    modules += [f"gpu_check.{file.stem}" for file in TOOL.glob("*.py") if not file.stem.startswith("__")]
     paths = [str(ROOT / name) for name in ("tools", "tests/helpers", "")]
     code = BLOCKED.format(paths=paths, modules=modules)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -78,6 +78,11 @@ def test_what_is_light_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_no_test_imports_a_test():
+    files = SOURCE.parent.parent.joinpath("tests").rglob("*.py")
+    assert [file for file in files if re.search(r"^ *(?:from|import) test_", file.read_text(), re.M)] == []
+
+
 def test_no_file_and_no_folder_is_overfull():
     long = {str(path): count for path in modules().values() if (count := lines_of(path)) > MOST_LINES}
     folders: dict[Path, int] = {}

@@ -400,7 +400,9 @@ class Tower(torch.nn.Module):
         self.config = SimpleNamespace(_attn_implementation=tower_attention.NAME)
 
 
-@pytest.mark.parametrize(("slow", "fast"), [("flash", "cudnn"), ("cudnn", "flash")])
+@pytest.mark.parametrize(
+    ("slow", "fast"), [("flash", "cudnn"), pytest.param("cudnn", "flash", marks=pytest.mark.long)]
+)
 def test_the_faster_kernel_is_taken_or_the_one_that_is_named(as_on_cuda, recwarn, slow, fast):
     as_on_cuda.setitem(KERNELS, slow, slowed(slow))
     assert taken() == {16: fast} and taken(attention=slow) == {16: slow}

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from test_rehearsal import config_of, run_of
+from rehearsals import config_of, run_of
 from torch.utils._pytree import tree_leaves
 
 from megatron_vlm.config import ParallelConfig
@@ -31,6 +31,7 @@ RAISES = set(
 )
 # towers whose learned positions Transformers resizes; without gradients if model.freeze has the tower
 REFUSED = dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), {"grid_sampler_2d_backward"})
+REFUSED["llava_onevision"] = {"upsample_bilinear2d_backward"}  # of large images
 REFUSED["lfm2_vl"] = {"_upsample_bilinear2d_aa_backward"}
 QUICK = ("gemma3", "qwen3_vl_moe")
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in TINY_FAMILIES]
@@ -69,7 +70,7 @@ print(json.dumps([torch.are_deterministic_algorithms_enabled(),
 """
 
 
-@pytest.mark.parametrize("given", [None, ":16:8"])
+@pytest.mark.parametrize("given", [None, pytest.param(":16:8", marks=pytest.mark.long)])
 def test_torch_and_cublas_are_told(given):
     environment = dict(os.environ) | ({"CUBLAS_WORKSPACE_CONFIG": given} if given else {})
     said = subprocess.run([sys.executable, "-c", TOLD], env=environment, capture_output=True, check=True)

@@ -2,6 +2,7 @@
 
 import gradient_error
 import parity
+import pytest
 import torch
 
 from megatron_vlm.models.hf import open_source
@@ -12,6 +13,7 @@ MOST_BETWEEN = 5e-3  # of the gradients' norm; seen: 4.3e-3
 MOST_MORE = 1.2  # times the distance that the model in bf16 has anyway; seen: 1.11
 
 
+@pytest.mark.long
 def test_gradients_reduced_in_bf16_are_close_to_those_in_fp32(tmp_path):
     source = open_source(build_tiny_checkpoint("gemma3", tmp_path / "model"))
     hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"] * 16)

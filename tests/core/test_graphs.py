@@ -91,7 +91,10 @@ def uses(path: str, family: str):
     yield "policy"
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "gemma3", "glm4v"])
+DENSE = [pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_vl", "gemma3", "glm4v", "qwen3_5")]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", *DENSE])
 def test_twelve_graphs_are_enough(tmp_path, family):
     path = build_tiny_checkpoint(family, tmp_path)
     [found] = run_distributed(1, every_use, str(path), family)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from parity import RENAMED
 from places import CONFIGS, ROOT
+from rehearsals import config_of, run_of
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from megatron_vlm.cli import app
 from megatron_vlm.cli import run as run_command
-from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES
-from tiny.corpus import default_corpus
 from tiny.distributed import run_distributed
 
 WORST_MEMORY = 0.01  # between the rehearsed and the measured peak
@@ -44,26 +44,12 @@ FAMILIES = [pytest.param((family, PAIRS[family]), id=family, marks=pytest.mark.l
 FAMILIES += [pytest.param((family, ALL), id=f"{family} all", marks=pytest.mark.soak) for family in DENSE]
 
 
-def run_of(parallel: ParallelConfig) -> RunConfig:
-    """Two rows of 256 tokens in each of four micro batches, with images."""
-    run = RunConfig(parallel=parallel, run_dir="none")
-    run.model = ModelConfig(hf_path="none", dtype="fp32", attention="documents", load_weights=False)
-    run.data.train_data_path, run.data.seq_length, run.data.max_pixels = "none", 256, 112**2
-    run.train.micro_batch_size, run.train.global_batch_size = 2, 8
-    return run
-
-
 def run_named(layout: str, objective: str) -> RunConfig:
     """Two micro batches: as many as stages hold at once."""
     run = run_of(LAYOUTS[layout])
     run.train.objective = objective
     run.train.global_batch_size = 8 if layout == "dp 2" else 4
     return run
-
-
-def config_of(family: str):
-    parts = TINY_FAMILIES[family]
-    return parts.config(parts.processor(default_corpus(), parts.template), {}, {})
 
 
 def both(family: str, cells: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[dict, dict]]:
@@ -99,12 +85,16 @@ def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.training.step import train_step
 
     description, device = describe(hf_config), setup.device()
-    batches = [example_batch(run, description)] * derived(run, 2)["micro_batches_per_step"]
     with TensorMemory() as memory:
+        batches = [example_batch(run, description)] * derived(run, 2)["micro_batches_per_step"]
+        of_host = memory.alive
         model = data_parallel(build_model(run, description, device), run)
         optimizer, scheduler = build_optimizer(model, run)
         optimizer.step()
         step_loss = objective_of(run).step_loss(run, model)
+        parts = [part for chunk in model for part in chunk.modules()]
+        blank = [part._blank_image.as_model_kwargs() for part in parts if hasattr(part, "_blank_image")]
+        of_host += sum(tensor.nbytes for each in blank for tensor in each.values())
         held, peaks = memory.alive, []
         for _ in range(6):  # threads of gloo may keep what they were given for a while
             memory.peak = memory.alive
@@ -116,7 +106,7 @@ def real_step(run: RunConfig, hf_config) -> dict:
         train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "attention" not in str(operation))
-    return {"peak": min(peaks), "held": held, "products": float(products)}
+    return {"peak": min(peaks) - of_host, "held": held - of_host, "products": float(products)}
 
 
 def rehearsed(run: RunConfig, hf_config, rank: int) -> dict:

@@ -43,7 +43,6 @@ def test_children_of_the_launcher_have_what_cuda_and_torch_read(tmp_path):
     assert not OUTSIDE_TORCHRUN.keys() & set(READ_BY_CUDA)
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert environment_of_children(tmp_path, 1) == [allocator] * 2
-    assert environment_of_children(tmp_path, 2) == [allocator | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}] * 2
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     assert environment_of_children(tmp_path, 2, **own) == [own] * 2
 

@@ -518,8 +518,9 @@ def add_layer(tensors):
 
 def shift_gate_and_up(tensors):
     """As many rows together as there should be."""
-    names = [last_norm(tensors).replace("norm", f"layers.{i}.mlp.gate_proj") for i in (0, 1)]
-    name = next(name for name in names if name in tensors)  # the first dense layer's
+    kinds = ("0.mlp.gate_proj", "1.mlp.gate_proj", "0.mlp.shared_expert.gate_proj")
+    names = [last_norm(tensors).replace("norm", f"layers.{kind}") for kind in kinds]
+    name = next(name for name in names if name in tensors)  # the first that is for all tokens
     gate, up = tensors[name], tensors[name.replace("gate", "up")]
     tensors[name] = torch.cat((gate, up[:2]))
     tensors[name.replace("gate", "up")] = up[2:].contiguous()

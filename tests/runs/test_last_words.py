@@ -304,7 +304,7 @@ def test_a_process_that_nothing_waits_for_has_its_last_line_too(fault, tmp_path)
         assert 'File "<string>", line 5' in stacks
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_process_that_was_stopped_for_long_goes_on(ranks, tmp_path):
     """It was stopped for longer than its guard waits for a look of its watchdog, with all other ranks."""
     program = (

@@ -110,6 +110,8 @@ class Recorder(TensorMemory):
         self.count_all(out)
         if work is not None:
             self.seen[work] += 1
+        if func is aten.ne.Tensor:
+            self._sent[out] = torch.zeros(out.shape, dtype=torch.bool, device="cpu")
         return out
 
     def wait(self) -> None:
@@ -188,8 +190,11 @@ class Recorder(TensorMemory):
 
     def _answer(self, tensor: Tensor, scalar: bool) -> Any:
         """Numbers that a device would have to compute. Rows of whole numbers are how many tokens a layer with
-        experts sends where, or receives: an even split. All else, such as a loss or a norm, is one."""
+        experts sends where, or receives: an even split. Nothing differs from what it is compared with: Adam's
+        steps of parameters are equal. All else, such as a loss or a norm, is one."""
         if scalar:
+            if tensor.dtype == torch.bool and tensor in self._sent:
+                return self._sent[tensor].item()
             return torch.ones((), dtype=tensor.dtype, device="cpu").item()
         if tensor.dtype.is_floating_point or tensor.dtype == torch.bool or not tensor.dim():
             return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -49,15 +49,16 @@ def _factors(inputs: Sequence[Tensor]) -> Factors:
     query, key = (_unit(x.to(wide)).transpose(1, 2)[:, :, None] for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     value, decay, beta = (x.to(wide).movedim(1, 3) for x in (value, decay, beta))
-    # in fp64: differences of sums of 64 decays in fp32 would have lost the digits that gradients need
-    total = decay.double().cumsum(-1)
+    eye = torch.eye(CHUNK, dtype=wide, device=decay.device)
+    # in fp64: differences of sums of 64 decays in fp32 would have lost the digits that gradients need. As a
+    # product, which CUDA repeats to the bit, unlike sums of its `cumsum`
+    total = decay.double() @ torch.ones_like(eye, dtype=torch.float64).triu()
     document = document[:, None, None]
     pairs = (document[..., None] == document[..., None, :]).tril()
     left = (total[..., None] - total[..., None, :]).masked_fill(~pairs, -torch.inf).to(wide).exp()
     enter = total.to(wide).exp() * (document == before[:, None, None, None])
     system = beta[..., None] * left * (key @ key.mT)
-    ones = torch.eye(CHUNK, dtype=wide, device=total.device)
-    inverse = torch.linalg.solve_triangular(system, ones.expand_as(system), upper=False, unitriangular=True)
+    inverse = torch.linalg.solve_triangular(system, eye.expand_as(system), upper=False, unitriangular=True)
     return Factors(
         query, key, value, beta[..., None], enter[..., None], left, left * (query @ key.mT), inverse
     )
