@@ -1,7 +1,8 @@
-"""A rehearsed step is the real one: its memory, its exchanges, its operations, and no read by the host."""
+"""A rehearsed step is the real one: its memory, its exchanges and its operations."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from dataclasses import replace
@@ -95,6 +96,7 @@ def real_step(run: RunConfig, hf_config) -> dict:
         parts = [part for chunk in model for part in chunk.modules()]
         blank = [part._blank_image.as_model_kwargs() for part in parts if hasattr(part, "_blank_image")]
         of_host += sum(tensor.nbytes for each in blank for tensor in each.values())
+        gc.collect()  # what building left behind in cycles
         held, peaks = memory.alive, []
         for _ in range(6):  # threads of gloo may keep what they were given for a while
             memory.peak = memory.alive
@@ -120,7 +122,6 @@ def rehearsed(run: RunConfig, hf_config, rank: int) -> dict:
         "held": one.weights + one.gradients + one.optimizer,
         "products": one.flops("matmul"),
         "collectives": one.collectives,
-        "host_reads": one.micro_batch.of(str),
     }
 
 
@@ -144,10 +145,6 @@ def test_rehearsed_operations_are_those_of_a_step(ranks):
     for rank in ranks:
         for cell, (real, ours) in rank.items():
             assert ours["products"] == real["products"], cell
-
-
-def test_the_host_reads_nothing_in_forward_and_backward(ranks):
-    assert [ours["host_reads"] for rank in ranks for _, ours in rank.values() if ours["host_reads"]] == []
 
 
 def test_what_adam_keeps_and_short_gradients_are_counted_where_they_are():
