@@ -586,8 +586,8 @@ BROKEN = {
     drop_key: r"lacks 'Knorm.weight': \(64,\), of which .*final_layernorm.weight is \(64,\)",
     reshape_key: r"'Knorm.weight' is \(65,\) and must be \(64,\), of which .*final_layernorm.weight is \(64",
     add_layer: r"1 keys that this FAMILY does not have, such as 'Klayers.5.input_layernorm.weight' \(64,\)",
-    shift_gate_and_up: r"'Klayers.[01].mlp.(shared_expert.)?gate_proj.weight' is \((1[36][02]|34), 64\) and must "
-    r"be \((1[26]|32)",
+    shift_gate_and_up: r"'Klayers.[01].mlp.(shared_expert.)?gate_proj.weight' is "
+    r"\((1[36][02]|34), 64\) and must be \((1[26]|32)",
 }
 BROKEN_EXPERTS = {
     ("glm4v_moe", drop_expert): r"lacks 'Klayers.2.mlp.experts.3.up_proj.weight': \(48, 64\), of which",
