@@ -1,7 +1,5 @@
 """The command `megatron-vlm`. Everything heavy is imported inside the command that needs it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

@@ -6,8 +6,6 @@ The rule that its value keeps by itself is a part of its type, which `overrides.
 several settings are in `config_rules`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass

@@ -5,8 +5,6 @@
 <run_dir>/exports/step_00000050.deleted/  being removed, because its step was trained again
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch.nn import Module

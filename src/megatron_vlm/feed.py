@@ -3,8 +3,6 @@
 While a step is trained, a thread on every rank reads the micro batches of the next.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator

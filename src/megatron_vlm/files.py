@@ -4,8 +4,6 @@ A pipe or a device could block without end, and a link could lead out of the fol
 a folder that appears whole is written aside under a name of its own, synced, and then renamed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

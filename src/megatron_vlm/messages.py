@@ -1,8 +1,6 @@
 """Text for messages: foreign text that no terminal obeys, suggestions of what may have been meant, and what
 was being read when an error came."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Settings by name: `key.path=value`, mappings and YAML to and from a `RunConfig`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from copy import deepcopy

@@ -3,8 +3,6 @@
 Who reads a file looks here if it cannot read it, or to learn how; the message is `{path} is {known}`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

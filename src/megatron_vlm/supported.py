@@ -4,8 +4,6 @@ config.json is read first, as plain data. A checkpoint that cannot be trained is
 processors or own code are looked at, and before anything else is fetched.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

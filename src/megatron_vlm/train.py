@@ -1,7 +1,5 @@
 """The story of one run: from a Hugging Face checkpoint and a dataset to a trained model."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from itertools import chain

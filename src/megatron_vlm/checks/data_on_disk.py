@@ -1,7 +1,5 @@
 """Checks datasets on disk, as data and before torch is imported: every problem, a line each."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import islice

@@ -4,8 +4,6 @@ The files in a folder tell whether it is a checkpoint, a dataset or a run folder
 what was given in place of the right one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Checks what a configuration names on disk, before anything heavy starts: every problem, a line each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

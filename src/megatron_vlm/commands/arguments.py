@@ -1,7 +1,5 @@
 """The configuration that a command works with, checked before anything heavy is imported."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Any

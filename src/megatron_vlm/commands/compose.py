@@ -1,7 +1,5 @@
 """`megatron-vlm compose`: the command around `compose.composing`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

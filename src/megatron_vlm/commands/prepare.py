@@ -1,7 +1,5 @@
 """`megatron-vlm prepare`: the command around `prepare_energon_dataset`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """How the commands run: as programs with short errors, and in several processes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

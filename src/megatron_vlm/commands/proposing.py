@@ -1,7 +1,5 @@
 """`train --model … --data …`: a run that needs no recipe, because one is made for it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Operations on a run folder besides training: import into it, export from it, ask its model."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

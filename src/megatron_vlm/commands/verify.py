@@ -1,7 +1,5 @@
 """Compares the logits of two checkpoints for a picture, position by position."""
 
-from __future__ import annotations
-
 import gc
 import io
 from dataclasses import dataclass

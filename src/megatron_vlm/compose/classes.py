@@ -1,7 +1,5 @@
 """The classes of Transformers that hold a tower and a language model: their configs, processors and names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

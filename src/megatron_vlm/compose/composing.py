@@ -1,7 +1,5 @@
 """A composed checkpoint, planned from the headers of its sources and then written, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sources that a command line asks to compose, checked as data before torch is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial

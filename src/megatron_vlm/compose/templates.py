@@ -1,7 +1,5 @@
 """Chat templates that write images and mark replies, in the style of the tokenizer's control tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from string import Template

@@ -1,7 +1,5 @@
 """The tensors of a composed model: copied, grown or newly drawn, and written one after another."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -1,7 +1,5 @@
 """The language model's tokenizer: read from any of its files, written so that it stays the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Special tokens by their role: found in a tokenizer, named by the user, or added."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

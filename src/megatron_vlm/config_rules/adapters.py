@@ -1,7 +1,5 @@
 """Rules for the settings of adapters that need no model to look its modules up in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_vlm.config import AdapterConfig, RunConfig, all_settings

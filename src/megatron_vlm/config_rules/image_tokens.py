@@ -1,7 +1,5 @@
 """Limits of the tokens of an image in its own size, as image processors and `compose` name them; no torch."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_vlm.config import ConfigError

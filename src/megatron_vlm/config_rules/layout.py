@@ -1,7 +1,5 @@
 """Whether a layout fits the processes, their GPUs, and a model of given sizes; without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """Regular expressions that users and files of strangers give: checked, and run with a limit of time."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Checks a configuration by itself, before anything heavy starts: every problem, a line each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_vlm.config import (

@@ -1,7 +1,5 @@
 """A conversation that ends with the user's turn, as the model sees it before it answers; special tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's data: encoder and loaders of whichever source the configuration names."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ Older: a part `json` and pickled lists of encoded images `jpgs` and of videos `v
 Energon must hand over raw bytes (`decoder = None`): its own decoder executes pickles.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -10,8 +10,6 @@ that the tokens of one step have the same place. There is a slot for every place
 many as the window, and place p is slot p % window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

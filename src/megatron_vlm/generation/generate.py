@@ -5,8 +5,6 @@ prompts: a token at a time leaves context parallelism nothing to cut. Rows go th
 lanes, so that each stage computes one while the next stage computes another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf

@@ -1,7 +1,5 @@
 """Rows that grow together: their prompts and then their tokens as streams, and when each row ends."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The choice of the next token, and its log-probabilities."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

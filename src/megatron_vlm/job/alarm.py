@@ -4,8 +4,6 @@ These wait in a collective, where no error can reach them, and gloo cannot abort
 fails says why in the store that all ranks share. A thread of every other looks there, and ends its process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

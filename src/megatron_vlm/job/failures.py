@@ -5,8 +5,6 @@ Under `--nproc` the launcher speaks when all have ended; otherwise the first ran
 A rank that only lost another one is silent. MEGATRON_VLM_DEBUG=1 shows every traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

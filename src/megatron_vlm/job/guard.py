@@ -9,8 +9,6 @@ It ends a process whose watchdog has not looked for too long. It counts its own 
 none while the process is stopped: so time in which either of them could not run is not counted.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """When a run ends, evaluates and saves, counted in steps, whatever its configuration counts in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction

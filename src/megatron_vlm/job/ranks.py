@@ -7,8 +7,6 @@ and how it ended (`ended`). The files lie in torchrun's own folder of this start
 machines, in the run folder, which all of them see.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Tells the reader of an error whose it is, what it says, and the remedy."""
 
-from __future__ import annotations
-
 import errno
 import re
 import traceback

@@ -7,8 +7,6 @@ stage if a layer there needs them; all stages' messages then have room for what 
 pipelines, a stream without images has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The description of a checkpoint: what the package knows of it, from its family and its config.json."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any

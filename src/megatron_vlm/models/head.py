@@ -6,8 +6,6 @@ last chunk's, which are kept: so the most that is ever held is one chunk. What i
 function in each direction, compiled on CUDA; it has not run on a GPU yet.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state

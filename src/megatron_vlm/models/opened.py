@@ -1,7 +1,5 @@
 """From a checkpoint to this rank's model: built, filled with the checkpoint's weights, with its adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

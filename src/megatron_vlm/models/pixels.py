@@ -1,7 +1,5 @@
 """The arithmetic of the HF image and video processors, on the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Called by data workers on CPU, one document at a time, so that the model needs no position code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

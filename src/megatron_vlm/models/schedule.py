@@ -1,7 +1,5 @@
 """Micro batches as streams, and streams through a model's chunks by Megatron's schedule for the layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ where documents are. With context parallelism a rank has a part of the stream. A
 host from the batch, which is still there, so that no rank ever waits for its device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The towers of tensor- and context-parallel ranks are replicas. With a share of t
 sends every feature to the ranks that hold its token; else every rank computes all and takes its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

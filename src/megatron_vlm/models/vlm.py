@@ -1,7 +1,5 @@
 """VLMModel: HF tower and projector, placement of their features, then Megatron's language model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The objectives that `train.objective` can name; docs/adding-an-objective.md tells how to add another."""
 
-from __future__ import annotations
-
 from megatron_vlm.config import RunConfig
 from megatron_vlm.objectives.base import Objective
 from megatron_vlm.objectives.dpo import DPO

@@ -1,7 +1,5 @@
 """A run's knowledge of its objective; no torch, so that a wrong setting is answered in a second."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name

@@ -1,7 +1,5 @@
 """Preference pairs (DPO, arXiv 2305.18290): the chosen answer is to become likelier than the rejected one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_vlm.config import RunConfig

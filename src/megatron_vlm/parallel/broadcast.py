@@ -1,7 +1,5 @@
 """Sends batches from the one rank that reads to all ranks of its TP x CP x PP group."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

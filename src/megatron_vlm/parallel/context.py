@@ -5,8 +5,6 @@ start, stop). A query needs the keys before it in its document. So a document th
 traffic; only what balance demands is cut.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Megatron prepares at every call for the backward pass. Where a token at a time p
 takes longer on a CPU than a small product. The sums are the same.
 """
 
-from __future__ import annotations
-
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Process groups, devices and seeds: from torchrun's environment to Megatron's parallel state."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Copies from the host to the device that nobody waits for."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

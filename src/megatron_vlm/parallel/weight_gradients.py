@@ -5,8 +5,6 @@ Megatron takes the product from Apex, which has to be compiled; on CUDA torch ha
 a GPU yet: `models.layers.kernel_checks` compares it there before a run.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

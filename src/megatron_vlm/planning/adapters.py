@@ -1,7 +1,5 @@
 """How many parameters the adapters of a run have on a rank."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from math import prod

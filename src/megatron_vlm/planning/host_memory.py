@@ -1,7 +1,5 @@
 """The memory of its host that a rank of a run needs."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from megatron_vlm.config import ParallelConfig, RunConfig

@@ -1,7 +1,5 @@
 """Estimates of what a forward pass keeps for its backward pass."""
 
-from __future__ import annotations
-
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import DTYPES, LanguageModelConfig, has_experts

@@ -1,7 +1,5 @@
 """Plans, rehearsals and the search for a layout in words, with what to change in a plan that does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import combinations

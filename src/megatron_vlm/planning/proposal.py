@@ -1,7 +1,5 @@
 """A recipe for a checkpoint and data that no recipe names, with the reason for each setting."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

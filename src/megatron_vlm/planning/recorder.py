@@ -6,8 +6,6 @@ device that the host would wait for, and each `synchronize`. What CUDA refuses r
 on tensors of the host and of the device.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import Counter

@@ -4,8 +4,6 @@ The step is the real one: model, optimizer, streams, schedule. Its device is `me
 and no numbers, and its collectives go to torch's fake process group. `planning.recorder` counts.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Iterable, Iterator

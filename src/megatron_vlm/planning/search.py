@@ -1,7 +1,5 @@
 """The layouts of a run that fit by their plans, the quickest first."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

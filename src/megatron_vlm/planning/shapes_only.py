@@ -1,7 +1,5 @@
 """Functions of torch that know nothing of `meta` do on shapes, during a rehearsal, as they do on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ overlaps but the reduction of gradients with the last backward (gathering parame
 All stages take as long as the slowest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

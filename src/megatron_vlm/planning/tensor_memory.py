@@ -1,7 +1,5 @@
 """The bytes of tensors that are alive while code runs, on any device, fake tensors included."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

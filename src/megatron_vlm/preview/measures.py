@@ -1,7 +1,5 @@
 """Shows a run's data without training on it: a page of its rows, and its statistics."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Iterator

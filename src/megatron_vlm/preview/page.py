@@ -1,7 +1,5 @@
 """An HTML page that shows rows of a run's data."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections import Counter

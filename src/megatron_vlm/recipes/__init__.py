@@ -4,8 +4,6 @@ from megatron_vlm.recipes import load_recipe
 config = load_recipe("gemma3_vl_4b")(train_data_path="/data/shards", tp=4)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The keyword arguments that all recipes share, each the short name of one setting."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, TypedDict, get_type_hints
 

@@ -4,8 +4,6 @@ Full fine-tuning in bf16 with fp32 gradients and Adam; docs/recipes.md holds the
 layouts. A new size is a line of `SIZES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Unpack

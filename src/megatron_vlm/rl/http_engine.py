@@ -6,8 +6,6 @@ there; the server then says what it made of it, which has to be our prompt. Read
 `entrypoints/openai/*/protocol.py` and SGLang's `srt/entrypoints/openai/protocol.py`, August 2026.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

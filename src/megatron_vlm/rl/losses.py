@@ -6,8 +6,6 @@ stands in the other arguments. Losses are sums: means over tokens, documents or 
 weights and of what the caller divides by, which only the whole step knows. No value is brought to the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Literal
 

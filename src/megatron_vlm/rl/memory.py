@@ -5,8 +5,6 @@ Megatron's many views into its buffers stay what they are: parameters, main grad
 optimizer. Megatron 0.19's own helpers give tensors new memory, which an fp32 optimizer's views then miss.
 """
 
-from __future__ import annotations
-
 from itertools import chain
 
 import torch

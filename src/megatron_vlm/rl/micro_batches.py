@@ -1,7 +1,5 @@
 """Samples of any length and with any images as micro batches of packed rows, and the way back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Experts of each token: those that a sample brings with it, and those that the policy chose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

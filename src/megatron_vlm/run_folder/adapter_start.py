@@ -3,8 +3,6 @@
 <run_dir>/checkpoints/adapter_start/   what it was when the run began, with its settings; see `begun`
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

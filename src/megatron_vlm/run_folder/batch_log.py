@@ -4,8 +4,6 @@ R is the data-parallel rank. A line holds `step`, `micro_batch`, `keys` (of each
 `restore_key`, from which the loader makes the same micro batch again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

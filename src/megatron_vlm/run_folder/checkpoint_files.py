@@ -1,7 +1,5 @@
 """The files of one checkpoint: their sizes and checksums when saved, and whether they are still the same."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -11,8 +11,6 @@ A kill at any point leaves a complete checkpoint that `latest` or `latest.tmp` n
 `tidy` removes. So does a power cut: every file is on disk before the step that relies on it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

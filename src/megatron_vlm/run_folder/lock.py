@@ -5,8 +5,6 @@ forked from it (DataLoader workers) do not hold them. Other hosts see them if th
 (NFS, GPFS, Lustre mounted with `flock`); mounted with `nolock` or `localflock`, it hides other hosts.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -8,8 +8,6 @@ Steps are counted from 1. In a run folder:
     loss.png        training and validation loss over steps
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

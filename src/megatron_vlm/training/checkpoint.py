@@ -8,8 +8,6 @@
 tensors. Only the run's own folder is ever read.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

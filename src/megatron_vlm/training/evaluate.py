@@ -1,7 +1,5 @@
 """A model without training: the loss of the validation split, and logits of given tokens, in any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The figures of a step: how well it used its devices and what it had to do; see docs/metrics.md."""
 
-from __future__ import annotations
-
 import re
 import resource
 from collections.abc import Collection, Sequence

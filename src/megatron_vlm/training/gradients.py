@@ -1,8 +1,6 @@
 """The exchange of data-parallel ranks: gradients, reduced during the backward pass, their norm, and the
 parameters that each rank's share of the optimizer has changed, gathered while the next step begins."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -6,8 +6,6 @@ for Transformer Engine, and chooses by `is_cuda` what it moves: no CPU could pro
 run yet; copies to and from pinned memory then queue behind each other, and the host waits for none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Where the time of some steps goes: a trace for a viewer and a table by parts of the model."""
 
-from __future__ import annotations
-
 import os
 from bisect import bisect
 from collections import defaultdict

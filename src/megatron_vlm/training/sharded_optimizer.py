@@ -7,8 +7,6 @@ rest of a row, whole rows, the beginning of a row. So each rank writes and reads
 The files hold the same tensors under the same names, and any layout reads them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One optimizer step: forward and backward over the micro batches, one loss over all their trained tokens."""
 
-from __future__ import annotations
-
 import math
 from typing import NoReturn
 

@@ -4,8 +4,6 @@ Nothing is loaded that could run code: Megatron's objects are read with `weights
 `.metadata` only after a check of the names in it.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import queue

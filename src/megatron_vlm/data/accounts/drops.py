@@ -1,7 +1,5 @@
 """Counts of encoded and of dropped samples, over all loader workers of all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Which data a loader state belongs to: a few fields that are compared before it is used."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

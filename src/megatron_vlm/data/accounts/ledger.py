@@ -3,8 +3,6 @@
 A row that is missing, doubled or in another's place ends the run with an error that names it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

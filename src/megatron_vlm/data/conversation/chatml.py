@@ -1,7 +1,5 @@
 """Conversations: the one sample type of all sources, and the many ways people write them down."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import chain

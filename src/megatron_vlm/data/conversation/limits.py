@@ -1,7 +1,5 @@
 """Limits of single images and videos, which a record names beside the limits of the run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

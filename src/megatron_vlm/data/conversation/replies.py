@@ -1,7 +1,5 @@
 """Finds the replies in what a chat template without `{% generation %}` blocks writes."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reads what a turn says of its own training: its weight in the loss, its thinking; and `BadSample`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from operator import eq
 from typing import Any

@@ -4,8 +4,6 @@ The template's `{% generation %}` blocks say where replies lie; for a template w
 `conversation.replies` finds them.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`ChatMLSample` → ids, labels, positions and visual tensors of one document, with any HF processor."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

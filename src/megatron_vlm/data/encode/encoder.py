@@ -1,7 +1,5 @@
 """The task encoder: `ChatMLSample` → row → micro batch. A row is one document; in `packed`, several."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections import Counter

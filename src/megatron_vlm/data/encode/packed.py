@@ -1,7 +1,5 @@
 """The task encoder of packed rows, which measures samples first and joins several to a row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ document given is in exactly one returned row. A document over a budget raises V
 and counts it before.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -12,8 +12,6 @@ So the ids are those that the processor alone would make, and spans are exact ho
 ids are searched for text. (Up to Transformers 5.17, its own assistant mask is wrong with images.)
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain

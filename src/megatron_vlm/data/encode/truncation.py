@@ -1,7 +1,5 @@
 """Encoded samples cut to a length, never through an image or a video."""
 
-from __future__ import annotations
-
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.conversation.replies import Span
 from megatron_vlm.data.conversation.turns import BadSample

@@ -1,7 +1,5 @@
 """The kinds of images, and which one a processor's are. A new kind is a file here and a line of KINDS."""
 
-from __future__ import annotations
-
 from transformers import ProcessorMixin
 
 from megatron_vlm.data.kinds import any_size, grid, native, one_size, tiles

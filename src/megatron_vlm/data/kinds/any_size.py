@@ -1,7 +1,5 @@
 """Images of any size in whole patches, padded beside one another: Pixtral's, of Mistral 3 and LLaVA."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ A kind is chosen by the image processor, whoever wrote that (`data.kinds.kind_of
 a processor's work without calling it is another question (`data.kinds.why_unknown`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

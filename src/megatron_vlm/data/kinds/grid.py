@@ -1,7 +1,5 @@
 """Images and videos as grids of patches, in the order in which a tower merges them: Qwen's and GLM's."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

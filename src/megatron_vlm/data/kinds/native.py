@@ -6,8 +6,6 @@ either `pixel_attention_mask` (N, most) with `spatial_shapes` (N, 2), which is L
 `image_position_ids` (N, most, 2): the column and row of each patch, and -1 for padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

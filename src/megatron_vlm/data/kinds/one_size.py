@@ -1,7 +1,5 @@
 """Images of one size, whatever size they had: SigLIP's towers have them resized, CLIP's cropped."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

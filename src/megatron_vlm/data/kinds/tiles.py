@@ -1,7 +1,5 @@
 """Images in tiles beside the whole image, and frames that are tiles: InternVL's and LLaVA-OneVision's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Validation has equal length on every rank; a fingerprint holds the settings of encoder and processor.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The description files of an Energon dataset, read as data before Energon may act on them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

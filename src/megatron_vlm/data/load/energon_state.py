@@ -3,8 +3,6 @@
 No pickle: a state file from a stranger can at worst be refused.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import hashlib

@@ -5,8 +5,6 @@ and carry a checksum. So an interrupted measurement continues where it was, a da
 and several processes on one folder share the work.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

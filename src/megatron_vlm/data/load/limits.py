@@ -1,7 +1,5 @@
 """Ends the run if a dataset drops too much, also if it gives no batch at all, or if a data worker dies."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -10,8 +10,6 @@ Any number of ranks can go on where others stopped: `order.move(places)` takes t
 What they had left of their epochs is dealt again; then epochs follow as usual. `order.moves` remembers this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Orders in which several rows of a dataset share a row of a batch, or all ranks have the same work."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Rows of a table or a stream, encoded by the encoder that Energon uses."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

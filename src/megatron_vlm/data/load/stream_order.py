@@ -4,8 +4,6 @@ One process per rank reads, in blocks that are shuffled whole; workers encode. A
 began, so resuming reads the shard again up to there.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

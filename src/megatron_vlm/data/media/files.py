@@ -1,7 +1,5 @@
 """The bytes of media files; a record's files lie inside its media root and nowhere else."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import io

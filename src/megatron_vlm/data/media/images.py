@@ -4,8 +4,6 @@ The image processors of different transformers versions treat alpha, 16-bit and 
 are resolved before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

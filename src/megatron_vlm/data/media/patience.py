@@ -5,8 +5,6 @@ frames would not be enough: the time may pass within one call of FFmpeg or Pillo
 meanwhile.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

@@ -1,7 +1,5 @@
 """Files that describe a dataset or hold its rows: only regular files are opened, and errors name the file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A file of records as lines: other JSON is written as JSON Lines into the cache, once."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Media as records name them: paths in another form than the file's, and base64 without a head."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import os

@@ -1,7 +1,5 @@
 """How data for other models writes where an image or a video stands."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Rows are read by number, which packed files and UTF-16 do not allow: what they h
 cache of `datasets`, and takes as much disk there.
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import csv

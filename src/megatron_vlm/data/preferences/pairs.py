@@ -4,8 +4,6 @@ To everything else on the way it is one sample, so both halves are in one row, a
 an epoch, and a resumed run goes on with the same pairs. In a row, documents 1 and 2 are a pair, 3 and 4, ...
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

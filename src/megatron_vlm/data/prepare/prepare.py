@@ -13,8 +13,6 @@ Of a meta file the first epoch is written, and the number is the row's number in
 Every record belongs to exactly one split. OUTPUT appears by one rename when everything is written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Writes records as webdataset shards: the same bytes from this process, several, or a Ray cluster."""
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools

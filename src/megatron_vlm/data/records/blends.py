@@ -1,7 +1,5 @@
 """Rows by number: the interface of every map-style source, and several sources as one."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

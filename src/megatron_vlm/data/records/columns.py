@@ -1,7 +1,5 @@
 """The settings that bring the names of a source to the names that are read, `data.on_disk.fields`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

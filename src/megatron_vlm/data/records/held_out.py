@@ -4,8 +4,6 @@ Whether a row is held out depends on nothing but its key in its own source and t
 workers, seed or other sources. A larger share holds out what a smaller one does, and more.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Opens sources with the `datasets` library: folders, parquet, arrow, hub names. Media stay encoded."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """JSON and JSON Lines as tables: records are located once, and each is read when asked for."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

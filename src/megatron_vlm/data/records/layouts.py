@@ -16,8 +16,6 @@
 The prompt and the answers of a preference record are text, a turn, or a list of turns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample

@@ -1,7 +1,5 @@
 """Meta files in LLaMA-Factory's format: several datasets, each with its columns, tags and share."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

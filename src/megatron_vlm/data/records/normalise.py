@@ -11,8 +11,6 @@ of these forms, a list of images, or `{"frames": [images]}` with such a list and
 `data.media.videos`). One that is an object may have limits of its own, see `conversation.limits`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

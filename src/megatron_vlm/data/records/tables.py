@@ -4,8 +4,6 @@ All tables give what `data.records.normalise` reads: a record with the package's
 under which its media lie.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

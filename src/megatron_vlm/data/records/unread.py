@@ -1,7 +1,5 @@
 """Tells a user by a source's first records which media are not read, and which placeholders stay text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress

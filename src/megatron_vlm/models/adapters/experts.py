@@ -1,7 +1,5 @@
 """Adapters of routed experts: peft's `target_parameters`, with expert parallelism."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Read and written for peft from 0.20 on. A folder may come from anyone: everythin
 is used, and nothing in it can run code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One adapter, and what the adapters of one of our linears add to its output."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Iterator

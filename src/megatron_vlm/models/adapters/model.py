@@ -1,7 +1,5 @@
 """The adapters of a whole model, `VLMModel.adapters`: beside its weights, by the names of Transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which linears of a model have adapters, and what is trained whole: peft's rules on Transformers' names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Gemma3: SigLIP tower, average-pooling projector, 5:1 local/global layers, bidirectional images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Sizes with per-layer embeddings or shared keys and values (E2B, E4B) are refused, see docs/checkpoints.md.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -3,8 +3,6 @@
 The published GLM-4.6V-Flash names itself `glm4v`, and GLM-4.6V `glm4v_moe`.
 """
 
-from __future__ import annotations
-
 from megatron_vlm.models.families import glm4v as dense
 from megatron_vlm.models.family_parts import glm4v
 

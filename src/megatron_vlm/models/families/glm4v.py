@@ -1,7 +1,5 @@
 """GLM-4.1V-Thinking and GLM-4.6V-Flash: dense, norms around each sub-layer, rotary pairs of neighbours."""
 
-from __future__ import annotations
-
 from megatron_vlm.models.family_parts import glm4v, keys, llama
 
 TEXT = keys.Section(("glm4v_text",), keys.text() | {"head_dim": keys.WHOLE_HEADS}, rope=glm4v.MROPE.keys())

@@ -1,7 +1,5 @@
 """GLM-4.5V: partial chunked M-RoPE, sigmoid router with a selection bias, shared expert, video by frames."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_vlm.models.family_parts import glm4v, keys, llama, moe_rules

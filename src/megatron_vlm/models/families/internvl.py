@@ -3,8 +3,6 @@
 The processor cuts an image into tiles and adds a thumbnail; a tile is an item of its own, and so is a frame.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ LFM2's own text model is refused, see `supported`. What is trained here is compo
 Mistral, Qwen2 or Qwen3.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

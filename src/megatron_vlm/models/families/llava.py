@@ -3,8 +3,6 @@
 The tower is CLIP's or SigLIP's, for images of one size, or Pixtral's, for images of any size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

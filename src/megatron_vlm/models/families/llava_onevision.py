@@ -4,8 +4,6 @@ The only image of a conversation is one tile with all of it, then rows of tiles,
 end of each row of features. An image among others is one tile. So is a frame, whose features are pooled.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

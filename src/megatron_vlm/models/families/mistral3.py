@@ -6,8 +6,6 @@ Row-break and end tokens stand between the image tokens of a picture. They are o
 tokens get features.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Qwen2.5-VL: window-attention tower, qkv bias, M-RoPE in chunks with the seconds of videos."""
 
-from __future__ import annotations
-
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
 

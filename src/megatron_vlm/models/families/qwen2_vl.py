@@ -1,7 +1,5 @@
 """Qwen2-VL: Qwen2.5-VL's language model; its tower has no windows, and videos have no seconds."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 from transformers import PreTrainedModel

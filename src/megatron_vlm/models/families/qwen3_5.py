@@ -1,7 +1,5 @@
 """Qwen3.5, 3.6 and 3.8: gated delta nets and gated attention; Qwen3-VL's tower without deepstack."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_vlm.models.families import qwen3_vl

@@ -1,7 +1,5 @@
 """Qwen3.5 with a mixture of experts in every layer, beside a shared expert with a gate of its own."""
 
-from __future__ import annotations
-
 from megatron_vlm.models.families import qwen3_5, qwen3_vl
 from megatron_vlm.models.family_parts import keys, moe_rules, patch_towers
 from megatron_vlm.models.weights.rules import Rule, Whole

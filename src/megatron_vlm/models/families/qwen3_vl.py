@@ -1,7 +1,5 @@
 """Qwen3-VL: q/k norm, deepstack, interleaved M-RoPE, videos with the time in their text."""
 
-from __future__ import annotations
-
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
 

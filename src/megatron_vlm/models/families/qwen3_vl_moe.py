@@ -1,7 +1,5 @@
 """Qwen3-VL with a mixture of experts: Qwen3-VL but for the feed-forwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_vlm.models.families import qwen3_vl

@@ -1,7 +1,5 @@
 """Gemma's decoder layers: norms around each sub-layer, and kinds of layers with a rotary rule each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_vlm.models.family_parts import llama

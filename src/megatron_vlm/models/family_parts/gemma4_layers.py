@@ -1,7 +1,5 @@
 """Gemma 4's transformer layers, from ours: what its text model has that no other family's has."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GLM-4.1V, GLM-4.5V and GLM-4.6V share this: tower, placeholders, partial M-RoPE, video by frames."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Transformers ignores keys that are not fields, and so do we. A few of them its m
 are declared here like fields.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
 """Families with Llama's decoder layers share this: pre-norm, gated SiLU, grouped queries."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

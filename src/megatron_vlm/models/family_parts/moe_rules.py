@@ -1,7 +1,5 @@
 """Weights and keys that families with a mixture of experts share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_vlm.models.family_parts import keys

@@ -1,7 +1,5 @@
 """Families whose towers take patches and grids (Qwen's and GLM's) share this."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

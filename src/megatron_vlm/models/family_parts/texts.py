@@ -3,8 +3,6 @@
 A family with a text model of its own says the same of it in its file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial

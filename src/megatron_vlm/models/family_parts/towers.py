@@ -1,7 +1,5 @@
 """Towers that several families hold: CLIP's and SigLIP's for images of one size, Pixtral's for any size."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from copy import deepcopy

@@ -3,8 +3,6 @@
 What a query sees is said in `attention_plan`. Tensors are (T, H, K) here: T tokens of this rank.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from megatron.core.tensor_parallel.mappings import all_to_all

@@ -9,8 +9,6 @@ The plan goes from block to layer as Megatron's `packed_seq_params`, which activ
 unchanged, so no layer makes anything again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

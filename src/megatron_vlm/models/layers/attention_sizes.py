@@ -1,7 +1,5 @@
 """The heads of each layer: most models have the same in all layers, and attention in all."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

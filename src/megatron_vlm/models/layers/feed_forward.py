@@ -1,7 +1,5 @@
 """The gated feed-forward (arXiv 2002.05202) with any activation function: SwiGLU, GeGLU, ..."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

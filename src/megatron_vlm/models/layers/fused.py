@@ -5,8 +5,6 @@ is kept between the two passes does not depend on a compiler and is the same on 
 Compiled, they have not run on a GPU yet, only on a CPU in tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, update_wrapper

@@ -1,7 +1,5 @@
 """A look at kernels before a run relies on them: on a few hundred tokens they agree with the reference."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 import warnings

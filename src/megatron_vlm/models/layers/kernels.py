@@ -11,8 +11,6 @@ A kernel is a pair of functions on tensors (tokens, heads, K), keys and values w
 and each call's backward gives its part of the gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -4,8 +4,6 @@ Tensor parallelism never cuts experts: in our families they are a few hundred ch
 parallelism spreads them over tensor- and data-parallel ranks alike; each rank holds whole experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

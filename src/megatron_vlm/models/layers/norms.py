@@ -1,7 +1,5 @@
 """Norms with Megatron's constructor, and Gemma's norm after a sub-layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

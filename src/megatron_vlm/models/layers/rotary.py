@@ -1,7 +1,5 @@
 """Rotary embeddings: tables from the Hugging Face config's own rule, on any device, and what they turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Transformers' towers call one function for all images of a batch, and hand it th
 of the implementation says "flash"; else they loop over images, or make a mask of all pairs of patches.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Settings that parts of a model have for themselves, such as a learning rate: whose parameters they are."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 

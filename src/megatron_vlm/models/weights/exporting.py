@@ -1,7 +1,5 @@
 """Exports Hugging Face weights: gathers one weight at a time; each pipeline stage writes its own files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Hugging Face checkpoints on disk: which keys they hold, and slices of their tensors."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Imports Hugging Face weights: every rank reads the slices that it holds."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writes safetensors files in place: every tensor has its offset before the first one is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

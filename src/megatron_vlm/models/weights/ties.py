@@ -1,7 +1,5 @@
 """Whether a checkpoint's output layer is its embedding: the weights decide, as in Transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@ A multiplication and an addition count as two operations. Training costs one for
 the gradients of activations after a trained parameter, and as much again for gradients of trained parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ input, and as many for its weight's, if that is trained. What is in front of all
 gradients.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The rows of a batch hold pairs: document 1 of a row is a chosen answer and 2 the
 (see `data.preferences`). A step scores them twice, by the starting weights and by those that are trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

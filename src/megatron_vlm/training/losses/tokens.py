@@ -1,7 +1,5 @@
 """The losses of trained tokens, and what the loss of any objective gives to a training step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ place if it had none of these limits, with another order of the rows of `in_proj
 rows together, so that a checkpoint goes from any tensor parallelism to any other.
 """
 
-from __future__ import annotations
-
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -5,8 +5,6 @@ cuts one, each rank gets all of its tokens, for an equal part of the heads: one 
 convolution and one after its rule. Documents that are whole on a rank send nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

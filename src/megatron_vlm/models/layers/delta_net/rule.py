@@ -11,8 +11,6 @@ pairs of tokens of different documents count as zero, and so does a state for th
 T tokens, N chunks, G heads of keys with R heads of values each, K and V their channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
