@@ -74,9 +74,9 @@ REASONS = {
         "the numbers of rows that travel to and from the experts of other ranks: once a layer", None
     ),
     "core/optimizer/clip_grads.py get_grad_norm_fp32": Reason(
-        "Megatron's clipping has the norm of all gradients on the host: once a step for experts and for the "
-        "rest, after all work of the step",
-        4,
+        "Megatron's clipping has the norm of gradients on the host, after all work of a step: once for all, "
+        "once for a group that has none here; without the distributed optimizer, for experts and the rest",
+        8,
     ),
     "megatron_vlm/training/step.py mean_loss": Reason(
         "loss and figures of a step or a validation, in one read at its end", 2
