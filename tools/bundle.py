@@ -1,7 +1,7 @@
 """Make a folder that a machine without a network needs for this package, beside an image with torch.
 
 python tools/bundle.py FOLDER [--have FILE]          wheels, what gpu_check reads, and run.sh; at most 60 MiB
-python tools/bundle.py --rehearse FOLDER --torch DIR [--have FILE] [ARGUMENTS OF gpu_check]
+python tools/bundle.py --rehearse FOLDER --torch DIR [--have FILE] [--out RESULTS] [ARGUMENTS OF gpu_check]
 
 FILE lists the packages that the machine has, as `pip list --format=freeze` does; tools/gpu_image.txt is one.
 The wheels are of the versions of requirements.lock, with its hashes. There,
@@ -10,7 +10,8 @@ The wheels are of the versions of requirements.lock, with its hashes. There,
 
 installs them with `pip --target` into FOLDER/site and starts tools/gpu_check. A rehearsal does that here, in
 a new folder, without CUDA, with a Python that sees nothing but the bundle, the packages of FILE, and DIR, the
-torch of the image with what it needs. reports/bundle.json has what the last bundle held.
+torch of the image with what it needs: `make test-oldest` makes .venv/torch-2.11. reports/bundle.json has what
+the last bundle held, and what its rehearsal showed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,7 +161,18 @@ def rehearse(bundle: Path, torch: Path, have: set[str], arguments: list[str]) ->
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
         command = ["sh", str(here / "run.sh"), *arguments]
-        return subprocess.run(command, env=environment, cwd=Path.cwd()).returncode
+        return subprocess.run(command, env=environment).returncode
+
+
+def rehearsed(found: dict, arguments: list[str]) -> dict:
+    """What reports/bundle.json keeps of a check's table: the number of values by part, and wrong ones."""
+    about, rows = found["about"], found["rows"]
+    return {
+        **{name: about[name] for name in ("date", "python", "torch", "transformers")},
+        "arguments": arguments,
+        "parts": Counter(row["part"] for row in rows),
+        "wrong": [row for row in rows if row["verdict"] == "WRONG"],
+    }
 
 
 def link_packages(folder: Path, names: set[str]) -> None:
@@ -182,13 +195,21 @@ def main() -> None:
     parser.add_argument("--have", type=Path, default=IMAGE)
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--torch", type=Path, help="a folder with the image's torch, for a rehearsal")
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu_check"), help="the check's table, for a rehearsal"
+    )
     arguments, rest = parser.parse_known_args()
     have = names_in(arguments.have)
     if arguments.rehearse:
-        sys.exit(rehearse(arguments.folder, arguments.torch, have, rest))
-    found = report(build(arguments.folder, have))
+        code = rehearse(arguments.folder, arguments.torch, have, [f"--out={arguments.out}", *rest])
+        table = json.loads((arguments.out / "gpu_check.json").read_text())
+        found = json.loads(REPORT.read_text()) | {"rehearsal": rehearsed(table, rest)}
+    else:
+        code = 0
+        found = report(build(arguments.folder, have))
+        print(f"{arguments.folder}: {len(found['wheels'])} wheels, {found['bytes'] / 2**20:.1f} MiB")
     REPORT.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{arguments.folder}: {len(found['wheels'])} wheels, {found['bytes'] / 2**20:.1f} MiB")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

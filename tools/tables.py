@@ -371,7 +371,17 @@ def bundle(report: dict) -> str:
     others = f"{len(report['wheels']) - len(rows)} other wheels, and what the check reads"
     rows.append([others, f"{rest / 2**20:.1f}"])
     rows.append(["all", f"{report['bytes'] / 2**20:.1f}"])
-    return f"{markdown(('wheel', 'MiB'), rows)}\n\nMade on {report['date']}."
+    return f"{markdown(('wheel', 'MiB'), rows)}\n\nMade on {report['date']}. {bundle_rehearsed(report)}"
+
+
+def bundle_rehearsed(report: dict) -> str:
+    if (found := report.get("rehearsal")) is None:
+        return "It has not been rehearsed."
+    wrong = ", ".join(f"{row['part']}: {row['what']}" for row in found["wrong"]) or "none of them is wrong"
+    versions = f"under torch {found['torch']} with Transformers {found['transformers']}"
+    counted = f"{len(found['parts'])} parts gave {sum(found['parts'].values())} values; {wrong}."
+    asked = " ".join(("run.sh", *found["arguments"]))
+    return f"Rehearsed on {found['date'][:10]} (`{asked}`) from the bundle alone,\n{versions}: {counted}"
 
 
 TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {

@@ -6,7 +6,21 @@ import json
 
 import pytest
 
-from bundle import IMAGE, LEFT_OUT, MOST_BYTES, REPORT, check_size, locked, missing, named, names_in, needs
+from bundle import (
+    IMAGE,
+    LEFT_OUT,
+    MOST_BYTES,
+    REPORT,
+    ROOT,
+    check_size,
+    locked,
+    missing,
+    named,
+    names_in,
+    needs,
+    rehearsed,
+)
+from gpu_check.parts import PARTS
 
 HAVE = names_in(IMAGE)
 
@@ -35,6 +49,23 @@ def test_the_bundle_that_was_made_has_these_wheels_and_fits():
     wheels = {named(each["wheel"].split("-")[0]) for each in report["wheels"]}
     assert wheels == {*missing(HAVE), "megatron-vlm"}
     assert sum(each["bytes"] for each in report["wheels"]) < report["bytes"] <= MOST_BYTES
+
+
+def test_the_bundle_was_rehearsed_in_every_part_beside_the_oldest_torch():
+    """`python tools/bundle.py --rehearse FOLDER --torch .venv/torch-2.11` does so again."""
+    found = json.loads(REPORT.read_text())["rehearsal"]
+    assert found["parts"].keys() == PARTS.keys() and found["wrong"] == []
+    oldest = locked(ROOT / "requirements-torch-2.11.lock")
+    for name in ("torch", "transformers"):
+        assert oldest[name].startswith(f"{name}=={found[name].partition('+')[0]} ")
+
+
+def test_a_rehearsal_keeps_what_is_wrong():
+    lines = [("a", ""), ("a", "ok"), ("b", "WRONG")]
+    rows = [{"part": part, "what": "x", "verdict": verdict} for part, verdict in lines]
+    about = dict.fromkeys(("date", "python", "torch", "transformers", "card"), "1")
+    found = rehearsed({"about": about, "rows": rows}, ["--parts", "a"])
+    assert found["parts"] == {"a": 2, "b": 1} and found["wrong"] == rows[2:] and "card" not in found
 
 
 def test_a_bundle_that_is_too_large_is_refused():
