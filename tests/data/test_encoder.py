@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
+from megatron_vlm.data.accounts import drops
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
@@ -303,9 +304,10 @@ def _drop_some(report, worker):
 
 
 @pytest.mark.filterwarnings("ignore")  # of forking from a process with threads
-def test_drops_are_counted_over_forked_workers(tmp_path):
+def test_drops_are_counted_over_forked_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(drops, "DETAILS", 5)
     path = tmp_path / "run" / "drops.jsonl"
-    report = DropReport(path, details_per_reason=5)
+    report = DropReport(path)
     fork = multiprocessing.get_context("fork")
     workers = [fork.Process(target=_drop_some, args=(report, number)) for number in range(4)]
     for worker in workers:
@@ -334,15 +336,16 @@ def test_a_report_continues_its_file_and_starts_its_counts(tmp_path):
 
 
 def test_too_many_drops_stop_the_run_and_say_what_to_do():
-    report = DropReport()
+    report = DropReport().limited(0.1)
     for _ in range(9):
         report.keep()
+    report.epoch = 10
     report.drop("shard/7", "over_length")
-    report.check(0.1, min_samples=10)
+    report.epoch = 12
     report.drop("shard/8", "over_length")
-    report.check(0.1, min_samples=12)
+    report.epoch = 11
     with pytest.raises(TooManyDrops, match="2 of 11(.|\n)*2 over_length: raise .*shard/7, shard/8"):
-        report.check(0.1, min_samples=11)
+        report.check()
 
 
 # ------------------------------------------------------------------------------------ through Energon

@@ -165,6 +165,7 @@ def some_time(call, most: float):
 def delay_hand_overs(monkeypatch) -> None:
     """Wherever two processes share something, and at every read; all tensors go through arenas."""
     monkeypatch.setattr(arena, "SMALL", 0)
+    monkeypatch.setattr(drops, "DETAILS", 1)
     for owner, name, most in [
         (drops.DropReport, "_write", 0.02),
         (drops.DropReport, "keep", 0.02),
@@ -255,7 +256,7 @@ def test_stopped_slow_and_crowded_workers_give_the_very_same_batches(
     """Over two epochs, resumed in the middle of both; all that is dropped is named."""
 
     def opened_and_told():
-        report = drops.DropReport(details_per_reason=1)
+        report = drops.DropReport()
         encoder = encoder_for(packing, processor, drops=report)
         return opened(sources[source], encoder, cache, num_workers, packing, **options), report
 

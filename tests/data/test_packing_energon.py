@@ -198,7 +198,7 @@ def test_an_epoch_trains_or_drops_each_sample_once(kinds, processor, kind, packi
         for batch in loader:
             seen += written_sources.numbers_of([batch], processor)
         close_loader(loader)
-        encoder.drops.check(1.0)
+        encoder.drops.check()
         dropped.update(int(example["key"].split("-")[-1]) for example in encoder.drops.examples())
     assert len(seen) > len(expected) / 2 and len(dropped) > 3
     assert seen.total() + dropped.total() == expected.total()

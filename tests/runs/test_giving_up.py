@@ -19,7 +19,6 @@ from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
-from megatron_vlm.data.load.limits import LimitedDrops
 from megatron_vlm.run_folder.batch_log import naming_samples, read_step
 from tiny.distributed import run_distributed
 
@@ -30,7 +29,7 @@ def _batch(rank: int) -> dict:
     return {"visual_inputs": None, "__key__": [[f"of-{rank}"]]}
 
 
-def _reading(drops: LimitedDrops, rank: int, dropped_by_rank: list[int]):
+def _reading(drops: DropReport, rank: int, dropped_by_rank: list[int]):
     """Each batch costs 100 samples, of which a rank drops its own number, spread evenly."""
     while True:
         for number in range(100):
@@ -50,7 +49,7 @@ def _run(parallel: ParallelConfig, dropped_by_rank: list[int], steps: int) -> tu
     broadcaster, began = BatchBroadcaster(), time.monotonic()
     report = DropReport(ranks=setup.data_parallel_place()[1])
     rank, _ = setup.data_parallel_place()
-    batches = _reading(LimitedDrops(report, MAX_SHARE), rank, dropped_by_rank) if broadcaster.reads else None
+    batches = _reading(report.limited(MAX_SHARE), rank, dropped_by_rank) if broadcaster.reads else None
     for step in range(steps):
         try:
             broadcaster.take(batches, 1, report if broadcaster.reads else None)
@@ -127,10 +126,10 @@ def test_drops_of_other_ranks_count(tmp_path):
     report = DropReport(tmp_path / "drops.jsonl")
     for _ in range(100):
         report.keep()
-    report.check(MAX_SHARE)
+    report.limited(MAX_SHARE).check()
     report.tell_others([100, 50, 0])
     with pytest.raises(TooManyDrops, match=r"50 \(0 of them here\) of 250 samples were dropped \(20.0%\)"):
-        report.check(MAX_SHARE)
+        report.limited(MAX_SHARE).check()
 
 
 def counting_worker(report: DropReport, ends: signal.Signals) -> int:

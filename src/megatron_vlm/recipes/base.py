@@ -1,55 +1,29 @@
 """The keyword arguments that all recipes share, each the short name of one setting."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypedDict, get_type_hints
+from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.messages import suggestion
 from megatron_vlm.overrides import apply_overrides
 
-
-class RecipeArgs(TypedDict, total=False):
-    """The keyword arguments of every recipe, with the setting of `RunConfig` that each one sets."""
-
-    name: Annotated[str, "name"]
-    run_dir: Annotated[str, "run_dir"]
-    hf_path: Annotated[str, "model.hf_path"]
-    load_weights: Annotated[bool, "model.load_weights"]
-    dtype: Annotated[str, "model.dtype"]
-    freeze: Annotated[list[str], "model.freeze"]
-    fallbacks: Annotated[list[str], "model.fallbacks"]
-    recompute: Annotated[str, "model.recompute"]
-    tp: Annotated[int, "parallel.tp"]
-    pp: Annotated[int, "parallel.pp"]
-    vpp: Annotated[int, "parallel.vpp"]
-    cp: Annotated[int, "parallel.cp"]
-    ep: Annotated[int, "parallel.ep"]
-    sp: Annotated[bool | None, "parallel.sp"]
-    dataset_type: Annotated[str, "data.dataset_type"]
-    train_data_path: Annotated[str | list[str], "data.train_data_path"]
-    valid_data_path: Annotated[str | list[str] | None, "data.valid_data_path"]
-    seq_length: Annotated[int, "data.seq_length"]
-    max_pixels: Annotated[int | None, "data.max_pixels"]
-    num_workers: Annotated[int, "data.num_workers"]
-    lr: Annotated[float, "optimizer.lr"]
-    min_lr: Annotated[float, "optimizer.min_lr"]
-    warmup_steps: Annotated[int | None, "optimizer.warmup_steps"]
-    objective: Annotated[str, "train.objective"]
-    steps: Annotated[int | None, "train.steps"]
-    epochs: Annotated[float | None, "train.epochs"]
-    micro_batch_size: Annotated[int, "train.micro_batch_size"]
-    global_batch_size: Annotated[int, "train.global_batch_size"]
-    seed: Annotated[int, "train.seed"]
-    eval_every: Annotated[int | str, "train.eval_every"]
-    save_every: Annotated[int | str, "train.save_every"]
-    wandb_project: Annotated[str | None, "logging.wandb_project"]
-
-
-SETTING_OF_ARGUMENT: dict[str, str] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(RecipeArgs, include_extras=True).items()
+# By the group of `RunConfig` that holds the setting; `config` has their types.
+ARGUMENTS_OF_GROUP = {
+    "": ("name", "run_dir"),
+    "model.": ("hf_path", "load_weights", "dtype", "freeze", "fallbacks", "recompute"),
+    "parallel.": ("tp", "pp", "vpp", "cp", "ep", "sp"),
+    "data.": (
+        *("dataset_type", "train_data_path", "valid_data_path"),
+        *("seq_length", "max_pixels", "num_workers"),
+    ),
+    "optimizer.": ("lr", "min_lr", "warmup_steps"),
+    "train.": (
+        *("objective", "steps", "epochs", "micro_batch_size", "global_batch_size"),
+        *("seed", "eval_every", "save_every"),
+    ),
+    "logging.": ("wandb_project",),
 }
-
-
+SETTING_OF_ARGUMENT = {name: group + name for group, names in ARGUMENTS_OF_GROUP.items() for name in names}
 ARGUMENT_OF_SETTING = {setting: argument for argument, setting in SETTING_OF_ARGUMENT.items()}
 
 
@@ -75,7 +49,7 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def build(defaults: RecipeArgs, changes: Mapping[str, Any]) -> RunConfig:
+def build(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> RunConfig:
     """The defaults of `RunConfig`, replaced by a recipe's `defaults`, replaced by the caller's `changes`.
 
     A run without `run_dir` gets `runs/<name>`. A warm-up that the caller did not set takes at most a tenth of

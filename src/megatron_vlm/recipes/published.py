@@ -6,10 +6,10 @@ layouts. A new size is a line of `SIZES`.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.recipes.base import RecipeArgs, build
+from megatron_vlm.recipes.base import build
 from megatron_vlm.supported import SUPPORTED
 
 DEMO = "_tiny_digits"  # the end of a demo recipe's name
@@ -38,7 +38,7 @@ class Recipe:
     defaults: dict[str, Any]  # its own, beside those of `RunConfig`
     inside: Mapping[str, str] = field(default_factory=dict)  # those that are paths in the run's folder
 
-    def __call__(self, **changes: Unpack[RecipeArgs]) -> RunConfig:
+    def __call__(self, **changes: Any) -> RunConfig:
         """The run's configuration, with `changes` in place of what the recipe says. Raises as `build`."""
         run_dir = changes.get("run_dir", f"runs/{changes.get('name', self.defaults['name'])}")
         return build(self.defaults | {key: f"{run_dir}/{path}" for key, path in self.inside.items()}, changes)
@@ -46,7 +46,7 @@ class Recipe:
 
 # What all sizes of a family set. Qwen and GLM make more tokens of an image the more pixels it has: these are
 # limits of 1,280 tokens. LLaVA-OneVision makes up to 7,371 of an image in tiles.
-OF_FAMILY: dict[str, RecipeArgs] = {
+OF_FAMILY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe"), {"max_pixels": 1280 * 28**2}),
     "glm4v": {"max_pixels": 1280 * 28**2, "tp": 2, "pp": 2},  # its attention has two key/value heads
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), {"max_pixels": 1280 * 32**2}),
@@ -147,7 +147,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, ...]]] = {
 
 TP2 = {"tp": 2, "micro_batch_size": 32}  # two processes share every layer
 EP2 = {"ep": 2, "micro_batch_size": 16}  # two processes share the experts and the data
-DEMOS: dict[str, RecipeArgs] = {  # the others: TP2
+DEMOS: dict[str, dict[str, Any]] = {  # the others: TP2
     "gemma4": {**EP2, "seq_length": 256},  # its processor makes at least 64 tokens of a digit
     "glm4v_moe": {**EP2, "lr": 1e-3},  # at 2e-3 it learns more slowly
     "qwen3_vl_moe": EP2,

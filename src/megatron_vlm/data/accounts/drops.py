@@ -1,6 +1,7 @@
 """Counts of encoded and of dropped samples, over all loader workers of all ranks."""
 
 import contextlib
+import copy
 import errno
 import fcntl
 import json
@@ -8,8 +9,9 @@ import mmap
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -50,6 +52,8 @@ REASONS = {
 
 
 MIN_SAMPLES = 100  # of fewer samples, the dropped share says little
+DETAILS = 100_000  # drops of a reason that are written with their detail
+PATIENCE = 30  # see `DropReport.set_share`
 
 
 class TooManyDrops(RuntimeError):
@@ -60,24 +64,29 @@ class DropReport:
     """Counts of encoded samples and of drops per reason, shared with worker processes forked later.
 
     Every drop is appended to `path` (None: a temporary file) as a JSON line with key and reason; the first
-    `details_per_reason` of each reason have their detail too. Samples that a resumed loader encodes again
-    count again. `tell_others` brings in the counts of the other `ranks`; all workers see them.
+    DETAILS of each reason have their detail too. Samples that a resumed loader encodes again count again.
+    `tell_others` brings in the counts of the other `ranks`; all workers see them.
+
+    A report with limits ends the run from inside a worker. Without them, a worker would read a dataset
+    without end, and without a batch, if every sample is dropped.
 
     `arrived` are the drops on the way to the batches that this process took from its loaders. Unlike the
     other counts, they depend on the place in the data alone, not on what workers read ahead.
     """
 
-    def __init__(self, path: str | Path | None = None, details_per_reason: int = 100_000, ranks: int = 1):
+    def __init__(self, path: str | Path | None = None, ranks: int = 1):
         numbers = np.frombuffer(mmap.mmap(-1, 8 * (len(REASONS) + 6)), np.int64)  # shared with forked workers
         self._counts, rest = np.split(numbers, [1 + len(REASONS)])
         # [encoded, dropped] elsewhere, then here at that time; [samples of an epoch that was all dropped]
         self._others, self._fruitless = np.split(rest, [4])
         self._lock = tempfile.TemporaryFile(buffering=0)
-        self.hints: Sequence[str] = ()  # what is known of the data and may be why it is dropped
+        self.hints: list[str] = []  # the last lines of messages: what may be why samples are dropped
+        self._max_share = 1.0
+        self.epoch: int | None = None  # samples in an epoch of all ranks; None if epochs are not exact
+        self._most_in_a_row: int | None = None  # as many drops of one process end the run, see `set_share`
         self.arrived: Counter[str] = Counter()
         self._ranks, self._arrived_elsewhere = ranks, 0
         self._slots = {reason: slot for slot, reason in enumerate(REASONS, start=1)}
-        self._details_per_reason = details_per_reason
         self._place = Path(path or tempfile.gettempdir())
         if path is None:
             self._file = tempfile.TemporaryFile("a+b", buffering=0)
@@ -89,6 +98,18 @@ class DropReport:
             self._write(b"\n")
         self._start = os.fstat(self._file.fileno()).st_size
 
+    def limited(self, max_share: float) -> Self:
+        """The same counts, with limits that this report does not get."""
+        report = copy.copy(self)
+        report._max_share = max_share
+        return report
+
+    def set_share(self, samples: int, held: int) -> None:
+        """Sets limits: each worker reads a share of at most `samples` and draws at random from `held` in its
+        buffers. A sample waits for PATIENCE · held others with a chance of e^-PATIENCE."""
+        if samples:
+            self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, held))
+
     def keep(self) -> None:
         """One more sample was encoded."""
         with self._locked():
@@ -96,14 +117,17 @@ class DropReport:
 
     def drop(self, key: str, reason: str, detail: str = "", in_a_row: int = 1) -> None:
         """One more sample was dropped. `reason` is one of REASONS; `in_a_row`: so many drops of this process
-        followed one another, which `load.limits` asks for."""
+        followed one another. Raises TooManyDrops."""
         slot = self._slots[reason]
         line = {"key": key, "reason": reason}
-        if self._counts[slot] < self._details_per_reason:
+        if self._counts[slot] < DETAILS:
             line["detail"] = detail[:500]
         self._write(json.dumps(line).encode() + b"\n")  # before counting, so that every counted drop is named
         with self._locked():
             self._counts[slot] += 1
+        if self._most_in_a_row is not None and in_a_row >= self._most_in_a_row:
+            self.epoch_was_dropped(in_a_row)
+        self.check()
 
     def _write(self, line: bytes) -> None:
         """Appends without a buffer, so that lines from several processes stay whole."""
@@ -173,12 +197,12 @@ class DropReport:
         dropped. From now on `check` raises, in every process."""
         self._fruitless[0] = samples
 
-    def check(self, max_share: float, min_samples: int = MIN_SAMPLES, epoch: int | None = None) -> None:
-        """Raises TooManyDrops when at least `min_samples` were seen and more than `max_share` were dropped.
+    def check(self) -> None:
+        """Raises TooManyDrops when at least MIN_SAMPLES were seen and more than the `max_share` were dropped.
         An `epoch` with fewer samples is judged as a whole; a `max_share` of 0 raises at the first drop.
 
         The counts are of all ranks at the last exchange. This rank's own are of now when it has since
-        seen `min_samples` for each rank.
+        seen MIN_SAMPLES for each rank.
         """
         if self._fruitless[0]:
             raise TooManyDrops(
@@ -186,17 +210,17 @@ class DropReport:
                 f"{self._fruitless[0]} samples were dropped. Of this rank's samples until now, "
                 f"{self.counted()[0]} were encoded and these dropped:\n" + "\n".join(self.reason_lines())
             )
-        epoch = epoch if epoch and epoch < min_samples else None
-        least = (epoch or min_samples) if max_share else 1
+        epoch = self.epoch if self.epoch and self.epoch < MIN_SAMPLES else None
+        least = (epoch or MIN_SAMPLES) if self._max_share else 1
         encoded, dropped = self.on_all_ranks(least * self._ranks if self._ranks > 1 else 0)
         seen = encoded + dropped
-        if seen < least or dropped <= max_share * (-(-seen // epoch) * epoch if epoch else seen):
+        if seen < least or dropped <= self._max_share * (-(-seen // epoch) * epoch if epoch else seen):
             return
         reasons = self.summary()["reasons"]
         here = f" ({sum(reasons.values())} of them here)" if sum(reasons.values()) < dropped else ""
         raise TooManyDrops(
             f"data: {dropped}{here} of {seen} samples were dropped ({dropped / seen:.1%}), "
-            f"more than data.max_drop_share = {max_share:.1%}:\n" + "\n".join(self.reason_lines())
+            f"more than data.max_drop_share = {self._max_share:.1%}:\n" + "\n".join(self.reason_lines())
         )
 
     def reason_lines(self) -> list[str]:
@@ -208,7 +232,7 @@ class DropReport:
         return [
             f"  {count} {reason}: {REASONS[reason]}{_such_as(found.get(reason, [])[:3])}"
             for reason, count in sorted(reasons.items(), key=lambda item: -item[1])
-        ] + list(self.hints)
+        ] + self.hints
 
 
 def _such_as(examples: list[dict]) -> str:

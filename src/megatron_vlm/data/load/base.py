@@ -15,7 +15,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import check_fingerprint
 from megatron_vlm.data.load.energon_state import FORMAT
-from megatron_vlm.data.load.limits import LimitedDrops, close_loader, next_or_too_many_drops
+from megatron_vlm.data.load.limits import close_loader, next_or_too_many_drops
 from megatron_vlm.data.on_disk.paths import sources_of
 
 
@@ -41,7 +41,7 @@ class TrainLoader(ABC):
     notes: Sequence[str] = ()  # what a user should know of the data
     _loader: DataLoader
 
-    def __init__(self, drops: LimitedDrops, fingerprint: dict) -> None:
+    def __init__(self, drops: DropReport, fingerprint: dict) -> None:
         self._drops, self.fingerprint = drops, fingerprint
         self._batches: Iterator[Batch] | None = None
 
@@ -123,7 +123,7 @@ class ValidLoader(ABC):
     _all: Any  # the whole split
     _loader: DataLoader | None = None  # of the current pass
 
-    def __init__(self, drops: LimitedDrops, length: int) -> None:
+    def __init__(self, drops: DropReport, length: int) -> None:
         self._drops, self._length = drops, length
 
     def __len__(self) -> int:
@@ -167,8 +167,9 @@ class ValidLoader(ABC):
         Raises TooManyDrops, with all reasons, if the split has no sample to validate on.
         """
         alone, report = copy.copy(self), DropReport()
-        alone._encoder, alone._drops = copy.copy(self._encoder), LimitedDrops(report, 1.0)
-        alone._encoder.drops, alone._mine, alone._num_workers = alone._drops, self._all, 0
+        alone._encoder = copy.copy(self._encoder)
+        alone._encoder.drops = alone._drops = report
+        alone._mine, alone._num_workers = self._all, 0
         for batch in alone._checked():
             return batch
         raise TooManyDrops(

@@ -22,7 +22,7 @@ from megatron_vlm.data.accounts.fingerprint import encoder_settings
 from megatron_vlm.data.accounts.ledger import Ledger, lost
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
 from megatron_vlm.data.load.length_cache import measure_dataset
-from megatron_vlm.data.load.limits import close_loader, with_limited_drops
+from megatron_vlm.data.load.limits import close_loader, over_epochs, with_limited_drops
 from megatron_vlm.data.load.orders import Place, RandomOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows, loader_of
@@ -206,13 +206,13 @@ class HFTrainLoader(TrainLoader):
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
         self.sources, self.notes = sources_of_keys(rows.table), list(first_notes(rows.table))
-        rows.encoder.drops.note(self.notes)
+        rows.encoder.drops.hints[:] = self.notes
         self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
         self._loader = loader_of(rows, self._ledger, num_workers)
         self._place = order.place
 
     def _make_batches(self) -> Iterator[Batch]:
-        settled = self._drops.over_epochs(self._place, self._ledger.settled(self._loader))
+        settled = over_epochs(self._drops, self._place, self._ledger.settled(self._loader))
         for self._place, batch in self._rows.batches(settled, self._micro_batch_size):  # noqa: B020
             yield batch
 

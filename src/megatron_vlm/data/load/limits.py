@@ -16,62 +16,30 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import MIN_SAMPLES, DropReport
 from megatron_vlm.job.reasons import worker_death
 
-PATIENCE = 30  # see `LimitedDrops.set_share`
 
+def over_epochs(drops: DropReport, place: Sequence[int], settled: Iterable[tuple]) -> Iterator[tuple]:
+    """Passes on what a ledger settled, read from `place` on: an epoch, and how much of it is done.
 
-class LimitedDrops:
-    """A DropReport that ends the run from inside a worker. Without it, a worker would read a dataset without
-    end, and without a batch, if every sample is dropped."""
-
-    def __init__(self, report: DropReport, max_share: float) -> None:
-        self._report, self._max_share = report, max_share
-        self.epoch: int | None = None  # samples in an epoch of all ranks; None if epochs are not exact
-        self._most_in_a_row: int | None = None  # as many drops of one process end the run, see `set_share`
-        self.keep, self.arrived = report.keep, report.arrived
-
-    def drop(self, key: str, reason: str, detail: str = "", in_a_row: int = 1) -> None:
-        self._report.drop(key, reason, detail)
-        if self._most_in_a_row is not None and in_a_row >= self._most_in_a_row:
-            self._report.epoch_was_dropped(in_a_row)
-        self.check()
-
-    def note(self, hints: Sequence[str]) -> None:
-        """Messages about dropped samples end with these lines."""
-        self._report.hints = hints
-
-    def set_share(self, samples: int, held: int) -> None:
-        """Sets limits: each worker reads a share of at most `samples` and draws at random from `held` in its
-        buffers. A sample waits for PATIENCE · held others with a chance of e^-PATIENCE."""
-        if samples:
-            self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, held))
-
-    def check(self) -> None:
-        """Raises TooManyDrops."""
-        self._report.check(self._max_share, epoch=self.epoch)
-
-    def over_epochs(self, place: Sequence[int], settled: Iterable[tuple]) -> Iterator[tuple]:
-        """Passes on what a ledger settled, read from `place` on: an epoch, and how much of it is done.
-
-        Raises TooManyDrops when a whole epoch of this rank had nothing to train on and at least MIN_SAMPLES
-        were dropped. The rank would read on without a batch, and all others would wait without end.
-        """
-        epoch, has_sample, dropped = place[0], False, 0
-        ends = int(not any(place[1:]))  # of epochs since the last sample; the beginning of the first counts
-        for after, sample, reasons in settled:
-            has_sample, dropped = has_sample or sample is not None, dropped + len(reasons)
-            if after[0] != epoch:
-                ends, dropped = (0, 0) if has_sample else (ends + after[0] - epoch, dropped)
-                epoch, has_sample = after[0], False
-                if ends > 1 and dropped >= MIN_SAMPLES:
-                    self._report.epoch_was_dropped(dropped)
-                    self.check()
-            yield after, sample, reasons
+    Raises TooManyDrops when a whole epoch of this rank had nothing to train on and at least MIN_SAMPLES
+    were dropped. The rank would read on without a batch, and all others would wait without end.
+    """
+    epoch, has_sample, dropped = place[0], False, 0
+    ends = int(not any(place[1:]))  # of epochs since the last sample; the beginning of the first counts
+    for after, sample, reasons in settled:
+        has_sample, dropped = has_sample or sample is not None, dropped + len(reasons)
+        if after[0] != epoch:
+            ends, dropped = (0, 0) if has_sample else (ends + after[0] - epoch, dropped)
+            epoch, has_sample = after[0], False
+            if ends > 1 and dropped >= MIN_SAMPLES:
+                drops.epoch_was_dropped(dropped)
+                drops.check()
+        yield after, sample, reasons
 
 
 def with_limited_drops(encoder, data: DataConfig):
     """A copy of `encoder` that counts in the same report and itself raises TooManyDrops."""
     limited = copy.copy(encoder)
-    limited.drops = LimitedDrops(encoder.drops, data.max_drop_share)
+    limited.drops = encoder.drops.limited(data.max_drop_share)
     return limited
 
 
@@ -82,7 +50,7 @@ def with_rest(batches: Iterable[Batch], encoder: Any) -> Iterator[Batch | dict]:
     yield {DROPPED: encoder.taken_drops()}
 
 
-def next_or_too_many_drops(batches: Iterator[Batch], drops: LimitedDrops, loader: DataLoader) -> Batch | None:
+def next_or_too_many_drops(batches: Iterator[Batch], drops: DropReport, loader: DataLoader) -> Batch | None:
     """The next batch, and its drops have arrived; None after the last. If a worker gave up or was killed, the
     error says why in short."""
     try:
