@@ -174,8 +174,8 @@ def encoded(path: Path, rows: list[str]) -> dict:
 
 
 def cells() -> list:
-    """Every family, and what is frozen: Gemma3 with all in `make test`, the others with two of them in turn in
-    `make test-long`, and with all in `make test-soak`."""
+    """Every family, and what is frozen: all of Gemma3 in `make test`, two in turn of the others in
+    `make test-long`, and all in `make test-soak`."""
     frozen, found = [name for name in FREEZE if name != "nothing"], [pytest.param("gemma3", [*FREEZE])]
     for number, family in enumerate(TINY_FAMILIES):
         if family != "gemma3":
