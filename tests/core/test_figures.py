@@ -198,7 +198,7 @@ def test_operations_are_those_that_torch_counts(family, frozen, tmp_path):
         cases["video"] = ([], "none", encoded(path, ["vt", "it"])["packed"])
     torch.save(cases, tmp_path / "cases.pt")
     found = run_distributed(1, operations, str(path), str(tmp_path / "cases.pt"))[0]
-    assert len({done for _, done, *_ in found.values()}) >= 5
+    assert len({done for _, done, *_ in found.values()}) >= min(5, len(frozen) + 1)
     assert {name: counted for name, (counted, *_) in found.items()} == {
         name: done for name, (_, done, *_) in found.items()
     }
