@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,14 +33,24 @@ def processor(tiny_gemma3):
 
 
 MANY = 300_000  # objects in the eldest generation: imports make twice as many, and tests far fewer
+_path = Path()  # of the test before
+
+
+@cache
+def reads_energon(path: Path) -> bool:
+    return "energon" in path.read_text()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup():
+def pytest_runtest_setup(item):
     """Leave what is imported out of garbage collection: Energon collects in every worker that it forks, which
     takes a second and a half there. A loader of Energon without workers undoes it at its end. Collections of
     all the rest stay rare: so far each had to wait for as many new objects as a quarter of what is imported.
     """
+    global _path
+    known, _path = item.path == _path, item.path
+    if known and not reads_energon(item.path):
+        return
     # `gc.get_freeze_count` counts one by one, which takes a twentieth of a second: minutes over all tests
     if len(gc.get_objects(generation=2)) > MANY:
         gc.freeze()
@@ -52,6 +63,12 @@ pytest_runtest_call = pytest_runtest_setup  # a fixture may have had such a load
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     costs.longest_first(config, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    costs.ends_a_file(nextitem is None or nextitem.path != item.path)
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,7 @@ PROPERTY = "processor seconds"
 _seconds: Counter[str] = Counter()
 _processor_seconds: Counter[str] = Counter()
 _used_before = 0.0
+_ends_a_file = True
 
 
 def longest_first(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,10 +33,17 @@ def longest_first(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -known.get(item.path.name, UNKNOWN))
 
 
+def ends_a_file(ends: bool) -> None:
+    """Says whether the test that begins is the last of its file."""
+    global _ends_a_file
+    _ends_a_file = ends
+
+
 def measure(report: pytest.TestReport) -> None:
-    """Adds to a test's last report what all processes have used since the test before."""
+    """Adds to the last report of a file what all processes have used since the file before. Looking at them
+    takes milliseconds."""
     global _used_before
-    if report.when == "teardown":
+    if report.when == "teardown" and _ends_a_file:
         used = used_by(os.getpid())
         report.user_properties.append((PROPERTY, used - _used_before))
         _used_before = used

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,8 +57,11 @@ from tiny.corpus import default_corpus  # noqa: E402
 REPORT = ROOT / "reports" / "waits.json"
 MICRO_BATCHES, NEW_TOKENS = 2, 3
 SOURCE = "a"  # of the samples, so that there are figures of it
-PARTS = ("train", "validate", "generate", "save", "train on preferences", "logprobs", "policy backward")
-PARTS += ("policy step",)
+PARTS = {  # run -> its parts
+    "training": ("train", "validate", "generate", "save"),
+    "preferences": ("train on preferences",),
+    "policy": ("logprobs", "policy backward", "policy step"),
+}
 
 
 class Reason(NamedTuple):
@@ -135,13 +138,15 @@ def rows_of(family: str, layout: str) -> Iterator[dict]:
         yield {"family": family, "layout": layout, "rank": rank, "waits": waits(family, parallel, gpus, rank)}
 
 
-def waits(family: str, parallel: ParallelConfig, gpus: int, rank: int) -> dict[str, dict[str, int]]:
-    """By part of a run: place in the code -> how often the host waits there."""
+def waits(
+    family: str, parallel: ParallelConfig, gpus: int, rank: int, runs: Iterable[str] = tuple(PARTS)
+) -> dict[str, dict[str, int]]:
+    """By part of these runs: place in the code -> how often the host waits there."""
     config, found = run_of(parallel, gpus), {}
     description = description_of(family)
-    for parts in (training_parts, preference_parts, policy_parts):
+    for run in runs:
         with on_shapes(config, description, gpus, rank) as recorder:
-            for name, do in parts(config, description):
+            for name, do in PARTS_OF[run](config, description):
                 found[name] = places(recorder, do)
     return found
 
@@ -239,6 +244,8 @@ def policy_parts(config: RunConfig, description: Description) -> Parts:
     yield "policy backward", lambda: policy.forward_backward(samples, loss, 1.0, fields=["advantage"])
     yield "policy step", policy.step
 
+
+PARTS_OF = {"training": training_parts, "preferences": preference_parts, "policy": policy_parts}
 
 if __name__ == "__main__":
     main()

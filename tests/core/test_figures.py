@@ -17,7 +17,7 @@ from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.layers.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.training.figures import BySource, StepFigures, peak_flops
-from tiny.checkpoints import build_tiny_checkpoint
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 FREEZE = {"nothing": [], "tower": ["tower"], "all but projector": ["tower", "language_model"]}
@@ -173,20 +173,32 @@ def encoded(path: Path, rows: list[str]) -> dict:
     return {"padded": padded, "packed": parity.pack(single)}
 
 
-@pytest.mark.parametrize("family", parity.FAMILIES)
-def test_operations_are_those_that_torch_counts(family, tmp_path):
+def cells() -> list:
+    """Every family, and what is frozen: all of Gemma3 in `make test`, two in turn of the others in
+    `make test-long`, and all in `make test-soak`."""
+    frozen, found = [name for name in FREEZE if name != "nothing"], [pytest.param("gemma3", [*FREEZE])]
+    for number, family in enumerate(TINY_FAMILIES):
+        if family != "gemma3":
+            two = [frozen[(number + place) % len(frozen)] for place in (0, 1)]
+            found.append(pytest.param(family, ["nothing", *two], marks=parity.marks(family), id=family))
+            found.append(pytest.param(family, [*FREEZE], marks=pytest.mark.soak, id=f"{family} all"))
+    return found
+
+
+@pytest.mark.parametrize(("family", "frozen"), cells())
+def test_operations_are_those_that_torch_counts(family, frozen, tmp_path):
     path = build_tiny_checkpoint(family, tmp_path / "model")
     # Pixtral's first convolution also takes the padding of images of different sizes
     rows = ["t", "it"] if family == "mistral3" else ["t", "it", "ititit"]
     batches = encoded(path, rows)
     cases = {rows: ([], "none", batch) for rows, batch in batches.items()}
-    cases |= {name: (freeze, "none", batches["packed"]) for name, freeze in FREEZE.items()}
+    cases |= {name: (FREEZE[name], "none", batches["packed"]) for name in frozen}
     cases["pairs"] = [], "none", encoded(path, ["it", "t"])["packed"]
     if "video" in parity.inputs_of(family):
         cases["video"] = ([], "none", encoded(path, ["vt", "it"])["packed"])
     torch.save(cases, tmp_path / "cases.pt")
     found = run_distributed(1, operations, str(path), str(tmp_path / "cases.pt"))[0]
-    assert len({done for _, done, *_ in found.values()}) >= 5
+    assert len({done for _, done, *_ in found.values()}) >= min(5, len(frozen) + 1)
     assert {name: counted for name, (counted, *_) in found.items()} == {
         name: done for name, (_, done, *_) in found.items()
     }

@@ -81,14 +81,14 @@ def in_one_process(path: str, cases: str) -> dict:
         import_hf(chunks, path, description.weight_map)
         return data_parallel(chunks, run)
 
-    rows = case["rows"]
+    rows, whole = case["rows"], model()
     return {
-        "doubled": gradients(model(), [row | {"loss_mask": 2 * row["loss_mask"]} for row in rows]),
+        "doubled": gradients(whole, [row | {"loss_mask": 2 * row["loss_mask"]} for row in rows]),
         "recompute full": parity.compare(ParallelConfig(), path, case, recompute="full"),
         "recompute selective": parity.compare(ParallelConfig(), path, case, recompute="selective"),
-        "unpacked": gradients(model(), rows),
-        "packed": gradients(model(), [parity.pack(rows)]),
-        "leak": leak(model(), rows),
+        "unpacked": gradients(whole, rows),
+        "packed": gradients(whole, [parity.pack(rows)]),
+        "leak": leak(whole, rows),
         "frozen": trainable(model(freeze=["tower", "language_model"])[0]),
     }
 

@@ -151,16 +151,20 @@ def _videos_and_images(images_or_videos, of_one_length):
         yield sample_of(turns, imgs, videos=videos, key=f"video {number}")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((name, sizes), id=f"{name} {at}", marks=() if soon else pytest.mark.long)
-        for name, published in PUBLISHED.items()
-        for at, sizes in {"tiny": {}, "published": published}.items()
-        for soon in [name not in LATER and (at == "tiny") == (name in TINY_FIRST)]
-        if sizes or at == "tiny"
-    ],
-)
+PROCESSORS = [
+    pytest.param((name, sizes), id=f"{name} {at}", marks=() if soon else pytest.mark.long)
+    for name, published in PUBLISHED.items()
+    for at, sizes in {"tiny": {}, "published": published}.items()
+    for soon in [name not in LATER and (at == "tiny") == (name in TINY_FIRST)]
+    if sizes or at == "tiny"
+]
+OF_TEMPLATES = [  # which know nothing of sizes
+    pytest.param(*each.values, id=each.id, marks=pytest.mark.soak if each.values[0][1] else ())
+    for each in PROCESSORS
+]
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
 def processor(request):
     name, sizes = request.param
     family = name.split(",")[0]
@@ -239,6 +243,7 @@ def test_bounds_on_pixels_are_kept(processor):
                 assert_equal_but_for_normalization(processor, ours, theirs)
 
 
+@pytest.mark.parametrize("processor", OF_TEMPLATES, indirect=True)
 def test_templates_without_generation_blocks(processor):
     fast, hf = encoders(processor, chat_template=without_generation_tags(processor.chat_template))
     for sample in samples()[len(FILES) :]:

@@ -104,8 +104,16 @@ def test_an_epoch_without_a_trainable_sample_ends_the_run(spoilt, processor, kin
     assert loader._drops._report.counted()[1] < 50 * ROWS
 
 
-@pytest.mark.parametrize("spoilt", ["no reply", "half an image"], indirect=True)
-@pytest.mark.parametrize("kind", [*HF, *ENERGON])
+def in_turn(others: Sequence) -> list:
+    """Each kind with all of the others: with one in `make test`, the next kind with the next one."""
+    return [
+        pytest.param(other, kind, marks=pytest.mark.long if (place + number) % len(others) else ())
+        for number, kind in enumerate([*HF, *ENERGON])
+        for place, other in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize("spoilt, kind", in_turn(["no reply", "half an image"]), indirect=["spoilt"])
 def test_a_rank_whose_share_is_spoilt_ends_as_well(spoilt, processor, kind):
     folder, _ = spoilt
     with pytest.raises(TooManyDrops, match="nothing to train on"):
@@ -118,8 +126,7 @@ def with_good(tmp_path_factory):
     return cache(lambda *good: write(tmp_path_factory.mktemp("good"), "half an image", good))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", [*HF, *ENERGON])
+@pytest.mark.parametrize("num_workers, kind", in_turn([0, 2]))
 def test_one_good_sample_in_an_epoch_is_enough(with_good, processor, kind, num_workers):
     """Through several epochs, resumed within one; with Energon, each worker needs one."""
     good = [3] if kind not in ENERGON else [3, 27]

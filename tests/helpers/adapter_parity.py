@@ -99,11 +99,10 @@ OFTEN = ("1 process, adapter", "1 process, adapter with DoRA", "TP2+SP, adapter,
 OFTEN += ("PP2, adapter on late layers", "DP2 dist. optimizer, adapter", f"TP2+SP, {WITH_MODULES}")
 
 
-def factors(name: str) -> tuple[str, str, str]:
-    """What a name says beside its family: the layout, the adapter, and what is recomputed."""
+def factors(name: str) -> tuple[str, str]:
+    """What a name says beside its family and its parallelism: the adapter, and what is recomputed."""
     _, _, model, adapter = LAYOUTS[name]
-    layout = name.removesuffix(", recomputed").removesuffix(", feed-forwards recomputed")
-    return layout.removesuffix(f", {adapter}"), adapter, model.get("recompute", "none")
+    return adapter, model.get("recompute", "none")
 
 
 def layouts_of(family: str) -> list[str]:

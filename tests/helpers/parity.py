@@ -122,17 +122,30 @@ def cells(
     ]
 
 
+def kinds_of_parallelism(processes: int, layout: ParallelConfig) -> set[str]:
+    """The ways in which a layout cuts a model or its data; of one process "none"."""
+    found = {name for name in ("tp", "pp", "vpp", "cp", "ep") if getattr(layout, name) > 1}
+    found |= {"tp without sp"} if layout.tp > 1 and not layout.sp else set()
+    found |= {"dp"} if processes > layout.model_size else set()
+    found |= set() if layout.vision_dp else {"images on each rank"}
+    return found or {"none"}
+
+
 def cells_of_pairs(
     of_family: Callable[[str], list[str]],
     inputs: Callable[[str], Sequence[str]],
     often: Container[str],
-    factors: Callable[[str], tuple[Hashable, ...]] = lambda layout: (layout,),
+    layouts: dict[str, tuple] = LAYOUTS,
+    factors: Callable[[str], tuple[Hashable, ...]] = lambda layout: (),
 ) -> list:
     """Every family in its layouts, and the inputs on which it is measured there.
 
     `make test` has Gemma3 in the layouts of `often` on all inputs. `make test-long` has few besides: each two
-    of family, input and the `factors` of a layout meet in one, if they can. `make test-soak` has all.
+    of family, kind of parallelism, input and the `factors` of a layout meet in one, if they can, and every
+    layout has a model with experts and one without. `make test-soak` has all.
     """
+    from megatron_vlm.models.families import load
+
     every = [
         (family, layout, each)
         for family in TINY_FAMILIES
@@ -140,7 +153,13 @@ def cells_of_pairs(
         for each in inputs(family)
     ]
     short = [cell for cell in every if cell[0] == "gemma3" and cell[1] in often]
-    shown = {cell: pairs_of((cell[0], *factors(cell[1]), cell[2])) for cell in every}
+
+    def shows(family: str, layout: str, each: str) -> set[Hashable]:
+        kinds = kinds_of_parallelism(*layouts[layout][:2])
+        met = [pairs_of((family, kind, *factors(layout), each)) for kind in kinds]
+        return set().union(*met, {(layout, load(family).has_experts)})
+
+    shown = {cell: shows(*cell) for cell in every}
     in_short = set().union(*(shown[cell] for cell in short))
     paired = covering((cell for cell in every if cell[0] not in RENAMED), lambda cell: shown[cell] - in_short)
     groups = {"": (short, []), "pairs": (paired, [pytest.mark.long]), "all": (every, [pytest.mark.soak])}

@@ -53,7 +53,11 @@ def test_dora_with_dropout_is_that_of_peft():
 
 INPUTS = [*adapter_parity.INPUTS, *adapter_parity.PACKED]
 CELLS = parity.cells_of_pairs(
-    adapter_parity.layouts_of, lambda _: INPUTS, adapter_parity.OFTEN, adapter_parity.factors
+    adapter_parity.layouts_of,
+    lambda _: INPUTS,
+    adapter_parity.OFTEN,
+    adapter_parity.LAYOUTS,
+    adapter_parity.factors,
 )
 
 

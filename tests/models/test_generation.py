@@ -188,22 +188,23 @@ def greedy_of_transformers(path: Path, encoded: list[dict]) -> tuple[list[int], 
 
     model = load_model(path, torch.float32).eval()
 
-    def generated(row: dict, stop: list[int] | None) -> dict:
+    def generated(row: dict, stop: list[int] | None, tokens: int) -> dict:
         model.generation_config.eos_token_id = stop
         out = model.generate(
             **row,
             do_sample=False,
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=tokens,
             output_logits=True,
             return_dict_in_generate=True,
         )
-        tokens = out.sequences[0, row["input_ids"].shape[1] :]
-        logprobs = torch.cat(out.logits).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        return {"tokens": tokens.tolist(), "logprobs": logprobs.tolist()}
+        answer_N = out.sequences[0, row["input_ids"].shape[1] :]
+        logprobs = torch.cat(out.logits).log_softmax(-1).gather(1, answer_N[:, None])[:, 0]
+        return {"tokens": answer_N.tolist(), "logprobs": logprobs.tolist()}
 
-    free = [generated(row, None)["tokens"] for row in encoded]
-    stop = [free[0][4], free[1][NEW_TOKENS // 2]]
-    return stop, [generated(row, stop) for row in encoded]
+    ends = (5, NEW_TOKENS // 2 + 1)  # the first two answers end here
+    free = [generated(row, None, end)["tokens"] for row, end in zip(encoded, ends, strict=False)]
+    stop = [answer[-1] for answer in free]
+    return stop, [generated(row, stop, NEW_TOKENS) for row in encoded]
 
 
 @pytest.fixture(scope="module")

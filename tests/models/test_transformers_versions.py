@@ -147,11 +147,13 @@ def test_composed_models_answer_alike_in_the_oldest_and_newest_transformers(tmp_
     assert all(len(set(answer)) > 1 for answer in oldest["answers"])
 
 
-@pytest.mark.long
-def test_the_fast_path_equals_the_oldest_processors_too():
+@pytest.mark.parametrize(
+    "sizes", [pytest.param("tiny", marks=pytest.mark.long), pytest.param("published", marks=pytest.mark.soak)]
+)
+def test_the_fast_path_equals_the_oldest_processors_too(sizes):
     """`test_fast.py` checks the newest."""
     paths = [str(OLDEST), *filter(None, [os.environ.get("PYTHONPATH")])]
-    chosen = ["-k", "everything", str(next(TESTS.rglob("test_fast.py")))]
+    chosen = ["-k", f"everything and {sizes}", str(next(TESTS.rglob("test_fast.py")))]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *chosen],
         capture_output=True,

@@ -108,11 +108,17 @@ def rows_of(request, tmp_path_factory):
 
 
 def cells() -> list:
-    marks = {1: pytest.mark.long, 2: pytest.mark.long, 4: pytest.mark.soak}
+    """`make test-long` has the first family in all layouts of one and two processes, and of the others the
+    one in every second of them and the other in the rest; `make test-soak` has all else."""
+
+    def mark(number: int, place: int, processes: int) -> pytest.MarkDecorator:
+        in_turn = not number or (number + place) % 2 == 0
+        return pytest.mark.long if processes < 4 and in_turn else pytest.mark.soak
+
     return [
-        pytest.param(family, layout, marks=marks[policy_with_routes.LAYOUTS[layout][0]])
-        for family in FAMILIES
-        for layout in policy_with_routes.LAYOUTS
+        pytest.param(family, layout, marks=mark(number, place, processes))
+        for number, family in enumerate(FAMILIES)
+        for place, (layout, (processes, *_)) in enumerate(policy_with_routes.LAYOUTS.items())
     ]
 
 

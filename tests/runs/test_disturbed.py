@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,8 @@ from programs import COMMAND, start_ranks
 from sources import write_hf_folder, write_sharegpt
 
 pytestmark = pytest.mark.long
-STEPS = 40
+STEPS = 20
+HANG = 15  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +37,20 @@ def words(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> lis
     ]
 
 
-def start(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "megatron_vlm.cli", *words(run_dir, checkpoint, dataset, *settings)]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*command, "--nproc", "2"], **output)
-
-
 def losses(run_dir: Path) -> list[float]:
     file = run_dir / "metrics.jsonl"
     rows = file.read_text().splitlines() if file.exists() else []
     return [json.loads(row)["loss"] for row in rows]
 
 
-def processes(run: subprocess.Popen, run_dir: Path) -> tuple[list[psutil.Process], list[psutil.Process]]:
-    """(ranks, data workers), once some steps are done."""
+def wait_for_steps(run_dir: Path, runs: Callable[[], bool]) -> None:
     while len(losses(run_dir)) < 3:
-        assert run.poll() is None, run.stdout.read()
+        assert runs(), f"{run_dir} ended before its third step"
         time.sleep(0.1)
-    ranks = psutil.Process(run.pid).children()
-    return ranks, [worker for rank in ranks for worker in rank.children()]
+
+
+def workers_of(ranks: list[psutil.Process]) -> list[psutil.Process]:
+    return [worker for rank in ranks for worker in rank.children()]
 
 
 @pytest.fixture(scope="module")
@@ -65,46 +63,75 @@ def undisturbed(dataset, tiny_gemma3, tmp_path_factory):
 def test_a_rank_and_a_worker_that_are_stopped_for_a_while_change_nothing(
     undisturbed, dataset, tiny_gemma3, tmp_path
 ):
-    run = start(tmp_path, tiny_gemma3, dataset, "train.hang_seconds=60")
-    ranks, workers = processes(run, tmp_path)
-    for process in (ranks[1], workers[0]):
-        os.kill(process.pid, signal.SIGSTOP)
+    given = words(tmp_path, tiny_gemma3, dataset, "train.hang_seconds=60")
+    job = start_ranks(2, COMMAND, *given, log=tmp_path / "log")
+    wait_for_steps(tmp_path, lambda: all(rank.is_alive() for rank in job.ranks))
+    ranks = [psutil.Process(rank.pid) for rank in job.ranks]
+    for process in (ranks[1], workers_of(ranks)[0]):
+        process.suspend()
         time.sleep(5)
-        os.kill(process.pid, signal.SIGCONT)
-    output, _ = run.communicate(timeout=280)
-    assert run.returncode == 0, output
+        process.resume()
+    job.finish()
     assert losses(tmp_path) == undisturbed and len(undisturbed) == STEPS
 
 
+@dataclass
+class Disturbed:
+    """A job that torchrun started, and the process of its second rank to which something was done."""
+
+    run_dir: Path
+    run: subprocess.Popen
+    ranks: list[psutil.Process]
+    workers: list[psutil.Process]
+    output: str = ""
+
+
+@pytest.fixture(scope="module")
+def disturbed(dataset, tiny_gemma3, tmp_path_factory) -> dict[str, Disturbed]:
+    """What was done -> the job that ended of it. They mostly wait, and run beside each other."""
+    jobs = {}
+    for name in ("rank stopped", "worker stopped", "worker killed"):
+        run_dir = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        limit = [f"train.hang_seconds={HANG}"] if "stopped" in name else []
+        given = words(run_dir, tiny_gemma3, dataset, "steps=100000", *limit)
+        command = [sys.executable, "-m", "megatron_vlm.cli", *given, "--nproc", "2"]
+        with run_dir.with_suffix(".log").open("w") as screen:
+            run = subprocess.Popen(command, stdout=screen, stderr=subprocess.STDOUT)
+        jobs[name] = Disturbed(run_dir, run, [], [])
+    for name, job in jobs.items():
+        wait_for_steps(job.run_dir, lambda: job.run.poll() is None)  # noqa: B023
+        job.ranks = psutil.Process(job.run.pid).children()
+        job.workers = workers_of(job.ranks)
+        process = job.ranks[1] if name == "rank stopped" else job.workers[1]
+        os.kill(process.pid, signal.SIGKILL if name == "worker killed" else signal.SIGSTOP)
+    for job in jobs.values():
+        job.run.wait(timeout=280)
+        job.output = job.run_dir.with_suffix(".log").read_text()
+    return jobs
+
+
 @pytest.mark.parametrize("stopped", ["rank", "worker"])
-def test_one_that_stays_stopped_ends_the_job(stopped, dataset, tiny_gemma3, tmp_path):
-    run = start(tmp_path, tiny_gemma3, dataset, "train.hang_seconds=15", "steps=100000")
-    ranks, workers = processes(run, tmp_path)
-    process = ranks[1] if stopped == "rank" else workers[1]
-    os.kill(process.pid, signal.SIGSTOP)
-    began = time.monotonic()
-    output, _ = run.communicate(timeout=280)
-    assert run.returncode == 3 and "Traceback" not in output, output
-    what, remedy = output.splitlines()[-2:]
-    assert f"no rank came further for 15 s: rank 1 (pid {ranks[1].pid}) " in what
+def test_one_that_stays_stopped_ends_the_job(stopped, disturbed):
+    job = disturbed[f"{stopped} stopped"]
+    assert job.run.returncode == 3 and "Traceback" not in job.output, job.output
+    what, remedy = job.output.splitlines()[-2:]
+    assert f"no rank came further for {HANG} s: rank 1 (pid {job.ranks[1].pid}) " in what
     if stopped == "worker":
-        assert f"pid {process.pid}, state T" in (tmp_path / "errors/rank1.txt").read_text()
-    assert f"The stacks of all ranks and workers are in {tmp_path}/errors" in remedy
-    assert "train" in (tmp_path / "errors/rank0.txt").read_text()
-    _, alive = psutil.wait_procs([*ranks, *workers], timeout=30)  # a worker looks for its rank every 5 s
+        stacks = (job.run_dir / "errors/rank1.txt").read_text()
+        assert f"pid {job.workers[1].pid}, state T" in stacks
+    assert f"The stacks of all ranks and workers are in {job.run_dir}/errors" in remedy
+    assert "train" in (job.run_dir / "errors/rank0.txt").read_text()
+    # a worker looks for its rank every 5 s
+    _, alive = psutil.wait_procs([*job.ranks, *job.workers], timeout=30)
     assert not alive
-    print(f"{stopped} stopped: over after {time.monotonic() - began:.0f} s")
 
 
-def test_a_killed_worker_is_named_and_no_sample_is_blamed(dataset, tiny_gemma3, tmp_path):
-    run = start(tmp_path, tiny_gemma3, dataset, "steps=100000")
-    _, workers = processes(run, tmp_path)
-    os.kill(workers[1].pid, signal.SIGKILL)
-    output, _ = run.communicate(timeout=280)
-    assert run.returncode == 2 and "Traceback" not in output, output
-    what, remedy = output.splitlines()[-2:]
+def test_a_killed_worker_is_named_and_no_sample_is_blamed(disturbed):
+    job = disturbed["worker killed"]
+    assert job.run.returncode == 2 and "Traceback" not in job.output, job.output
+    what, remedy = job.output.splitlines()[-2:]
     assert what.startswith("megatron-vlm: rank 1, ") and "a DataLoader worker" in what
-    assert "with samples" not in output
+    assert "with samples" not in job.output
     assert "want of memory" in what and remedy.startswith(
         "Start again: a run goes on from its last checkpoint"
     )
