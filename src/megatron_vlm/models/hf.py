@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -18,7 +19,7 @@ from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.ties import are_tied
 from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
-from megatron_vlm.weight_files import description_problems, has_weights
+from megatron_vlm.weight_files import DESCRIPTIONS, description_problems, has_weights
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -112,11 +113,18 @@ def load_processor(folder: str | Path) -> ProcessorMixin:
             f"checkpoint {printable(folder)}: no processor that Transformers knows ({_first_line(error)}); "
             "put the files of its processor and tokenizer there."
         ) from error
+    except Exception as error:
+        of_tokenizer = any("tokenization" in frame.filename for frame in extract_tb(error.__traceback__))
+        word = "tokenizer" if of_tokenizer else "processor_config"
+        names = [name for name in DESCRIPTIONS if word in name]
+        error.reading = [Path(folder, name) for name in names if Path(folder, name).is_file()]
+        raise
     if not isinstance(processor, ProcessorMixin):
         raise FileNotFoundError(
             f"checkpoint {printable(folder)}: it has a {type(processor).__name__} and no processor; put its "
             "processor_config.json or preprocessor_config.json there."
         )
+    kind_of(processor)  # reads its settings
     templates = processor.chat_template or processor.tokenizer.chat_template or {}
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         try:

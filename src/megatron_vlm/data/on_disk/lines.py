@@ -7,9 +7,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_vlm.data.on_disk.fields import FIELDS
+from megatron_vlm.data.on_disk.fields import FIELDS, PROMPTS, REPLIES, TURNS
 from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of
 from megatron_vlm.files import open_file
+from megatron_vlm.messages import printable
 from megatron_vlm.signatures import what_file, what_is
 
 FIRST_RECORDS = 1000  # among which the first valid ones lie
@@ -117,7 +118,9 @@ def records_in(text: str) -> list[tuple[int, int]]:
 
 def _in_object(text: str, values: Values) -> list[tuple[int, int]]:
     """Where the records stand in an object that is none; empty for one that may be a record."""
-    if {json.loads(key) for key, _, _ in values} & set(FIELDS):
+    names = {json.loads(key) for key, _, _ in values}
+    if names & set(FIELDS):
+        _refuse_columns(text, values)
         return []
     objects = [(start, stop) for _, start, stop in values if text[start] == "{"]
     arrays = [_values_within(text, start)[0] for _, start, _ in values if text[start] == "["]
@@ -128,6 +131,17 @@ def _in_object(text: str, values: Values) -> list[tuple[int, int]]:
     return inside or (objects if len(objects) == len(values) else [])
 
 
+def _refuse_columns(text: str, values: Values) -> None:
+    """Raises ValueError for an object that holds a list for each column, as `datasets` has them in memory."""
+    lists = {
+        json.loads(key): _values_within(text, start)[0] for key, start, _ in values if text[start] == "["
+    }
+    turns = (lists.get(name) for name in (*TURNS, *PROMPTS, *REPLIES))
+    if len(values) == len(lists) > 1 and len({len(each) for each in lists.values()}) == 1:
+        if any(each and text[each[0][1]] != "{" for each in turns):
+            raise ValueError("it holds a list for each column; write an object for each record")
+
+
 def _holds_turn(text: str, values: Values) -> bool:
     return bool(values) and is_turn(json.loads(text[slice(*values[0][1:])]))
 
@@ -136,7 +150,8 @@ def _values_within(text: str, at: int) -> tuple[Values, int]:
     """The values of the array or object that begins at a place, and where it ends. Each is parsed but not
     kept, so that a large file fits into memory."""
     if text[at : at + 1] not in _CLOSING:
-        raise json.JSONDecodeError("Expecting [ or {", text, at)
+        line = printable(repr(text[at : at + 60].partition("\n")[0]))
+        raise ValueError(f"{line} begins neither an object, a list nor a table of two columns or more")
     decoder, values, end = json.JSONDecoder(), [], at + 1
     while (before := _BEFORE.match(text, end)).end() < len(text) and text[before.end()] not in "]}":
         end = decoder.raw_decode(text, before.end())[1]
