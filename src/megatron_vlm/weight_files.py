@@ -36,14 +36,10 @@ DESCRIPTIONS = (  # that Transformers reads, of tokenizer, processor and generat
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 MOST_PARSED = 1 << 20  # bytes
-# what keys in them hold, or lists of it; of other keys, only the file can be named (`models.hf`)
-HELD: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), (int,)),
-    **dict.fromkeys(("eos_token", "bos_token", "pad_token", "unk_token", "chat_template"), (str, dict)),
-    **dict.fromkeys(("image_processor", "video_processor", "added_tokens_decoder"), (dict,)),
-    **dict.fromkeys(("tokenizer_class", "processor_class", "image_processor_type"), (str,)),
-    **dict.fromkeys(("model_max_length", "image_mean", "image_std", "temperature", "top_p"), (int, float)),
-    "size": (int, dict),
+HELD = {  # what these keys hold, or lists of it; of others, only the file is named (`models.hf`)
+    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), int),
+    **dict.fromkeys(("image_processor", "video_processor", "added_tokens_decoder"), dict),
+    **dict.fromkeys(("image_mean", "image_std", "temperature", "top_p"), int | float),
 }
 
 
@@ -138,8 +134,10 @@ def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: Any) -> OnDi
         if math.prod(scale.shape) == 1:
             return tensor._replace(scale=scale)
         axes = len(tensor.shape)
-        of_ints = isinstance(size or [], list) and all(type(length) is int for length in size or [])
-        sizes = [*[1] * (axes - 2), *(size or [None, None])] if of_ints else []
+        each = (
+            size if isinstance(size, list) and all(type(n) is int for n in size) else [None] * 2 * (not size)
+        )
+        sizes = [*[1] * (axes - 2), *each]
         if axes == len(scale.shape) == len(sizes):
             fused = [axis > 0 and axes == 3 for axis in range(axes)]
             blocks = tuple(map(_blocks, tensor.shape, scale.shape, sizes, fused))
@@ -217,30 +215,26 @@ def description_problems(folder: Path) -> Iterator[str]:
         known = what_is(content)
         if known is not None and (known is not BINARY or file.suffix != ".model"):
             yield f"{printable(file)} is {known}."
-        elif file.suffix == ".json":
-            problem = _json_problem(content.strip())
-            if problem is None and file.name == "tokenizer.json" and b'"model"' not in content:
-                problem = "names no model of a tokenizer; download it again."
-            yield from [f"{printable(file)} {problem}"] if problem else []
+        elif file.suffix == ".json" and not _is_whole(content.strip()):
+            yield f"{printable(file)} is no whole JSON object ({len(content)} bytes); download it again."
+        elif file.name == "tokenizer.json" and b'"model"' not in content:
+            yield f"{printable(file)} names no model of a tokenizer; download it again."
+        elif file.name.endswith("config.json") and len(content) <= MOST_PARSED:
+            for key, value in json.loads(content).items():
+                values = value if isinstance(value, list) else [value]
+                if not all(each is None or isinstance(each, HELD.get(key, object)) for each in values):
+                    odd = f"{printable(file)} has {printable(json.dumps(value), 60)} as {key}"
+                    yield f"{odd}; correct it, or download the file again."
 
 
-def _json_problem(content: bytes) -> str | None:
-    """Why it is no JSON object that can be read; of a long one, only both ends are looked at."""
-    end = b"\n}" if content[1:2] == b"\n" else b"}"
-    if len(content) > MOST_PARSED and content[:1] == b"{" and content.endswith(end):
-        return None
+def _is_whole(content: bytes) -> bool:
+    """Whether it can be a JSON object; of a long one, only both ends are looked at."""
+    if len(content) > MOST_PARSED:
+        return content[:1] == b"{" and content.endswith(b"\n}" if content[1:2] == b"\n" else b"}")
     try:
-        held = json.loads(content) if len(content) <= MOST_PARSED else None
+        return isinstance(json.loads(content), dict)
     except (ValueError, RecursionError):
-        held = None
-    if not isinstance(held, dict):
-        return f"is no whole JSON object ({len(content)} bytes); download it again."
-    for key, value in held.items():
-        values = value if isinstance(value, list) else [value]
-        if not all(each is None or isinstance(each, HELD.get(key, object)) for each in values):
-            shown = printable(json.dumps(value), 60)
-            return f"has {shown} as {key}; correct it, or download the file again."
-    return None
+        return False
 
 
 def _end(tensors: dict[str, Any]) -> int:

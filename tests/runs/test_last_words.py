@@ -347,15 +347,15 @@ def test_a_launcher_that_is_killed_has_a_last_line():
         ),
         ("print('done')", None),
         ("os.fork() or os.kill(os.getpid(), signal.SIGSEGV); os.wait()", None),  # its parent speaks of it
-        ("watch(); os.kill(os.getpid(), signal.SIGBUS)", r"7 \(SIGBUS\) while starting: a file"),
-        ("watch()", None),
+        ("with watch: os.kill(os.getpid(), signal.SIGBUS)", r"7 \(SIGBUS\) while starting: a file"),
+        ("with watch: pass", None),
     ],
 )
 def test_any_command_that_a_signal_ends_has_a_last_line_said_once(tmp_path, ends, said):
     program = (
         "import os, signal; from megatron_vlm.commands.program import run, single\n"
         "from megatron_vlm.job import watchdog\n"
-        f"watch = watchdog.watching({str(tmp_path)!r}, 60).__enter__\n"
+        f"watch = watchdog.watching({str(tmp_path)!r}, 60)\n"
         f"def command():\n    {ends}\n"
         "run(single(command), 'command')"
     )

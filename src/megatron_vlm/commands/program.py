@@ -57,8 +57,7 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     Ctrl-C; see `job.failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
     """
     logging.setLogRecordFactory(PrintableRecord)
-    guard.watch_this_process()
-    with LastWords(name):
+    with guard.guarding(), LastWords(name):
         program(arguments, prog_name=name)
 
 

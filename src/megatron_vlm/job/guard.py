@@ -9,7 +9,7 @@ It ends a process whose watchdog has not looked for too long. It counts its own 
 none while the process is stopped: so time in which either of them could not run is not counted.
 """
 
-import atexit
+import contextlib
 import faulthandler
 import json
 import math
@@ -19,6 +19,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 
 from megatron_vlm.job import ranks
 from megatron_vlm.job.ranks import STACKS, by_signal, held, say
@@ -65,14 +66,18 @@ def start(record: ranks.RankFile, stacks: int | None = None, most_silence: float
     return _started[0][1]
 
 
-def watch_this_process() -> None:
-    """Start a guard that says why this process ended, where no watchdog does; see `program.run`."""
+@contextlib.contextmanager
+def guarding() -> Iterator[None]:
+    """A guard says why this process ended within the block, where no watchdog does."""
     record = ranks.RankFile(None)
     record.write(doing="the command ran")
     if (to_guard := start(record)) is not None:
         faulthandler.enable(to_guard)
     os.register_at_fork(after_in_child=faulthandler.disable)  # its parent speaks of a worker
-    atexit.register(record.end, "done", "")
+    try:
+        yield
+    finally:
+        record.end("done", "")
 
 
 def _attend(

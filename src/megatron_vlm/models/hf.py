@@ -19,7 +19,7 @@ from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.ties import are_tied
 from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
-from megatron_vlm.weight_files import DESCRIPTIONS, description_problems, has_weights
+from megatron_vlm.weight_files import description_problems, has_weights
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -114,10 +114,9 @@ def load_processor(folder: str | Path) -> ProcessorMixin:
             "put the files of its processor and tokenizer there."
         ) from error
     except Exception as error:
-        of_tokenizer = any("tokenization" in frame.filename for frame in extract_tb(error.__traceback__))
-        word = "tokenizer" if of_tokenizer else "processor_config"
-        names = [name for name in DESCRIPTIONS if word in name]
-        error.reading = [Path(folder, name) for name in names if Path(folder, name).is_file()]
+        frames = [frame.filename for frame in extract_tb(error.__traceback__)]
+        files = "*tokenizer*.json" if "tokenization" in str(frames) else "*processor_config.json"
+        error.reading = sorted(Path(folder).glob(files))
         raise
     if not isinstance(processor, ProcessorMixin):
         raise FileNotFoundError(

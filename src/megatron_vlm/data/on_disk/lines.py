@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_vlm.data.on_disk.fields import FIELDS, PROMPTS, REPLIES, TURNS
+from megatron_vlm.data.on_disk.fields import FIELDS, PROMPTS, TURNS
 from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of
 from megatron_vlm.files import open_file
 from megatron_vlm.messages import printable
@@ -118,9 +118,13 @@ def records_in(text: str) -> list[tuple[int, int]]:
 
 def _in_object(text: str, values: Values) -> list[tuple[int, int]]:
     """Where the records stand in an object that is none; empty for one that may be a record."""
-    names = {json.loads(key) for key, _, _ in values}
-    if names & set(FIELDS):
-        _refuse_columns(text, values)
+    named = {json.loads(key): start for key, start, _ in values}
+    if named.keys() & set(FIELDS):
+        turns = [start for name, start in named.items() if name in (*TURNS, *PROMPTS)]
+        if len(named) > 1 and all(text[start] == "[" for start in named.values()) and turns:
+            elements = _values_within(text, turns[0])[0]
+            if elements and text[elements[0][1]] != "{":  # the turns of one record would be objects
+                raise ValueError("it holds a list for each column; write an object for each record")
         return []
     objects = [(start, stop) for _, start, stop in values if text[start] == "{"]
     arrays = [_values_within(text, start)[0] for _, start, _ in values if text[start] == "["]
@@ -129,17 +133,6 @@ def _in_object(text: str, values: Values) -> list[tuple[int, int]]:
         return [(start, stop) for _, start, stop in lists[0]]
     inside = _in_object(text, _values_within(text, objects[0][0])[0]) if len(objects) == 1 else []
     return inside or (objects if len(objects) == len(values) else [])
-
-
-def _refuse_columns(text: str, values: Values) -> None:
-    """Raises ValueError for an object that holds a list for each column, as `datasets` has them in memory."""
-    lists = {
-        json.loads(key): _values_within(text, start)[0] for key, start, _ in values if text[start] == "["
-    }
-    turns = (lists.get(name) for name in (*TURNS, *PROMPTS, *REPLIES))
-    if len(values) == len(lists) > 1 and len({len(each) for each in lists.values()}) == 1:
-        if any(each and text[each[0][1]] != "{" for each in turns):
-            raise ValueError("it holds a list for each column; write an object for each record")
 
 
 def _holds_turn(text: str, values: Values) -> bool:
