@@ -195,7 +195,7 @@ def naming(path: Path, remedy: str = "give another path") -> Iterator[None]:
         if number is None:  # our own error, or none of the disk
             raise
         place = re.sub(
-            r"\.([^/]+)\.[0-9a-f]{8}\.partial", r"\1", str(getattr(error, "filename", None) or path)
+            r"(?<![^/])\.([^/]+)\.[0-9a-f]{8}\.partial", r"\1", str(getattr(error, "filename", None) or path)
         )
         if number in (errno.ENOSPC, errno.EDQUOT):
             remedy = f"{readable_size(free_bytes(path))} are free there; make room and start again"

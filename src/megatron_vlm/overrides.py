@@ -1,6 +1,7 @@
 """Settings by name: `key.path=value`, mappings and YAML to and from a `RunConfig`."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict
@@ -13,12 +14,14 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
-from megatron_vlm.messages import suggestion
+from megatron_vlm.messages import printable, suggestion
 
 EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 MOST_YAML = 1 << 20  # characters of settings
 LONGEST_NUMBER = 100
+LONGEST_KEY = 1000  # characters, as all keys within it begin with it
+MOST_PROBLEMS = 20  # that are named
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -32,7 +35,8 @@ class _PlainLoader(yaml.SafeLoader):
         if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
             raise yaml.MarkedYAMLError(f"a number of {len(node.value)} digits", node.start_mark)
         keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-        if twice := [key for key in keys if isinstance(key, str) and keys.count(key) > 1]:
+        counts = Counter(key for key in keys if isinstance(key, str))
+        if twice := [key for key, count in counts.items() if count > 1]:
             raise yaml.MarkedYAMLError(f"{twice[0]} stands there twice; write it once", node.start_mark)
         return node
 
@@ -42,7 +46,7 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
 
     `overrides` are `key.path=value` texts, or a mapping by dotted or nested keys. Values are converted to
     the setting's type. `train.epochs` takes the place of an earlier `train.steps`, and the reverse. Raises
-    ConfigError naming the place of each unknown key and of each unfit value, one a line.
+    ConfigError naming the place of the first unknown keys and unfit values, one a line.
     """
     if not isinstance(overrides, Mapping):
         overrides = dict(split_override(text) for text in overrides)
@@ -57,6 +61,8 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
             _set(changed, key, value)
         except ConfigError as error:
             problems.append(str(error))
+        if len(problems) == MOST_PROBLEMS:  # each looks for a name like it
+            break
     if problems:
         raise ConfigError("\n".join(problems))
     return changed
@@ -106,6 +112,8 @@ def split_override(text: str) -> tuple[str, str]:
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as a flat mapping with dotted keys."""
+    if len(prefix) > LONGEST_KEY:
+        raise ConfigError(f"{printable(prefix)}: a key of {len(prefix)} characters; no setting has one.")
     flat = {}
     for key, value in settings.items():
         inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

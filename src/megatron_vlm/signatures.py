@@ -66,6 +66,8 @@ SIGNATURES = {  # the first bytes of each kind; `.` stands for any byte
     b"PK\x03\x04": FileKind("zip", "a zip archive", _UNPACK),
     b"BZh": FileKind("bz2", "a bzip2 file", _UNPACK),
     b"\xfd7zXZ\0": FileKind("xz", "an xz file", _UNPACK),
+    b"SQLite format 3\0": FileKind("sqlite", "an SQLite database", "write its table as CSV"),
+    b"\x93NUMPY": FileKind("npy", "a NumPy array", "name pictures as files, in records"),
     b"7z\xbc\xaf\x27\x1c": FileKind("7z", "a 7z archive", _UNPACK),
     b"Rar!\x1a\x07": FileKind("rar", "a RAR archive", _UNPACK),
     b"." * 257 + b"ustar": FileKind("tar", "a tar archive", _UNPACK),

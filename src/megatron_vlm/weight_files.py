@@ -28,7 +28,7 @@ UNREAD["_activation_scale"] = ""
 # buffers that models make themselves and older files hold; Transformers ignores them, too
 # (`PreTrainedModel._adjust_missing_and_unexpected_keys`)
 OF_THE_MODEL = re.compile(r"(^|\.)(position_ids|(original_)?inv_freq)$")
-MOST_HEADER = 100_000_000  # bytes, as in safetensors
+MOST_HEADER, MOST_AXES = 100_000_000, 8  # bytes, as in safetensors; axes of a tensor
 DESCRIPTIONS = (  # that Transformers reads, of tokenizer, processor and generation
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
@@ -36,6 +36,11 @@ DESCRIPTIONS = (  # that Transformers reads, of tokenizer, processor and generat
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 MOST_PARSED = 1 << 20  # bytes
+HELD = {  # what these keys hold, or lists of it; of others, only the file is named (`models.hf`)
+    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), int),
+    **dict.fromkeys(("image_processor", "video_processor", "added_tokens_decoder"), dict),
+    **dict.fromkeys(("image_mean", "image_std", "temperature", "top_p"), int | float),
+}
 
 
 def has_weights(folder: Path) -> bool:
@@ -120,7 +125,7 @@ def _scaled(key: str, found: Mapping[str, OnDisk]) -> str | None:
     return next((of for of in named if of in found and found[of].dtype == FP8), None)
 
 
-def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: list[int] | None) -> OnDisk:
+def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: Any) -> OnDisk:
     """The tensor with its scale; raises ConfigError unless both have a form that is read."""
     if tensor.dtype in FLOATS:
         return tensor
@@ -129,7 +134,10 @@ def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: list[int] | 
         if math.prod(scale.shape) == 1:
             return tensor._replace(scale=scale)
         axes = len(tensor.shape)
-        sizes = [*[1] * (axes - 2), *(size or [None, None])]
+        each = (
+            size if isinstance(size, list) and all(type(n) is int for n in size) else [None] * 2 * (not size)
+        )
+        sizes = [*[1] * (axes - 2), *each]
         if axes == len(scale.shape) == len(sizes):
             fused = [axis > 0 and axes == 3 for axis in range(axes)]
             blocks = tuple(map(_blocks, tensor.shape, scale.shape, sizes, fused))
@@ -164,11 +172,12 @@ def _blocks(length: int, count: int, size: int | None, fused: bool) -> tuple[int
     return None
 
 
-def _block_size(folder: Path) -> list[int] | None:
+def _block_size(folder: Path) -> Any:
     """The sizes of the blocks that have a scale each, as config.json says; None if it says none."""
     config = any_config(folder)
-    parts = config, config.get("text_config") or {}
-    sizes = ((part.get("quantization_config") or {}).get("weight_block_size") for part in parts)
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    settings = (part.get("quantization_config") for part in parts)
+    sizes = (each.get("weight_block_size") for each in settings if isinstance(each, dict))
     return next(filter(None, sizes), None)
 
 
@@ -210,6 +219,12 @@ def description_problems(folder: Path) -> Iterator[str]:
             yield f"{printable(file)} is no whole JSON object ({len(content)} bytes); download it again."
         elif file.name == "tokenizer.json" and b'"model"' not in content:
             yield f"{printable(file)} names no model of a tokenizer; download it again."
+        elif file.name.endswith("config.json") and len(content) <= MOST_PARSED:
+            for key, value in json.loads(content).items():
+                values = value if isinstance(value, list) else [value]
+                if not all(each is None or isinstance(each, HELD.get(key, object)) for each in values):
+                    odd = f"{printable(file)} has {printable(json.dumps(value), 60)} as {key}"
+                    yield f"{odd}; correct it, or download the file again."
 
 
 def _is_whole(content: bytes) -> bool:
@@ -230,7 +245,8 @@ def _end(tensors: dict[str, Any]) -> int:
         (start, stop), lengths = entry["data_offsets"], entry["shape"]
         if start != end or stop < start:
             raise ValueError(f"a tensor starts at {start} and not at {end}")
-        known = isinstance(entry["dtype"], str) and all(type(n) is int and n >= 0 for n in lengths)
+        known = isinstance(entry["dtype"], str) and len(lengths) <= MOST_AXES
+        known = known and all(type(n) is int and 0 <= n < 2**63 for n in lengths)
         if not known or math.prod(max(n, 1) for n in lengths) > max(2 * (stop - start), 1):
             raise ValueError(f"{stop - start} bytes are no tensor of {entry['dtype']} and shape {lengths}")
         end = stop

@@ -150,6 +150,19 @@ def test_all_problems_are_reported_together():
     assert len(problem("parallel.vpp=2", "optimizer.min_lr=1", world_size=1).splitlines()) == 2
 
 
+def test_of_many_unknown_keys_the_first_are_named_and_no_key_is_repeated_without_end():
+    """Each is compared with all settings, and each key inside another begins with that."""
+    assert len(problem_of("".join(f"k{i}: 1\n" for i in range(100))).splitlines()) == 20
+    assert "a key of 30001 characters" in problem_of(f"? {'a' * 30_000}\n: {{b: 1, c: 1}}\n")
+    assert "k stands there twice" in problem_of("k: 1\nj: 2\nk: 1\n")
+
+
+def problem_of(text: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        from_yaml(text)
+    return str(raised.value)
+
+
 def test_global_batch_must_divide_over_micro_batches_and_ranks():
     message = problem("train.global_batch_size=10", "train.micro_batch_size=2", world_size=4)
     assert message == (

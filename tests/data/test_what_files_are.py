@@ -43,6 +43,14 @@ def zipped(text: bytes) -> bytes:
     return buffer.getvalue()
 
 
+def two_files(text: bytes) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("rows.jsonl", text)
+        archive.writestr("README.txt", "hello")
+    return packed.getvalue()
+
+
 def zipped_by_macos(text: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -112,6 +120,7 @@ TABLES = {
     "csv": table(",").encode(),
     "tsv": table("\t").encode(),
     "semicolons": table(";").encode("utf-8-sig"),
+    "bars": table("|").encode(),
     "csv with old line ends": table(",", "\r").encode(),
     "gzip of csv in utf-16": gzip.compress(table(",").encode("utf-16")),
     "parquet": parquet(),
@@ -233,15 +242,34 @@ def test_a_record_alone_in_its_file_is_no_wrapper(tmp_path):
         (b"<!doctype html><html>", "is an HTML or XML page; download the file itself again"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, .*; run `git lfs pull`"),
         (image_bytes(1), "is a JPEG image; name it under `images` in a record"),
-        (gzip.compress(UTF_8)[:-40], "a gzip file, cannot be read .*; download it again, or unpack it"),
-        (zipped(UTF_8)[:-40], "a zip archive, cannot be read .*; download it again, or unpack it"),
+        (gzip.compress(UTF_8)[:-40], "a gzip file, cannot be read .*; unpack it yourself, or download it"),
+        (zipped(UTF_8)[:-40], "a zip archive, cannot be read .*; unpack it yourself, or download it"),
         (
             pa.compress(UTF_8 * 99, "zstd", asbytes=True)[:-10],
-            "a zstd file, cannot be read .*; download it again, or unpack it",
+            "a zstd file, cannot be read .*; unpack it yourself, or download it",
         ),
         (b"", "is an empty file; download"),
         (bytes(99), "begins with zeros alone; download it again"),
-        (b"Hello.\nThis, then, is text.\n", "holds no JSON record|is not valid JSON"),
+        (
+            b"Hello.\nThis, then, is text.\n",
+            "is not valid JSON .'Hello.' begins neither an object, a list nor a",
+        ),
+        (b"- messages:\n  - role: user\n", "'- messages:' begins neither"),
+        (
+            b"text\nhello there\n",
+            "'text' begins neither an object, a list nor a table of two columns or more",
+        ),
+        (
+            json.dumps({"images": ["a"] * 2, "conversations": [[]] * 2}).encode(),
+            "it holds a list for each column",
+        ),
+        (
+            json.dumps({"question": ["a"] * 2, "answer": ["b"] * 2}).encode(),
+            "it holds a list for each column",
+        ),
+        (two_files(UTF_8), "a zip archive, cannot be read .it holds 2 files, .*; unpack it yourself, or"),
+        (b"SQLite format 3\0" + bytes(99), "is an SQLite database; write its table as CSV"),
+        (b"\x93NUMPY\1\0v\0{'descr': '<f8'}", "is a NumPy array; name pictures"),
     ],
 )
 def test_what_cannot_be_rows_is_named(tmp_path, content, said):
@@ -256,7 +284,16 @@ def test_what_cannot_be_rows_is_named(tmp_path, content, said):
 
 
 @pytest.mark.parametrize(
-    "name", ["im\\A b.PNG", "IM/a B.png", " Im/A b.PNG\n", "./im//A b.PNG", "{root}/im/a b.PNG"]
+    "name",
+    [
+        "im\\A b.PNG",
+        "IM/a B.png",
+        " Im/A b.PNG\n",
+        "./im//A b.PNG",
+        "{root}/im/a b.PNG",
+        "im/a%20b.PNG",
+        "file://{root}/im/a%20b.PNG",
+    ],
 )
 def test_a_path_in_another_form_leads_to_the_only_file_that_fits(tmp_path, name):
     (tmp_path / "Im").mkdir()
@@ -308,7 +345,7 @@ def told(folder: Path, rows: list[dict]) -> list[str]:
 
 def test_placeholders_that_stay_text_are_counted_and_said_once(tmp_path):
     plain = {"question": "q", "answer": "a"}
-    [left] = told(
+    read, left = told(
         tmp_path,
         [
             *(plain | {"question": "<img> q", "image": "0.png"} for _ in range(2)),
@@ -316,13 +353,47 @@ def test_placeholders_that_stay_text_are_counted_and_said_once(tmp_path):
             plain | {"question": "what is <img> in HTML?"},
         ],
     )
-    assert "1 of 4 records looked at write <img> not once for each of their images, so it stays text" in left
+    assert "2 of 4 records looked at write <img> beside their images, which is read as <image>" in read
+    assert "1 of 4 records looked at write <img> beside their images, which stays text; write <image>" in left
 
 
 def test_a_spelling_that_begins_late_is_said_too(tmp_path):
     plain = [{"question": "q", "answer": "a"}] * 1000
     [said] = told(tmp_path, plain + [{"question": "[IMG] <image> q", "answer": "a", "image": "0.png"}] * 200)
-    assert "write [IMG] not once for each of their images" in said
+    assert "write [IMG] beside their images, which stays text" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("![](im/0.png)", ["![](…)"]),
+        ("{image}", ["{image}"]),
+        ("<picture>", ["<picture>"]),
+        ("<img src='a 1'>", ["<img …>"]),
+        ("<image><Image_1>", ["<Image_…>"]),
+        ("<|image_1|><|image_3|>", ["<|image_…|>"]),
+        ("[IMG] and <image 2>", ["[IMG]", "<image …>"]),
+        ("<image>", []),
+        ("an image <imagine> <p>", []),
+    ],
+)
+def test_whatever_looks_like_a_placeholder_and_stays_text_is_said(tmp_path, text, shown):
+    lines = told(tmp_path, [{"question": f"{text} q", "answer": "a", "image": "0.png"}])
+    assert [
+        re.search(r"write (.*) beside their images, which stays text", line)[1] for line in lines
+    ] == shown
+
+
+def test_media_in_another_form_are_counted_and_said_once(tmp_path):
+    (tmp_path / "im").mkdir()
+    (tmp_path / "im/0.png").write_bytes(image_bytes(1))
+    encoded = base64.b64encode(image_bytes(1)).decode()
+    others = ["im\\0.png", "IM/0.png", " im/0.png ", "im%2F0.png", f"file://{tmp_path}/im/0.png"]
+    names = [*others, "im/0.png", encoded, f"data:image/png;base64,{encoded}", "no"]
+    lines = told(tmp_path, [{"question": "q", "answer": "a", "image": name} for name in names])
+    assert len(lines) == 2
+    assert "5 of 9 records looked at name files in another form (slashes, case" in lines[0]
+    assert "1 of 9 records looked at hold media in base64 without `data:image/png;base64,`" in lines[1]
 
 
 def test_the_column_that_is_not_read_is_the_last_line(tmp_path):

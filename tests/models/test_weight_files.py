@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megatron_vlm.checks.model_on_disk import weight_problems
 from megatron_vlm.config import ConfigError
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.supported import INDEX_FILE, WEIGHT_FILE
-from megatron_vlm.weight_files import header, weight_files
+from megatron_vlm.weight_files import description_problems, header, weight_files
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = {"a": A, "b": B}
@@ -84,13 +85,22 @@ def rewrite_header(file: Path, change) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
 
 
+MANY = str([99999] * 20_000)  # axes: their product costs the square, which no such tensor is worth
+
+
 def test_a_header_that_does_not_say_where_each_byte_belongs_is_refused(folder):
     assert header(folder / A)[0].keys() == {"a", "c"}
     with (folder / A).open("ab") as file:
         file.write(b"more")
     with pytest.raises(ConfigError, match="bytes, its header says"):
         _ = HFCheckpoint(folder).files
-    for old, new in (("[0,8]", "[4,8]"), ("[2]", "[-2]"), ("[2]", "[1e400]"), ("[2]", "[99999999999, 0]")):
+    for old, new in (
+        ("[0,8]", "[4,8]"),
+        ("[2]", "[-2]"),
+        ("[2]", "[1e400]"),
+        ("[2]", "[99999999999, 0]"),
+        ("[2]", MANY),
+    ):
         whole = (folder / B).read_bytes()
         rewrite_header(folder / B, lambda text, old=old, new=new: text.replace(old, new))
         assert (folder / B).read_bytes() != whole
@@ -106,7 +116,7 @@ SCALE = KEY + "_scale_inv"
 BYTES = torch.tensor([0, 1, 60, 126, 127, 128, 140, 200], dtype=torch.uint8)
 
 
-def quantised(folder: Path, size: list[int] | None, tensors: dict[str, torch.Tensor]) -> HFCheckpoint:
+def quantised(folder: Path, size: Any, tensors: dict[str, torch.Tensor]) -> HFCheckpoint:
     """A checkpoint of these tensors, whose config.json has this weight_block_size."""
     how = {"quant_method": "fp8", "weight_block_size": size}
     (folder / "config.json").write_text(json.dumps({"quantization_config": how}))
@@ -205,6 +215,9 @@ def with_scale(scale: torch.Tensor, *shape: int) -> dict[str, torch.Tensor]:
         (None, with_scale(torch.ones((), dtype=torch.int8), 4, 4), "its scale .*_inv' as I8"),
         ([128], with_scale(torch.ones(2, 2), 4, 4), r"of \[128\] \(weight_block_size in config.json\)"),
         ([0, 1], with_scale(torch.ones(2, 2), 4, 4), r"for blocks of \[0, 1\]"),
+        (128, with_scale(torch.ones(2, 2), 4, 4), r"for blocks of 128 \(weight_block_size in config.json\)"),
+        (["a", "b"], with_scale(torch.ones(2, 2), 4, 4), r"for blocks of \['a', 'b'\]"),
+        ("32", with_scale(torch.ones(2, 2), 4, 4), "for blocks of 32"),
     ],
 )
 def test_a_form_that_is_not_read_is_refused_by_name_before_torch_is_needed(tmp_path, size, tensors, said):
@@ -213,3 +226,21 @@ def test_a_form_that_is_not_read_is_refused_by_name_before_torch_is_needed(tmp_p
         _ = HFCheckpoint(folder).files
     [problem] = weight_problems("model.hf_path", folder)
     assert re.search(said, problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("generation_config.json", '{"eos_token_id": {"a": 1}}', '{"a": 1} as eos_token_id'),
+        ("generation_config.json", '{"eos_token_id": [1, [2]]}', r"\[1, \[2\]\] as eos_token_id"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', r"\[1\] as added_tokens_decoder"),
+        ("processor_config.json", '{"image_processor": 5}', "5 as image_processor"),
+        ("preprocessor_config.json", '{"image_mean": ["x"]}', r'\["x"\] as image_mean'),
+    ],
+)
+def test_a_value_of_another_type_is_named_by_file_and_key(tmp_path, name, content, said):
+    (tmp_path / name).write_text(content)
+    [problem] = description_problems(tmp_path)
+    assert re.search(rf"/{name} has {said}; correct it", problem)
+    (tmp_path / name).write_text('{"eos_token_id": [1, 2], "image_mean": [0.5], "size": 3, "top_p": null}')
+    assert not list(description_problems(tmp_path))

@@ -342,6 +342,43 @@ def test_a_launcher_that_is_killed_has_a_last_line():
     assert "is no more while starting: something outside did it, most often for want of memory" in said
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (
+            "os.kill(os.getpid(), signal.SIGSEGV)",
+            r"11 \(SIGSEGV\) while the command ran: it crashed in .* in (\S+)\.$",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGUSR1)",
+            "is no more while the command ran: something outside did it",
+        ),
+        ("print('done')", None),
+        ("os.fork() or os.kill(os.getpid(), signal.SIGSEGV); os.wait()", None),  # its parent speaks of it
+        ("with watch: os.kill(os.getpid(), signal.SIGBUS)", r"7 \(SIGBUS\) while starting: a file"),
+        ("with watch: pass", None),
+    ],
+)
+def test_any_command_that_a_signal_ends_has_a_last_line_said_once(tmp_path, ends, said):
+    program = (
+        "import os, signal; from megatron_vlm.commands.program import run, single\n"
+        "from megatron_vlm.job import watchdog\n"
+        f"watch = watchdog.watching({str(tmp_path)!r}, 60)\n"
+        f"def command():\n    {ends}\n"
+        "run(single(command), 'command')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode == 0) == (said is None), done
+    if said is None:
+        assert done.stderr == ""
+        return
+    line, _ = done.stderr.splitlines()
+    [*stacks] = re.search(said, line).groups()
+    for file in map(Path, stacks):
+        assert "in command" in file.read_text()
+        file.unlink()
+
+
 def test_what_a_worker_says_in_our_own_words_has_no_name_of_a_class():
     from torch._utils import ExceptionWrapper
 

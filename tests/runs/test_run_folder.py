@@ -490,6 +490,14 @@ def test_a_run_folder_may_itself_be_a_link(run_dir, tmp_path):
         ([".nv-meta/.info.json", "train-00000.tar"], r"a dataset \(.nv-meta\)"),
         (["rows.jsonl"], "other things, such as rows.jsonl"),
         (["a/config.yaml", "b/config.yaml"], "other things, such as a"),  # the folder of runs
+        (
+            ["checkpoints/model.pt", "train.py"],
+            "other things, such as train.py",
+        ),  # a part is named as a run's
+        (["errors/e.txt", "thesis.docx"], "other things, such as thesis.docx"),
+        (["recipe.yaml", "cake.jpg"], "other things, such as cake.jpg"),
+        (["config.yaml", "weights.bin"], "other things, such as weights.bin"),
+        (["metrics.jsonl", "train.py"], "other things, such as train.py"),
     ],
 )
 def test_a_folder_of_other_things_is_no_run_folder(tmp_path, files, what):
@@ -504,6 +512,12 @@ def test_an_empty_folder_and_one_with_logs_may_become_a_run(tmp_path, files):
     for name in files:
         (tmp_path / name).write_text("")
     run_folder.check_start(tmp_path, MODEL)
+
+
+def test_beside_what_was_trained_there_may_lie_anything(run_dir):
+    (run_dir / "config.yaml").write_text(f"model:\n  hf_path: {MODEL}\n")
+    (run_dir / "paper.pdf").write_text("")
+    run_folder.check_start(run_dir, MODEL)
 
 
 def test_what_torchrun_started_looks_before_it_writes(tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     Ctrl-C; see `job.failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
     """
     logging.setLogRecordFactory(PrintableRecord)
-    with LastWords(name):
+    with guard.guarding(), LastWords(name):
         program(arguments, prog_name=name)
 
 
@@ -91,10 +91,7 @@ def torchrun(
     check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
     logging.disable(logging.ERROR)  # this process only starts others and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    record = ranks.RankFile(None)
-    record.write(doing="its ranks ran")
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
-        guard.start(record)
         os.environ[LAUNCHER_SPEAKS] = "1"
         command = ["--standalone", f"--nproc_per_node={nproc}", f"--log-dir={folder}"]
         try:
@@ -109,8 +106,6 @@ def torchrun(
             code, message = last_words(_said(folder, nproc), codes)
         else:
             return 0
-        finally:
-            record.end("done", "")
     os.environ.pop(LAUNCHER_SPEAKS)
     say(message)
     return code

@@ -9,16 +9,20 @@ It ends a process whose watchdog has not looked for too long. It counts its own 
 none while the process is stopped: so time in which either of them could not run is not counted.
 """
 
+import contextlib
+import faulthandler
 import json
 import math
 import os
 import select
 import signal
 import socket
+import tempfile
 import time
+from collections.abc import Iterator
 
 from megatron_vlm.job import ranks
-from megatron_vlm.job.ranks import by_signal, held, say
+from megatron_vlm.job.ranks import STACKS, by_signal, held, say
 
 # as faulthandler calls them
 _CRASHES = {"Segmentation fault": signal.SIGSEGV, "Bus error": signal.SIGBUS, "Aborted": signal.SIGABRT}
@@ -28,12 +32,19 @@ _LOOKS = 20  # times within the longest silence
 _WRITES_FOR = 1  # seconds, in which stacks are in their file
 
 
-def start(record: ranks.RankFile, stacks: int = 2, most_silence: float = math.inf) -> int | None:
-    """Start the guard of this process, which ends with it. `most_silence` are seconds between looks of the
-    watchdog.
+_started: list[tuple[ranks.RankFile, int]] = []  # the record of this process's guard, and the way to it
+
+
+def start(record: ranks.RankFile, stacks: int | None = None, most_silence: float = math.inf) -> int | None:
+    """Start the guard of this process, which ends with it, in place of an earlier one. `most_silence` are
+    seconds between looks of the watchdog.
 
     What faulthandler writes to the returned descriptor goes to the descriptor `stacks`.
     """
+    while _started:
+        earlier, way = _started.pop()
+        earlier.end("done", "")
+        os.close(way)  # so that it ends, too
     try:
         guarded = os.pidfd_open(os.getpid())
     except OSError:  # Linux before 5.3, or a container that forbids it: there is no guard
@@ -51,11 +62,26 @@ def start(record: ranks.RankFile, stacks: int = 2, most_silence: float = math.in
     os.waitpid(between, 0)
     heard.close()
     os.close(guarded)
-    return ours.detach()  # it stays open as long as this process lives
+    _started.append((record, ours.detach()))  # it stays open as long as this process lives
+    return _started[0][1]
+
+
+@contextlib.contextmanager
+def guarding() -> Iterator[None]:
+    """A guard says why this process ended within the block, where no watchdog does."""
+    record = ranks.RankFile(None)
+    record.write(doing="the command ran")
+    if (to_guard := start(record)) is not None:
+        faulthandler.enable(to_guard)
+    os.register_at_fork(after_in_child=faulthandler.disable)  # its parent speaks of a worker
+    try:
+        yield
+    finally:
+        record.end("done", "")
 
 
 def _attend(
-    record: ranks.RankFile, heard: socket.socket, guarded: int, stacks: int, most_silence: float
+    record: ranks.RankFile, heard: socket.socket, guarded: int, stacks: int | None, most_silence: float
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -70,16 +96,20 @@ def _attend(
         signal.pidfd_send_signal(guarded, signal.SIGKILL)
         return
     first = ""
-    if heard in select.select([heard, guarded], [], [])[0]:
+    if heard in select.select([heard, guarded], [], [])[0] and heard.recv(1, socket.MSG_PEEK):
         time.sleep(_SPEAKS_AFTER)
         first = heard.recv(256, socket.MSG_PEEK).decode(errors="replace")
     content = record.read()
     if not content["ended"] and ranks.world_size() == 1:
         who = f"process {content['pid']}"
         number = next((number for name, number in _CRASHES.items() if name in first), None)
-        say(f"megatron-vlm: {by_signal(who, number, content)}")
+        place = STACKS
+        if number and stacks is None:
+            stacks, place = tempfile.mkstemp(prefix="megatron-vlm-", suffix=".txt")
+        say(f"megatron-vlm: {by_signal(who, number, content, place)}")
     while heard in select.select([heard, guarded], [], [])[0] and (stack := heard.recv(1 << 16)):
-        os.write(stacks, stack)
+        if stacks is not None:
+            os.write(stacks, stack)
 
 
 def _waits_too_long(record: ranks.RankFile, heard: socket.socket, guarded: int, most_silence: float) -> bool:

@@ -28,6 +28,7 @@ SPOKEN = "spoken"  # the file of the rank that speaks for all
 STALE_SECONDS = 120  # a file that is older than ours by more than this is from an earlier job
 LAUNCHER_SPEAKS = "MEGATRON_VLM_LAUNCHER_SPEAKS"  # set for the ranks that --nproc starts
 HANG_CODE = 3  # the exit code when no rank makes progress
+STACKS = "errors/ of the run folder"
 START_AGAIN = "start again: a run goes on from its last checkpoint, if it has saved one"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 _WHY = dict.fromkeys(
@@ -215,11 +216,11 @@ def _reason(who: str, content: dict[str, Any] | None, code: int) -> tuple[int, f
     return _BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {said}"
 
 
-def by_signal(who: str, number: int | None, content: dict[str, Any] | None) -> str:
+def by_signal(who: str, number: int | None, content: dict[str, Any] | None, place: str = STACKS) -> str:
     """The last words of a process that a signal has ended; None: nobody knows which signal."""
     signalled = f"was ended by signal {number} ({signal.Signals(number).name})" if number else "is no more"
     doing = f" while {content['doing']}" if content else ""
-    stacks = "; its stacks are in errors/ of the run folder" if number not in (None, *_FROM_OUTSIDE) else ""
+    stacks = f"; its stacks are in {place}" if number not in (None, *_FROM_OUTSIDE) else ""
     why = _WHY.get(number or signal.SIGKILL, "it crashed in compiled code")
     return f"{who} {signalled}{doing}: {why}{stacks}.\n{START_AGAIN.capitalize()}."
 
@@ -228,7 +229,7 @@ def held(content: dict[str, Any], seconds: float) -> str:
     """The last words of a process that its guard ends, as its interpreter could not run for too long."""
     who = f"rank {content['rank']}" if world_size() > 1 else f"process {content['pid']}"
     where = f"{who} let no other code run for {seconds:g} s while {content['doing']}"
-    return f"{where}; its stacks are in errors/ of the run folder.\n{START_AGAIN.capitalize()}."
+    return f"{where}; its stacks are in {STACKS}.\n{START_AGAIN.capitalize()}."
 
 
 def interrupted(contents: list[dict[str, Any]], by: str) -> str:

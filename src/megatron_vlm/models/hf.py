@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -112,11 +113,17 @@ def load_processor(folder: str | Path) -> ProcessorMixin:
             f"checkpoint {printable(folder)}: no processor that Transformers knows ({_first_line(error)}); "
             "put the files of its processor and tokenizer there."
         ) from error
+    except Exception as error:
+        frames = [frame.filename for frame in extract_tb(error.__traceback__)]
+        files = "*tokenizer*.json" if "tokenization" in str(frames) else "*processor_config.json"
+        error.reading = sorted(Path(folder).glob(files))
+        raise
     if not isinstance(processor, ProcessorMixin):
         raise FileNotFoundError(
             f"checkpoint {printable(folder)}: it has a {type(processor).__name__} and no processor; put its "
             "processor_config.json or preprocessor_config.json there."
         )
+    kind_of(processor)  # reads its settings
     templates = processor.chat_template or processor.tokenizer.chat_template or {}
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         try:

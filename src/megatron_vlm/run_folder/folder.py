@@ -28,7 +28,8 @@ from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_text
 
 FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "ranks", "profile")
-OWN = {"config.yaml", "recipe.yaml", "lock", "checkpoints", "errors", "ranks"}  # one of them is in every run
+OWN = {*FOLDERS, *("exports", "config.yaml", "recipe.yaml", "lock")}
+OWN |= {"metrics.jsonl", "loss.png", "held_out.jsonl"}
 OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
 NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may lie there before a run begins
 _STEP = re.compile(r"step_\d{8}", re.ASCII)
@@ -126,12 +127,13 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
 
 
 def check_folder(run_dir: str | Path) -> None:
-    """Raises ConfigError unless the folder is missing, empty or a run's, and as `refuse_links`."""
+    """Raises ConfigError unless the folder is missing, empty or a run's, and as `refuse_links`. Only where a
+    run has trained may other things lie beside it: its user put them there."""
     refuse_links(run_dir)
     names = os.listdir(run_dir) if Path(run_dir).is_dir() else []
-    foreign = sorted(name for name in names if not name.startswith(".") and not name.endswith(NOTES))
+    foreign = sorted(name for name in {*names} - OWN if not name.startswith(".") and not name.endswith(NOTES))
     found = [f"{OTHERS[name]} ({name})" for name in names if name in OTHERS]
-    if not found and foreign and not OWN & {*names}:
+    if not found and foreign and not ("config.yaml" in names and is_used(Path(run_dir))):
         found = [f"other things, such as {printable(foreign[0])}"]
     if found:
         raise ConfigError(

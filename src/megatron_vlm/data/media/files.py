@@ -29,7 +29,7 @@ def read_media(name: str, root: Path) -> bytes:
         return _inline(name)
     if is_base64(name):
         return _inline(f";base64,{name}")
-    if "://" in name:
+    if "://" in name and not name.startswith("file://"):
         raise BadSample("missing_media", f"{name[:200]} is an address; download it and give its path")
     path, is_lmdb, key = name.partition(LMDB_KEY)
     try:

@@ -7,9 +7,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_vlm.data.on_disk.fields import FIELDS
+from megatron_vlm.data.on_disk.fields import FIELDS, PROMPTS, TURNS
 from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of
 from megatron_vlm.files import open_file
+from megatron_vlm.messages import printable
 from megatron_vlm.signatures import what_file, what_is
 
 FIRST_RECORDS = 1000  # among which the first valid ones lie
@@ -117,7 +118,13 @@ def records_in(text: str) -> list[tuple[int, int]]:
 
 def _in_object(text: str, values: Values) -> list[tuple[int, int]]:
     """Where the records stand in an object that is none; empty for one that may be a record."""
-    if {json.loads(key) for key, _, _ in values} & set(FIELDS):
+    named = {json.loads(key): start for key, start, _ in values}
+    if named.keys() & set(FIELDS):
+        turns = [start for name, start in named.items() if name in (*TURNS, *PROMPTS)]
+        if len(named) > 1 and all(text[start] == "[" for start in named.values()) and turns:
+            elements = _values_within(text, turns[0])[0]
+            if elements and text[elements[0][1]] != "{":  # the turns of one record would be objects
+                raise ValueError("it holds a list for each column; write an object for each record")
         return []
     objects = [(start, stop) for _, start, stop in values if text[start] == "{"]
     arrays = [_values_within(text, start)[0] for _, start, _ in values if text[start] == "["]
@@ -136,7 +143,8 @@ def _values_within(text: str, at: int) -> tuple[Values, int]:
     """The values of the array or object that begins at a place, and where it ends. Each is parsed but not
     kept, so that a large file fits into memory."""
     if text[at : at + 1] not in _CLOSING:
-        raise json.JSONDecodeError("Expecting [ or {", text, at)
+        line = printable(repr(text[at : at + 60].partition("\n")[0]))
+        raise ValueError(f"{line} begins neither an object, a list nor a table of two columns or more")
     decoder, values, end = json.JSONDecoder(), [], at + 1
     while (before := _BEFORE.match(text, end)).end() < len(text) and text[before.end()] not in "]}":
         end = decoder.raw_decode(text, before.end())[1]

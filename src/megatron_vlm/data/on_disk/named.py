@@ -7,6 +7,7 @@ import unicodedata
 from collections import defaultdict
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from megatron_vlm.signatures import is_medium, what_is
 
@@ -15,8 +16,9 @@ SHORTEST_FILE = 100  # characters of base64
 
 def meant(name: str, root: Path) -> Path | None:
     """The only file under `root` that `name` can mean; None if there is none or are several. Its path differs
-    only in slashes, case, how accents are written and spaces at its ends."""
-    path = PurePosixPath(name.strip().replace("\\", "/"))
+    only in slashes, case, how accents are written, spaces at its ends, and as an address (file://, %20)."""
+    name = unquote(name.removeprefix("file://")).strip().replace("\\", "/")
+    path = PurePosixPath(name)
     if path.is_absolute() and path.is_relative_to(root):
         path = path.relative_to(root)
     if path.is_absolute() or ".." in path.parts or "\0" in name:

@@ -30,7 +30,8 @@ class DataSource:
         """Reads an item, without its spaces; the name of a file or folder that exists is a path as it is."""
         if os.path.exists(item) or "://" in item:
             return cls(item)
-        path, rows, share = re.fullmatch(rf"\s*(.*?)\s*(?:{COUNT}|{SHARE})?\s*", item, re.DOTALL).groups()
+        end = re.search(rf"(?:{COUNT}|{SHARE})?\Z", item.strip())
+        path, (rows, share) = item.strip()[: end.start()].strip(), end.groups()
         name = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+)", path)
         path, subset = name.groups() if name and not os.path.exists(path) else (path, None)
         return cls(path, subset, rows and int(rows), share and float(share))

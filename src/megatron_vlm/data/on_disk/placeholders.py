@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 # A group is a spelling.
-_NUMBERED = r"(<\|?{0}[_ -]?\d+\|?>)"
+_NUMBERED = r"(<\|?(?i:{0})[_ -]?\d{{1,9}}\|?>)"
 FOREIGN = {
     "image": re.compile(
         r"((?:<\|vision_start\|>)?<\|image_pad\|>(?:<\|vision_end\|>)?)|((?:<img>)?<IMG_CONTEXT>(?:</img>)?)"
@@ -17,24 +17,39 @@ FOREIGN = {
         r"|((?:<\|begin_of_video\|>)?<\|video\|>(?:<\|end_of_video\|>)?)|" + _NUMBERED.format("video")
     ),
 }
+# What else looks like one; it is not read, as it may be text
+_LIKE = r"(?!<(?:image|video)>)[<\[{{]\|?(?i:{0})(?![a-zA-Z])[^<>\[\]{{}}\n]{{0,200}}[>\]}}]"
+_ALIKE = {
+    "image": re.compile(
+        f"{FOREIGN['image'].pattern}|{_LIKE.format('image|img|picture|photo')}"
+        r"|!\[[^\[\]\n]{0,200}\]\([^()\n]{0,500}\)"
+    ),
+    "video": re.compile(f"{FOREIGN['video'].pattern}|{_LIKE.format('video|vid|clip')}"),
+}
 
 
 def foreign_placeholders(messages: list[dict], kind: str) -> list[str]:
     """Placeholders of other models in users' text; none if there are several spellings of them."""
-    texts = (
-        part["text"]
-        for message in messages
-        if message["role"] == "user"
-        for part in message["content"]
-        if part["type"] == "text"
-    )
-    matches = [match for text in texts for match in FOREIGN[kind].finditer(text)]
+    matches = [match for text in _texts(messages) for match in FOREIGN[kind].finditer(text)]
     return [match[0] for match in matches] if len({match.lastindex for match in matches}) == 1 else []
+
+
+def spellings(messages: list[dict], kind: str) -> list[str]:
+    """What looks like a placeholder in users' text, each spelling once, without its numbers and names."""
+    found = [match[0] for text in _texts(messages) for match in _ALIKE[kind].finditer(text)]
+    shown = ("![](…)" if each[0] == "!" else re.sub(r"\d+|(?<=[^ ] )[^>]+", "…", each) for each in found)
+    return list(dict.fromkeys(shown))
+
+
+def _texts(messages: list[dict]) -> Iterator[str]:
+    for message in messages:
+        if message["role"] == "user":
+            yield from (part["text"] for part in message["content"] if part["type"] == "text")
 
 
 def stand_for(foreign: list[str], count: int) -> bool:
     """Whether these placeholders stand for so many media; numbered ones must be in their order."""
-    numbers = [int(digits[0]) for each in foreign if (digits := re.search(r"\d+(?=\|?>\Z)", each))]
+    numbers = [int(digits[0]) for each in foreign if (digits := re.search(r"\d{1,9}(?=\|?>\Z)", each))]
     in_order = numbers == list(range(numbers[0], numbers[0] + count)) if numbers else True
     return len(foreign) == count > 0 and in_order
 

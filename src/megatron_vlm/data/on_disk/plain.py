@@ -30,7 +30,7 @@ DAMAGED = (EOFError, ValueError, RuntimeError, zlib.error, lzma.LZMAError, zipfi
 TABULAR = ("parquet", "arrow")  # `datasets` reads these
 TRIED = 20  # rows that tell whether a text is a table
 START = 1 << 20  # bytes, in which they lie
-HEADER = re.compile(r"\s*[\w .:/-]{1,64}\s*")  # a name of a column
+HEADER = re.compile(r"[\w .:/-]{1,64}")  # a name of a column
 
 
 def plain_file(path: str | Path) -> Path:
@@ -49,7 +49,7 @@ def plain_file(path: str | Path) -> Path:
         except (*DAMAGED, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # one of the disk
                 raise
-            remedy = "download it again, or unpack it yourself"
+            remedy = "unpack it yourself, or download it again"
             raise ValueError(f"data: {path}: {known.what}, cannot be read ({error}); {remedy}.") from error
     raise ValueError(f"data: {path}: is packed more than {MOST_LAYERS} times; unpack it.")
 
@@ -124,14 +124,14 @@ def table_of(plain: Path) -> tuple[str, list[list[str]]] | None:
         start = file.read(START)
     text = start.removeprefix(b"\xef\xbb\xbf").decode(errors="replace")
     csv.field_size_limit(START)  # images in base64
-    for delimiter in "\t,;" if text.lstrip()[:1] not in ("{", "[") else "":
+    for delimiter in "\t,;|" if text.lstrip()[:1] not in ("{", "[") else "":
         with suppress(csv.Error):
             rows = list(islice(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), TRIED))
             if len(start) == START and len(rows) < TRIED:
                 rows.pop()  # cut
             rows = list(filter(None, rows))
             names = rows[0] if len(rows) > 1 else []
-            if len(set(names)) == len(names) > 1 and all(map(HEADER.fullmatch, names)):
+            if len(set(names)) == len(names) > 1 and all(HEADER.fullmatch(name.strip()) for name in names):
                 if 2 * sum(len(row) == len(names) for row in rows) >= len(rows):
                     return delimiter, rows
     return None

@@ -1,15 +1,18 @@
-"""Tells a user by a source's first records which media are not read, and which placeholders stay text."""
+"""Tells a user by a source's first records which media are not read, and what is written in another form."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.on_disk.named import is_base64, is_path, meant
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
-from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, stand_for
+from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, spellings, stand_for
 from megatron_vlm.data.records.blends import Blend, Table
 from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.records.streams import StreamedRows
@@ -19,25 +22,21 @@ LOOKED_AT = 100  # records of each source, from its first to its last: another s
 
 
 def first_notes(table: Table | StreamedRows) -> Iterator[str]:
-    """Lines about each source: media in columns that are not read, and placeholders of other models that stay
-    text. There are none about a stream, as reading it would take its records."""
+    """Lines about each source: media in columns that are not read, media and placeholders in another form.
+    There are none about a stream, as reading it would take its records."""
     if isinstance(table, StreamedRows):
         return
     for source in table.tables.values() if isinstance(table, Blend) else [table]:
-        records, has_media, left = [], False, Counter()
+        records, has_media, notes = [], False, Counter()
         for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source)), dtype=int):
             with suppress(BadSample):
-                record, _ = source.record(int(index))
+                record, root = source.record(int(index))
                 conversation, media = normalise(record)
                 records.append(record)
                 has_media = has_media or any(media.values())
-                left.update(_left(conversation, media))
+                notes.update({*_placeholders(conversation, media), *_forms(media, root)})
         lines = [] if has_media else [*_unread(records)]
-        lines += [
-            f"{count} of {len(records)} records looked at write {printable(spelling)} not once for each of "
-            f"their {kind}s, so it stays text; write <{kind}> there instead"
-            for (kind, spelling), count in left.items()
-        ]
+        lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]
         for line in lines:
             yield f"data: {printable(source.origin(0)[0])}: {line}"
 
@@ -64,11 +63,21 @@ def _is(value: Any, ends: tuple[str, ...]) -> bool:
     return isinstance(value, str) and value.lower().endswith(ends)
 
 
-def _left(conversation: dict, media: dict[str, list]) -> Iterator[tuple[str, str]]:
-    """The kinds of media for which a record has placeholders that `place_media` leaves, and one of them."""
+def _placeholders(conversation: dict, media: dict[str, list]) -> Iterator[str]:
+    """What is said of a record's placeholders of other models: those that `place_media` reads, and others."""
     messages, _ = cook_chatml_sample(conversation)
     kinds = {part["type"] for message in messages for part in message["content"]}
     for kind, items in media.items():
-        foreign = foreign_placeholders(messages, kind) if items else []
-        if foreign and (kind in kinds or not stand_for(foreign, len(items))):
-            yield kind, foreign[0]
+        are_read = kind not in kinds and stand_for(foreign_placeholders(messages, kind), len(items))
+        for spelling in spellings(messages, kind) if items else ():
+            remedy = f"is read as <{kind}>" if are_read else f"stays text; write <{kind}> there instead"
+            yield f"write {printable(spelling)} beside their {kind}s, which {remedy}"
+
+
+def _forms(media: dict[str, list], root: Path) -> Iterator[str]:
+    """What is said of a record's media that `read_media` finds in another form."""
+    for name in (item for items in media.values() for item in items if isinstance(item, str)):
+        if is_base64(name):
+            yield "hold media in base64 without `data:image/png;base64,` before it, which is read"
+        elif is_path(name) and not os.path.exists(root / name) and meant(name, root):
+            yield "name files in another form (slashes, case, accents, spaces, %20), which are found"
