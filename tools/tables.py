@@ -362,6 +362,31 @@ def gradients(report: dict) -> str:
     return markdown(heads, rows)
 
 
+def exchange(report: dict) -> str:
+    """A line for each kind of row and number of ranks."""
+    rows = (
+        (
+            f"{row['tokens'] // 1024}k",
+            f"{row['mean']:,} tokens" if row["mean"] else "one",
+            row["ranks"],
+            *(
+                cell
+                for received, work in (row["by_heads"], row["by_states"])
+                for cell in (f"{received / 1e6:.0f} MB", f"{work:.2f}")
+            ),
+        )
+        for row in report["rows"]
+    )
+    heads = ("row", "documents", "ranks", "heads: received", "work", "states: received", "work")
+    fewer = [row["by_heads"][0] / row["by_states"][0] for row in report["rows"]]
+    most = {way: max(row[way][1] for row in report["rows"]) for way in ("by_heads", "by_states")}
+    return (
+        f"{markdown(heads, rows)}\n\n(`{report['model']}`, means of {report['rows_of_a_case']} rows. "
+        f"States are {min(fewer):.0f} to\n{max(fewer):.0f} times fewer bytes. The slowest rank has up to "
+        f"{most['by_heads']:.1f} times the mean by heads, and\n{most['by_states']:.1f} times by states.)"
+    )
+
+
 # name of the marks -> (report, page, function)
 def bundle(report: dict) -> str:
     """The largest wheels of the last bundle, and its size."""
@@ -398,6 +423,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "waits": ("waits.json", REPORTS / "waits.md", waits),
     "checkpoints": ("bench_optimizer.json", DOCS / "checkpoints.md", checkpoints),
     "gradients": ("bench_optimizer.json", DOCS / "exactness.md", gradients),
+    "exchange": ("delta_exchange.json", DOCS / "design" / "streams.md", exchange),
     "step": ("bench_step.json", DOCS / "step-speed.md", step),
     "bundle": ("bundle.json", DOCS / "gpu.md", bundle),
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+from time import process_time
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
 from megatron_vlm.models.layers.delta_net import rule as delta_rule
+from megatron_vlm.models.layers.delta_net.plan import Documents
 
 
 def inputs_of(lengths: list[int], groups: int, heads: int, seed: int, gates: str) -> list[Tensor]:
@@ -114,10 +119,56 @@ def test_the_convolution_begins_anew_at_each_document():
     ours = [t.clone().requires_grad_() for t in (x, weight)]
     outputs = delta_rule.Recomputed.apply(delta_rule.convolved, *ours, place)
     assert_near([outputs], [torch.cat(each)])
+    leaking = delta_rule.convolved(x, weight, torch.arange(len(x)))  # as one document
+    reached = (leaking - outputs).abs().amax(1) > 1e-9
+    assert reached.tolist() == ((place < 3) & (torch.arange(len(x)) > place)).tolist()
     theirs = torch.cat(each)
     of_outputs = torch.randn_like(outputs)
     gradients_of = [torch.autograd.grad(*pair, of_outputs) for pair in ((outputs, ours), (theirs, leaves))]
     assert_near(*gradients_of)
+
+
+def forward_of(lengths: list[int]) -> tuple[list[Tensor], Tensor]:
+    """Leaves, and what convolution and rule make of them, of documents of these lengths."""
+    documents = Documents(np.array(lengths), torch.device("cpu"))
+    tokens = sum(lengths)
+    leaves = [torch.randn(tokens, 2, 16) for _ in "qk"] + [torch.randn(tokens, 2, 2, 16)]
+    leaves += [-torch.rand(tokens, 2, 2), torch.rand(tokens, 2, 2), torch.randn(32, 4)]
+    *inputs, weight = [x.requires_grad_() for x in leaves]
+    convolve = partial(delta_rule.Recomputed.apply, delta_rule.convolved)
+    inputs[0] = convolve(inputs[0].flatten(1), weight, documents.place).view_as(inputs[0])
+    return leaves, delta_rule.DeltaRule.apply(*inputs, documents.number)
+
+
+def test_sixteen_documents_cost_as_much_as_one_of_as_many_tokens():
+    def seconds(lengths: list[int]) -> float:
+        start = process_time()
+        leaves, outputs = forward_of(lengths)
+        torch.autograd.grad(outputs, leaves, torch.ones_like(outputs))
+        return process_time() - start
+
+    seconds([256])
+    pairs = [(seconds([256] * 16), seconds([4096])) for _ in range(5)]
+    many, one = map(min, zip(*pairs, strict=True))
+    assert many <= 1.3 * one  # seen: SEEN
+
+
+def test_what_is_kept_for_the_backward_pass_is_linear_in_the_tokens():
+    def kept(tokens: int) -> int:
+        storages = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            _ = forward_of([tokens])
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+    first, second, third = (kept(tokens) for tokens in (1024, 2048, 3072))
+    assert third - second == second - first > 0
+    # two states for a chunk and token would be more than all that is kept
+    assert second - first < 1024 * 4 * 2 * 2 * 16 * 16
 
 
 def test_operations_are_those_of_the_products():

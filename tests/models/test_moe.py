@@ -16,7 +16,7 @@ from megatron_vlm.config import ParallelConfig, RunConfig
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
-EXPERT_FAMILIES = ["glm4v_moe", "qwen3_vl_moe"]
+EXPERT_FAMILIES = ["glm4v_moe", "qwen3_vl_moe", "qwen3_5_moe"]
 DTYPES = ["fp32", "bf16"]
 COEFFICIENT = 0.5
 BALANCED = {  # one layer with experts, whose balance is part of the loss

@@ -16,7 +16,7 @@ from megatron_vlm.models.stream import StreamLayout
 from megatron_vlm.rl.micro_batches import documents_of, micro_batches
 from megatron_vlm.rl.routes import add_routes
 
-FAMILIES = ["qwen3_vl_moe", "glm4v_moe", "gemma4"]
+FAMILIES = ["qwen3_vl_moe", "glm4v_moe", "gemma4", "qwen3_5_moe"]
 EXPERTS = SimpleNamespace(  # of a model whose second of three layers has none
     config=SimpleNamespace(num_moe_experts=8, num_layers=3, moe_router_topk=2, moe_layer_freq=[1, 0, 1])
 )

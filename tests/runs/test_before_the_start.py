@@ -228,6 +228,14 @@ def test_what_config_json_says_of_a_layout_is_what_the_family_says(name):
             assert not misfit(parallel, stated) or misfit(parallel, architecture)
 
 
+def test_ranks_that_do_not_divide_gated_delta_nets_are_refused():
+    sizes = describe(load_config(CONFIGS / "qwen35_27b.json")).architecture
+    assert misfit(ParallelConfig(tp=4, cp=4), sizes) is None
+    assert misfit(ParallelConfig(tp=4, cp=8), sizes) == (
+        "parallel: tp · cp = 32 does not divide the model's 16 key heads of gated delta nets; change tp · cp."
+    )
+
+
 def test_a_layout_that_does_not_divide_the_model_is_refused_before_the_ranks_start(checkpoint):
     settings = {"model.hf_path": str(checkpoint), "run_dir": "run", "parallel.tp": 3}
     with pytest.raises(ConfigError, match="tp = 3 does not divide the model's 4 attention heads; change tp"):

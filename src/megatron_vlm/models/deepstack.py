@@ -8,16 +8,13 @@ pipelines, a stream without images has none.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.parallel.layout import stage_layers
 
 
@@ -56,29 +53,6 @@ def plain_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 def _added(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
     output, bias = output_and_bias
     return residual + (output if bias is None else output + bias)
-
-
-def without_gradients(
-    model: GPTModel,
-    input_ids: None,
-    position_ids: Tensor,
-    attention_mask: None,
-    decoder_input: Tensor | None,
-    padding_mask: Tensor,
-    packed_seq_params: AttentionPlan,
-    **head: Any,
-) -> Tensor:
-    """The same modules in the same order as `GPTModel.forward`, see `DeepstackLayer._without_gradients`."""
-    found = model._preprocess(
-        input_ids, position_ids, decoder_input, padding_mask, packed_seq_params=packed_seq_params
-    )
-    decoder, mask = model.decoder, found[-1]
-    hidden = decoder_input if model.pre_process else decoder.input_tensor
-    for layer in decoder.layers:
-        hidden, _ = layer(hidden, packed_seq_params=packed_seq_params, padding_mask=mask)
-    if decoder.final_layernorm is not None:
-        hidden = decoder.final_layernorm(hidden)
-    return model._postprocess(hidden, None, None, None, None, None, None, **head)
 
 
 def extras_before(config: TransformerConfig, layer_number: int) -> int:

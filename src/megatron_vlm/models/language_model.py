@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -24,6 +25,7 @@ from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import misfit
 from megatron_vlm.models import deepstack
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
+from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, is_recurrent
 from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward
@@ -155,7 +157,14 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
 
 
 class LanguageModel(GPTModel):
-    """GPTModel that takes its input embeddings from outside and its rotary tables from `rotary`."""
+    """GPTModel that takes its input embeddings from outside and its rotary tables from `rotary`.
+
+    No other file uses GPTModel, which Megatron calls deprecated. From it come `embedding`, `decoder` and
+    `output_layer` by a spec of each layer, the embedding that first and last stage share, names and shards in
+    checkpoints, and `set_input_tensor`. `forward` gives `padding_mask` and `packed_seq_params` to the layers,
+    begins with `_preprocess` and ends with `_postprocess`, which calls our head as `output_processor`.
+    docs/design/architecture.md says why it is not HybridModel.
+    """
 
     def __init__(
         self,
@@ -208,7 +217,7 @@ class LanguageModel(GPTModel):
         if self.training:  # there is no balancing otherwise, and walking through all modules takes a while
             for router in (module for module in self.modules() if isinstance(module, Router)):
                 router.trained_weight = stream.trained_weight
-        run = self if torch.is_grad_enabled() else partial(deepstack.without_gradients, self)
+        run = self if torch.is_grad_enabled() else self._without_gradients
         output = run(
             input_ids=None,
             position_ids=stream.position_ids,
@@ -222,6 +231,28 @@ class LanguageModel(GPTModel):
         if self.post_process:
             return output
         return deepstack.fill_message(self.config, output, self.decoder.layers[-1].layer_number)
+
+    def _without_gradients(
+        self,
+        input_ids: None,
+        position_ids: Tensor,
+        attention_mask: None,
+        decoder_input: Tensor | None,
+        padding_mask: Tensor,
+        packed_seq_params: AttentionPlan,
+        **head: Any,
+    ) -> Tensor:
+        """Calls the same modules in the same order as GPTModel, see `DeepstackLayer._without_gradients`."""
+        hidden, *_, routes = self._preprocess(
+            input_ids, position_ids, decoder_input, padding_mask, packed_seq_params=packed_seq_params
+        )
+        if not self.pre_process:
+            hidden = self.decoder.input_tensor
+        for layer in self.decoder.layers:
+            hidden, _ = layer(hidden, packed_seq_params=packed_seq_params, padding_mask=routes)
+        if self.decoder.final_layernorm is not None:
+            hidden = self.decoder.final_layernorm(hidden)
+        return self._postprocess(hidden, *[None] * 6, **head)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Called by Megatron's schedules with the previous stage's output."""

@@ -45,20 +45,15 @@ class Glm4vMoe(glm4v.GlmFamily):
     @property
     def architecture(self) -> dict:
         text = self.text
+        layers = [layer >= text.first_k_dense_replace for layer in range(text.num_hidden_layers)]
         return llama.architecture(text, self.tied) | {
             "add_qkv_bias": text.attention_bias,
-            "num_moe_experts": text.n_routed_experts,
-            "moe_layer_freq": [
-                int(layer >= text.first_k_dense_replace) for layer in range(text.num_hidden_layers)
-            ],
-            "moe_ffn_hidden_size": text.moe_intermediate_size,
+            **moe_rules.architecture(text, text.n_routed_experts, layers),
             "moe_shared_expert_intermediate_size": text.moe_intermediate_size * text.n_shared_experts,
-            "moe_router_topk": text.num_experts_per_tok,
             "moe_router_topk_scaling_factor": text.routed_scaling_factor,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_dtype": "fp32",
-            "moe_aux_loss_coeff": moe_rules.balance(text),
             **_group_limit(text),
         }
 

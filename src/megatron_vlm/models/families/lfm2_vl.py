@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProjector
 
-from megatron_vlm.models.family_parts import keys, texts, towers
+from megatron_vlm.models.family_parts import keys, llama, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.parallel.transfer import on_device
 from megatron_vlm.supported import SUPPORTED
@@ -83,10 +83,7 @@ class Siglip2Vision(nn.Module):
 class Lfm2VL(texts.HoldsTexts, towers.GridFamily):
     model_type = "lfm2_vl"
     sections = SECTIONS
-    vision_keys = {
-        "vision_tower.**": "model.vision_tower.**",
-        "multi_modal_projector.**": "model.multi_modal_projector.**",
-    }
+    vision_keys = {name: f"model.{name}" for name in llama.SideBySide.vision_keys}
     renames = ((r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),)
 
     def build_vision(self) -> nn.Module:

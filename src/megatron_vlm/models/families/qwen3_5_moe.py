@@ -27,13 +27,9 @@ class Qwen35Moe(qwen3_5.Qwen35):
     def architecture(self) -> dict:
         text = self.text
         return super().architecture | {
-            "num_moe_experts": text.num_experts,
-            "moe_layer_freq": [1] * text.num_hidden_layers,
-            "moe_ffn_hidden_size": text.moe_intermediate_size,
+            **moe_rules.architecture(text, text.num_experts),
             "moe_shared_expert_intermediate_size": text.shared_expert_intermediate_size,
             "moe_shared_expert_gate": True,
-            "moe_router_topk": text.num_experts_per_tok,
-            "moe_aux_loss_coeff": moe_rules.balance(text),
         }
 
     def feed_forward_rules(self) -> list[Rule]:

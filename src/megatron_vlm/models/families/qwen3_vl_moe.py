@@ -36,16 +36,11 @@ class Qwen3VLMoe(qwen3_vl.Qwen3VL):
         text = self.text
         if not text.num_experts:
             return super().architecture
-        return super().architecture | {
-            "num_moe_experts": text.num_experts,
-            "moe_layer_freq": [
-                int(layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0)
-                for layer in range(text.num_hidden_layers)
-            ],
-            "moe_ffn_hidden_size": text.moe_intermediate_size,
-            "moe_router_topk": text.num_experts_per_tok,
-            "moe_aux_loss_coeff": moe_rules.balance(text),
-        }
+        layers = [
+            layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
+            for layer in range(text.num_hidden_layers)
+        ]
+        return super().architecture | moe_rules.architecture(text, text.num_experts, layers)
 
     def feed_forward_rules(self) -> list[Rule]:
         return [*super().feed_forward_rules(), *moe_rules.rules(self, self.text.num_experts)]

@@ -1,5 +1,6 @@
 """Weights and keys that families with a mixture of experts share."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_vlm.models.family_parts import keys
@@ -15,9 +16,17 @@ def chosen(experts: str) -> keys.Values:
     return keys.Values(f"1 to {experts}", lambda count, text: 1 <= count <= getattr(text, experts))
 
 
-def balance(text: Any) -> float:
-    """The weight of the load-balancing loss. Transformers up to 5.12 has no field that switches it on."""
-    return text.router_aux_loss_coef if getattr(text, "output_router_logits", False) else 0.0
+def architecture(text: Any, experts: int, layers: Iterable[bool] | None = None) -> dict:
+    """Fields of LanguageModelConfig for so many experts, in all layers or in some of them."""
+    # Transformers up to 5.12 has no field that switches the load-balancing loss on
+    balances = getattr(text, "output_router_logits", False)
+    return {
+        "num_moe_experts": experts,
+        "moe_layer_freq": [*map(int, layers or [True] * text.num_hidden_layers)],
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        "moe_router_topk": text.num_experts_per_tok,
+        "moe_aux_loss_coeff": text.router_aux_loss_coef if balances else 0.0,
+    }
 
 
 def rules(family: LlamaFamily, experts: int) -> list[Rule]:

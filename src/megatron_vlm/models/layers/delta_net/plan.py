@@ -35,11 +35,6 @@ class Documents:
         starts = np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         return on_device((np.arange(len(starts)) - starts).astype(np.int32), self.device)
 
-    @cached_property
-    def bounds(self) -> Tensor:
-        """(documents + 1,) int32."""
-        return on_device(np.concatenate(([0], self.lengths)).cumsum().astype(np.int32), self.device)
-
 
 @dataclass(frozen=True)
 class CutDocuments:
