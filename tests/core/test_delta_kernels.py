@@ -26,7 +26,7 @@ LENGTHS = [5, 1, 70, 64, 129, 63]
 
 
 def documents(*lengths: int) -> Documents:
-    return Documents(np.array(lengths), CPU)
+    return Documents(np.array(lengths, np.int64), CPU)
 
 
 def test_the_calls_give_what_plain_pytorch_gives():
