@@ -16,12 +16,11 @@ import re
 import subprocess
 import tempfile
 from collections import defaultdict
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -35,7 +34,7 @@ CHANNELS, TAPS = 128, 4
 LENGTHS = [5, 1, 70, 64, 20]
 SHARED = 232_448  # bytes that a block of a Hopper card may have
 compiled: dict[str, dict[str, dict[str, int]]] = defaultdict(dict)  # by kernel, by hash
-listed: dict[str, int] = {}  # configurations by kernel
+listed: dict[str, int] = defaultdict(int)  # configurations by kernel, for all kinds of its calls
 
 
 class Hopper:
@@ -74,11 +73,11 @@ def pretend(configurations: int) -> None:
 
     def tuned(self, *given, **named) -> None:
         self.nargs = dict(zip(self.arg_names, given, strict=False))
-        known = self.prune_configs(named)
-        listed[self.fn.__name__] = len(known)
-        places = np.linspace(0, len(known) - 1, min(configurations, len(known)) + 2)[1:-1]
-        for place in sorted({round(place) for place in places}):
-            self.fn.run(*given, **named, **known[place].all_kwargs())
+        known, name = self.prune_configs(named), self.fn.__name__
+        before = len(compiled[name])
+        for place in np.linspace(0, len(known) - 1, min(configurations, len(known))).round():
+            self.fn.run(*given, **named, **known[int(place)].all_kwargs())
+        listed[name] += len(known) if len(compiled[name]) > before else 0
 
     JITFunction.run, Autotuner.run = run, tuned
 
@@ -117,24 +116,26 @@ def main() -> None:
     pretend(arguments.configurations)
     for heads in arguments.heads:
         compiled.clear()
+        listed.clear()
         call_all(*map(int, heads.split(":")))
-        rows = {
-            name: {"listed": listed.get(name, 1), "compiled": list(found.values())}
-            for name, found in compiled.items()
-        }
-        packages = {name: version(name) for name in ("torch", "triton")}
-        write(heads, {"packages": packages | {"flash-linear-attention": fla_version()}, "kernels": rows})
+        write(heads)
 
 
-def fla_version() -> str:
+def write(heads: str) -> None:
+    """Puts what was compiled for these heads into the report."""
     import fla
 
-    return fla.__version__
-
-
-def write(heads: str, found: dict[str, Any]) -> None:
+    packages = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "flash-linear-attention": fla.__version__,
+    }
+    kernels = {
+        name: {"listed": max(listed[name], 1), "compiled": list(found.values())}
+        for name, found in compiled.items()
+    }
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
-    report[heads] = found
+    report[heads] = {"packages": packages, "kernels": kernels}
     REPORT.write_text(json.dumps({each: report[each] for each in sorted(report)}, indent=1) + "\n")
 
 
