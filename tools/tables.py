@@ -409,6 +409,25 @@ def bundle_rehearsed(report: dict) -> str:
     return f"Rehearsed on {found['date'][:10]} (`{asked}`) from the bundle alone,\n{versions}: {counted}"
 
 
+def cubins_fla(report: dict) -> str:
+    """What each kernel needs, over the heads that it was compiled for."""
+    rows = []
+    for name in next(iter(report.values()))["kernels"]:
+        each = [heads["kernels"][name] for heads in report.values()]
+        found = [compiled for heads in each for compiled in heads["compiled"]]
+        ends = [
+            sorted({of(numbers[key] for numbers in found) for of in (min, max)})
+            for key in ("registers", "stack", "shared")
+        ]
+        number = f"{len(found)} of {sum(heads['listed'] for heads in each)}"
+        rows.append([f"`{name}`", number, *(" to ".join(map(str, pair)) for pair in ends)])
+    columns = ("kernel", "configurations compiled", "registers", "bytes of stack", "bytes of shared memory")
+    packages = next(iter(report.values()))["packages"]
+    heads = ", ".join(report)
+    versions = ", ".join(f"{name} {number}" for name, number in packages.items())
+    return f"{markdown(columns, rows)}\n\nHeads of keys and of values: {heads}. With {versions}."
+
+
 TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
     "parity": ("parity.json", REPORTS / "parity.md", parity),
@@ -425,6 +444,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "gradients": ("bench_optimizer.json", DOCS / "exactness.md", gradients),
     "exchange": ("delta_exchange.json", DOCS / "design" / "streams.md", exchange),
     "step": ("bench_step.json", DOCS / "step-speed.md", step),
+    "cubins_fla": ("cubins_fla.json", DOCS / "gpu.md", cubins_fla),
     "bundle": ("bundle.json", DOCS / "gpu.md", bundle),
 }
 

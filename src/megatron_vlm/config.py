@@ -60,7 +60,9 @@ class ModelConfig:
     attention: Literal["auto", "dense", "documents", "flash", "cudnn"] = "auto"
     # what may go on without its kernel for CUDA, slower, where a check before the run finds that one wrong;
     # for anything else the run ends then
-    fallbacks: list[Literal["attention", "towers", "fused", "weight_gradients"]] = field(default_factory=list)
+    fallbacks: list[Literal["attention", "towers", "fused", "delta_nets", "weight_gradients"]] = field(
+        default_factory=list
+    )
     # activation recomputation: "selective" (feed-forwards) or "full" (whole layers)
     recompute: Literal["none", "selective", "full"] = "none"
     load_balancing: NotNegative | None = None  # weight of the load-balancing loss; None: as in the checkpoint

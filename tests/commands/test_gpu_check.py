@@ -22,6 +22,7 @@ COUNTS = {  # rows, at least
     "environment": 12,
     "attention": 20,
     "fused": 15,
+    "delta_nets": 5,
     "grouped": 4,
     "patches": 4,
     "step": 4,

@@ -27,6 +27,7 @@ PARTS = {
     "environment": Part("environment.rows", 120, "versions; the kernels that a model is built with"),
     "attention": Part("attention.rows", 240, "attention against dense, and its speed"),
     "fused": Part("fused.rows", 240, "norms, rotary embeddings, gates, gradients of weights"),
+    "delta_nets": Part("delta_nets.rows", 300, "gated delta nets by flash-linear-attention"),
     "grouped": Part("products.grouped", 90, "grouped products: no rows, dirty memory, very large ones"),
     "patches": Part("products.patches", 90, "a tower's patch embedding: Conv3d against a linear"),
     "step": Part("stack.ours", 240, "four layers of Qwen3-VL-8B: seconds, tokens/s, MFU, memory"),

@@ -47,6 +47,9 @@ class Sizes:
     numbers: int = 2**31  # of the operand of a very large grouped product
     rows: tuple[int, ...] = (8192, 32_768)  # tokens of a packed row
     head_tokens: int = 8192
+    delta_documents: tuple[int, ...] = (8192, 4096, 2048, 1024, 700, 323, 1)
+    delta_heads: tuple[tuple[int, int], ...] = ((16, 16), (16, 32), (16, 48), (16, 64))  # of Qwen3.5
+    delta_channels: int = 128
     dense: dict[str, Any] = field(default_factory=lambda: {"text": {"num_hidden_layers": 4}, "vision": {}})
     experts: dict[str, Any] = field(default_factory=lambda: {"text": {"num_hidden_layers": 1}, "vision": {}})
 
@@ -73,6 +76,9 @@ TINY = Sizes(
     numbers=2**16,
     rows=(1024,),
     head_tokens=32,
+    delta_documents=(70, 1, 64, 5),
+    delta_heads=((2, 6),),
+    delta_channels=16,
     dense={"whole": TINY_TOKENS, "text": TINY_TEXT, "vision": TINY_VISION},
     experts={"whole": TINY_TOKENS, "text": TINY_TEXT | TINY_EXPERTS, "vision": TINY_VISION},
 )

@@ -15,6 +15,7 @@ from megatron_vlm.models.description import Description
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.language_model import language_model_config
 from megatron_vlm.models.layers import kernel_checks
+from megatron_vlm.models.layers.delta_net.kernel_check import check_delta_nets
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.models.work.costs import image_cost, stage_costs
@@ -62,6 +63,7 @@ def build_model(
     if device.type == "cuda":
         kernel_checks.check_fused(megatron_config, device, config.model)
         kernel_checks.check_weight_gradients(megatron_config, device, config.model)
+        check_delta_nets(megatron_config, device, config.model)
     vpp = config.parallel.vpp
     chunks = []
     for stage in range(vpp):

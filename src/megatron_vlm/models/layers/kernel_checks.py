@@ -29,6 +29,7 @@ SLOWER = {
     "attention": "dense attention: slow, with memory that grows as the square of a row",
     "towers": "Transformers' own attention: slower, with a call for each image or a mask of all patches",
     "fused": "these as they are written: slower, with the same results",
+    "delta_nets": "these in plain PyTorch: slower, with more memory",
     "weight_gradients": "gradients that are made first and then added: slower",
 }
 

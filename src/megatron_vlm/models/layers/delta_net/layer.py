@@ -18,8 +18,9 @@ from torch.nn.functional import softplus
 
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
+from megatron_vlm.models.layers.delta_net import kernels
 from megatron_vlm.models.layers.delta_net.plan import CutDocuments, Documents
-from megatron_vlm.models.layers.delta_net.rule import DeltaRule, Recomputed, convolved
+from megatron_vlm.models.layers.delta_net.rule import Recomputed
 from megatron_vlm.models.layers.fused import Norm
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
 
@@ -113,8 +114,9 @@ class GatedDeltaNet(MegatronModule):
     def _of_documents(self, mixed_TGX: Tensor, documents: Documents, part: int | None = None) -> Tensor:
         """(T, G, R, V) of documents. `part`: of this part of the heads, as many as `mixed_TGX` has."""
         conv = self._part(self.conv1d, part).squeeze(1)
-        convolved_TC = Recomputed.apply(convolved, self.to_convolve(mixed_TGX), conv, documents.place)
-        return DeltaRule.apply(*self.rule_inputs(convolved_TC, mixed_TGX, part), documents.number)
+        by = kernels.used
+        convolved_TC = kernels.convolution(self.to_convolve(mixed_TGX), conv, documents, by)
+        return kernels.delta_rule(*self.rule_inputs(convolved_TC, mixed_TGX, part), documents, by)
 
     def to_convolve(self, mixed_TGX: Tensor) -> Tensor:
         """(T, C): q, k and v of all heads."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.models.layers.delta_net.rule import CHUNK
 from megatron_vlm.parallel.context import Piece
 from megatron_vlm.parallel.transfer import on_device
 
@@ -34,6 +35,19 @@ class Documents:
         """(T,) int32: the place of each token in its document."""
         starts = np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         return on_device((np.arange(len(starts)) - starts).astype(np.int32), self.device)
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """(documents + 1,) int32."""
+        return on_device(np.concatenate(([0], self.lengths)).cumsum().astype(np.int32), self.device)
+
+    @cached_property
+    def chunks(self) -> Tensor:
+        """(chunks, 2) int32: the document of each chunk, if none holds several, and its place in it."""
+        counts = -(-self.lengths // CHUNK)
+        document = np.repeat(np.arange(len(counts)), counts)
+        place = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return on_device(np.stack((document, place), 1).astype(np.int32), self.device)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,133 @@
+"""Gated delta nets by flash-linear-attention: its calls by a stand-in, its kernels in an interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fla_stand_in import STAND_IN
+from places import ROOT
+
+from megatron_vlm.config import ConfigError, ModelConfig
+from megatron_vlm.models.layers.attention_sizes import DeltaHeads
+from megatron_vlm.models.layers.delta_net import kernel_check, kernels
+from megatron_vlm.models.layers.delta_net.kernel_check import check_delta_nets, disagreement
+from megatron_vlm.models.layers.delta_net.plan import Documents
+
+CPU = torch.device("cpu")
+HEADS = DeltaHeads(keys=2, values=6, key_channels=16, value_channels=8, taps=4)
+LENGTHS = [5, 1, 70, 64, 129, 63]
+
+
+def documents(*lengths: int) -> Documents:
+    return Documents(np.array(lengths, np.int64), CPU)
+
+
+def test_the_calls_give_what_plain_pytorch_gives():
+    assert disagreement(STAND_IN, HEADS, documents(*LENGTHS), torch.float32) is None
+
+
+def test_a_call_with_other_documents_is_seen():
+    """The stand-in would go on across a document's beginning, as a kernel with wrong bounds."""
+    wrong = documents(*LENGTHS)
+    wrong.__dict__["number"] = documents(6, *LENGTHS[2:]).number  # of the reference
+    assert "rule of flash-linear-attention differs" in disagreement(STAND_IN, HEADS, wrong, torch.float32)
+
+
+def test_no_tokens_need_no_kernel():
+    """A rank whose documents are all cut has none that are whole."""
+    x, weight = torch.randn(0, 8, requires_grad=True), torch.randn(8, 4)
+    assert kernels.convolution(x, weight, documents(), STAND_IN).shape == (0, 8)
+    numbers = torch.randn(0, 2, 3, requires_grad=True)
+    found = kernels.delta_rule(
+        x.view(0, 2, 4), x.view(0, 2, 4), numbers[..., None], numbers, numbers, documents(), STAND_IN
+    )
+    assert found.shape == (0, 2, 3, 1)
+
+
+# -- the check before a run
+
+
+def config(dtype: torch.dtype = torch.bfloat16, **sizes) -> SimpleNamespace:
+    common = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "delta_heads": HEADS}
+    return SimpleNamespace(**common | sizes, params_dtype=dtype)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The stand-in as if it were installed, on short documents."""
+    monkeypatch.setattr(kernels, "used", None)
+    monkeypatch.setattr(kernels, "installed", lambda: STAND_IN)
+    monkeypatch.setattr(kernel_check, "LENGTHS", LENGTHS)
+    return monkeypatch
+
+
+def test_kernels_that_agree_are_used(stand_in, recwarn):
+    check_delta_nets(config(), CPU, ModelConfig())
+    assert kernels.used is STAND_IN and not recwarn.list
+    check_delta_nets(config(torch.float32), CPU, ModelConfig())
+    assert kernels.used is None  # also by a model that is built later
+
+
+def test_heads_are_checked_as_ranks_have_them(stand_in):
+    seen = []
+    stand_in.setattr(kernel_check, "disagreement", lambda by, heads, *_: seen.append(heads[:2]))
+    heads = HEADS._replace(keys=8, values=24)
+    check_delta_nets(
+        config(tensor_model_parallel_size=2, context_parallel_size=2, delta_heads=heads), CPU, ModelConfig()
+    )
+    assert seen == [(4, 12), (2, 6)]
+
+
+def test_a_deterministic_run_has_no_kernel_that_is_tuned_by_time(stand_in):
+    stand_in.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check_delta_nets(config(), CPU, ModelConfig())
+    assert kernels.used is None
+
+
+def test_kernels_that_differ_end_the_run_or_plain_pytorch_takes_their_place(stand_in):
+    def wrong(*given, **named):
+        outputs, state = STAND_IN.rule(*given, **named)
+        return outputs * 1.1, state
+
+    stand_in.setattr(kernels, "installed", lambda: STAND_IN._replace(rule=wrong))
+    with pytest.raises(
+        ConfigError, match=r"attention differs by .* model.fallbacks=\[delta_nets\] trains with"
+    ):
+        check_delta_nets(config(), CPU, ModelConfig())
+    with pytest.warns(UserWarning, match="The run goes on with these in plain PyTorch"):
+        check_delta_nets(config(), CPU, ModelConfig(fallbacks=["delta_nets"]))
+    assert kernels.used is None
+
+
+def test_kernels_that_do_not_run_end_the_run(stand_in):
+    def older(x, weight, bias=None, activation=None, cu_seqlens=None):
+        raise AssertionError("is not called")
+
+    stand_in.setattr(kernels, "installed", lambda: STAND_IN._replace(convolution=older))
+    with pytest.raises(ConfigError, match=r"convolution of .* does not run here \(.*chunk_indices"):
+        check_delta_nets(config(), CPU, ModelConfig())
+
+
+def test_without_the_package_the_run_says_what_to_install(stand_in):
+    stand_in.setattr(kernels, "installed", lambda: None)
+    with pytest.warns(UserWarning, match=r"pip install 'megatron-vlm\[gpu\]'"):
+        check_delta_nets(config(), CPU, ModelConfig())
+    assert kernels.used is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
+def test_the_packages_own_kernels_agree_in_tritons_interpreter(dtype):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    program = [sys.executable, ROOT / "tests/helpers/fla_interpreted.py", dtype]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["None"]

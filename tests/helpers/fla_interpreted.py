@@ -1,0 +1,39 @@
+"""The check of flash-linear-attention's kernels in Triton's interpreter, on a CPU, in a dtype."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.autotuner import Autotuner
+
+tune = Autotuner.__init__
+
+
+def with_one(self, function, names, configs, *given, **named) -> None:
+    """An autotuner of one configuration, as there is no card to choose by."""
+    tune(self, function, names, configs[:1], *given, **named)
+
+
+def loop(*bounds) -> Iterator:
+    """`range` of a kernel: the interpreter's counts in integers of Python, which have no `.to`."""
+    for i in builtins.range(*map(int, bounds)):
+        yield tl.full((), i, tl.int32)
+
+
+Autotuner.__init__ = with_one
+
+import fla.ops.common.chunk_delta_h as states  # noqa: E402
+
+from megatron_vlm.models.layers.attention_sizes import DeltaHeads  # noqa: E402
+from megatron_vlm.models.layers.delta_net.kernel_check import disagreement  # noqa: E402
+from megatron_vlm.models.layers.delta_net.kernels import installed  # noqa: E402
+from megatron_vlm.models.layers.delta_net.plan import Documents  # noqa: E402
+
+states.range = loop
+documents = Documents(np.array([5, 1, 70, 64, 20]), torch.device("cpu"))
+print(disagreement(installed(), DeltaHeads(2, 6, 16, 32, 4), documents, getattr(torch, sys.argv[1])))
