@@ -16,7 +16,7 @@ from megatron_vlm.config import ConfigError, ModelConfig
 from megatron_vlm.models.layers import feed_forward, fused
 from megatron_vlm.models.layers.feed_forward import gated
 from megatron_vlm.models.layers.fused import Fused, compiled_on, joined, norm, of_channels, rotate
-from megatron_vlm.models.layers.kernel_checks import check_fused, fused_disagreement
+from megatron_vlm.models.layers.kernel_checks import check, fused_disagreement
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
@@ -218,7 +218,7 @@ def without_compiler(monkeypatch):
 
 
 def test_the_check_leaves_what_agrees(without_compiler, recwarn):
-    check_fused(CONFIG, CPU, ModelConfig())
+    check("fused", fused_disagreement(CONFIG, CPU), ModelConfig())
     assert Fused.compiles_on == "cpu" and not recwarn.list
 
 
@@ -229,12 +229,12 @@ def test_the_check_turns_the_compiler_off_where_it_differs(without_compiler):
 
     without_compiler.setitem(vars(fused._norm_backward), "compiled", wrong)
     with pytest.raises(
-        ConfigError, match=r"for 509 tokens. model.fallbacks=\[fused\] trains with these as they"
+        ConfigError, match=r"for 509 tokens. model.fallbacks=\[fused\] trains with norms, rotary"
     ):
-        check_fused(CONFIG, CPU, ModelConfig())
+        check("fused", fused_disagreement(CONFIG, CPU), ModelConfig())
     assert Fused.compiles_on == "cpu"
-    with pytest.warns(UserWarning, match="gates: norm, compiled, differs by .* for 509 tokens. The run goes"):
-        check_fused(CONFIG, CPU, ModelConfig(fallbacks=["fused"]))
+    with pytest.warns(UserWarning, match="fused, norm, compiled, differs by .* for 509 tokens. The run goes"):
+        check("fused", fused_disagreement(CONFIG, CPU), ModelConfig(fallbacks=["fused"]))
     assert Fused.compiles_on is None
 
 
@@ -244,5 +244,5 @@ def test_the_check_turns_the_compiler_off_where_it_fails(without_compiler):
 
     without_compiler.setitem(vars(fused.turned), "compiled", no_compiler)
     with pytest.warns(UserWarning, match=r"torch.compile fails here \(backend='inductor' raised: TritonMiss"):
-        check_fused(CONFIG, CPU, ModelConfig(fallbacks=["fused"]))
+        check("fused", fused_disagreement(CONFIG, CPU), ModelConfig(fallbacks=["fused"]))
     assert Fused.compiles_on is None

@@ -12,7 +12,7 @@ import torch
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.models.layers import kernel_checks
-from megatron_vlm.models.layers.kernel_checks import check_weight_gradients, weight_gradient_disagreement
+from megatron_vlm.models.layers.kernel_checks import check, weight_gradient_disagreement
 from megatron_vlm.parallel import weight_gradients
 from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
 from tiny.checkpoints import build_tiny_checkpoint
@@ -86,21 +86,22 @@ def test_gradients_that_linears_add_themselves_are_the_same(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_check_before_a_run_sees_a_product_that_does_not_add(monkeypatch, dtype):
     device = torch.device("cpu")
-    assert weight_gradient_disagreement(device, dtype) is None
+
+    def checked(**settings) -> None:
+        check("weight_gradients", weight_gradient_disagreement(device, dtype), ModelConfig(**settings))
 
     def sets(x, grad, total):
         total.copy_(grad.t().float() @ x.float())
 
-    config = type("Config", (), {"params_dtype": dtype})()
     monkeypatch.setattr(weight_gradients, "in_product", True)
-    check_weight_gradients(config, device, ModelConfig())
+    checked()
     assert weight_gradients.in_product
     monkeypatch.setattr(kernel_checks, "wgrad_gemm_accum_fp32", sets)
     with pytest.raises(ConfigError, match=r"differ by .+ model.fallbacks=\[weight_gradients\] trains with"):
-        check_weight_gradients(config, device, ModelConfig())
+        checked()
     assert weight_gradients.in_product
     with pytest.warns(UserWarning, match="made first and then added"):
-        check_weight_gradients(config, device, ModelConfig(fallbacks=["weight_gradients"]))
+        checked(fallbacks=["weight_gradients"])
     assert not weight_gradients.in_product
     x, grad, total = torch.randn(5, 3, dtype=dtype), torch.randn(5, 4, dtype=dtype), torch.ones(4, 3)
     wgrad_gemm_accum_fp32(x, grad, total)

@@ -61,8 +61,10 @@ def build_model(
     backends = kernel_checks.attention_backends(megatron_config, config.model, device)
     megatron_config.attention_backends = backends
     if device.type == "cuda":
-        kernel_checks.check_fused(megatron_config, device, config.model)
-        kernel_checks.check_weight_gradients(megatron_config, device, config.model)
+        problem = kernel_checks.fused_disagreement(megatron_config, device)
+        kernel_checks.check("fused", problem, config.model)
+        problem = kernel_checks.weight_gradient_disagreement(device, megatron_config.params_dtype)
+        kernel_checks.check("weight_gradients", problem, config.model)
         check_delta_nets(megatron_config, device, config.model)
     vpp = config.parallel.vpp
     chunks = []

@@ -4,6 +4,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ MEASURED = [8192, 4096, 2048, 1024, 1024]
 SLOWER = {
     "attention": "dense attention: slow, with memory that grows as the square of a row",
     "towers": "Transformers' own attention: slower, with a call for each image or a mask of all patches",
-    "fused": "these as they are written: slower, with the same results",
+    "fused": "norms, rotary embeddings and gates as they are written: slower, with the same results",
     "delta_nets": "these in plain PyTorch: slower, with more memory",
     "weight_gradients": "gradients that are made first and then added: slower",
 }
@@ -59,7 +60,8 @@ def attention_backends(
     for (channels, groups), of_layers in windows_of_heads.items():
         sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
         names = FOR_CUDA if named == "auto" else (named,)
-        problems = {name: disagreement(name, sizes, of_layers, device, dtype) for name in names}
+        plan = AttentionPlan(Placement(DOCUMENTS, BLOCKS, 1), 0, sum(DOCUMENTS), of_layers, device)
+        problems = {name: disagreement(name, sizes, dtype, plan, plan.views) for name in names}
         measured = AttentionPlan(Placement(MEASURED, [], 1), 0, sum(MEASURED), of_layers, device)
         fastest = _fastest("attention", model, problems, sizes, dtype, list(measured.views.values()))
         backends[channels] = fastest or "dense"
@@ -74,11 +76,13 @@ def check_towers(vision: nn.Module, device: torch.device, dtype: torch.dtype, mo
     """
     if dtype == torch.float32:
         return use_sdpa(vision)
+    names = (model.attention,) if model.attention in FOR_CUDA else FOR_CUDA
+    plan, views = tower_views(device)
     for number, width in heads(vision):
-        names = (model.attention,) if model.attention in FOR_CUDA else FOR_CUDA
-        problems = {name: tower_disagreement(number, width, device, dtype, name) for name in names}
-        views, sizes = [view_of(np.full(16, 1024), device)], (number, number, width)
-        fastest = _fastest("towers", model, problems, sizes, dtype, views)
+        sizes = (number, number, width)
+        problems = {name: disagreement(name, sizes, dtype, plan, views) for name in names}
+        measured = [view_of(np.full(16, 1024), device)]
+        fastest = _fastest("towers", model, problems, sizes, dtype, measured)
         if fastest is None:
             return use_sdpa(vision)
         kernels[number, width] = fastest
@@ -114,33 +118,52 @@ def fall_back(part: str, model: ModelConfig, problem: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
+def check(part: str, problem: str | None, model: ModelConfig) -> None:
+    """Turns off "fused" or "weight_gradients" if there is a problem, or raises ConfigError as `fall_back`."""
+    if problem is None:
+        return
+    fall_back(part, model, problem)
+    if part == "fused":
+        Fused.compiles_on = None
+    else:
+        weight_gradients.in_product = False
+
+
+def tower_views(device: torch.device) -> tuple[AttentionPlan, dict[int | None, View]]:
+    """A plan for dense attention in which all patches of a segment see each other, and the towers' view."""
+    blocks = [(document, 0, length) for document, length in enumerate(DOCUMENTS)]
+    plan = AttentionPlan(Placement(DOCUMENTS, blocks, 1), 0, sum(DOCUMENTS), {None}, device)
+    return plan, {None: view_of(np.array(DOCUMENTS), device)}
+
+
 def disagreement(
     name: str,
     sizes: tuple[int, int, int],
-    windows: set[int | None],
-    device: torch.device,
     dtype: torch.dtype,
+    plan: AttentionPlan,
+    views: dict[int | None, View],
 ) -> str | None:
-    """Says to the user what is wrong with the backend on this device; None if nothing is.
+    """Says to the user what is wrong with the backend on the plan's device; None if nothing is.
 
-    `sizes` are the numbers of query heads, of key heads and of channels. Context and gradients are compared
-    with the dense backend's in fp32 on the same numbers, for every window and image blocks.
+    `sizes` are the numbers of query heads, of key heads and of channels. Context and gradients on each of the
+    `views`, by window, are compared with dense attention in fp32 with the mask of the plan's own.
     """
-    plan = AttentionPlan(Placement(DOCUMENTS, BLOCKS, 1), 0, sum(DOCUMENTS), windows, device)
-    for window in windows:
-        if problem := _compare(name, sizes, dtype, plan, plan.views[window], plan.views[window]):
-            return f"{problem} in layers of window {window}"
+    queries, keys, width = sizes
+    random, scale = _random(plan.device, dtype), width**-0.5
+    # query, key, value and the gradient of the context
+    tensors = [random(plan.length, heads, width) for heads in (queries, keys, keys, queries)]
+    wide = [x.float() for x in tensors]
+    for window, view in views.items():
+        layers = f" in layers of window {window}" if window else ""
+        try:
+            found = _with_gradients(tensors, lambda *x, v=view: Attend.apply(*x, v, KERNELS[name], scale))
+        except (RuntimeError, NotImplementedError) as error:
+            return f"{name} does not run here ({str(error).splitlines()[0]}){layers}"
+        expected = _with_gradients(wide, partial(dense, plan=plan, view=plan.views[window], scale=scale))
+        for what, ours, theirs in zip(("context", "dq", "dk", "dv"), found, expected, strict=True):
+            if not (error := _difference(ours, theirs)) <= LARGEST[dtype]:
+                return f"{name} has a {what} that differs by {error:.1e}{layers}"
     return None
-
-
-def tower_disagreement(
-    number: int, width: int, device: torch.device, dtype: torch.dtype, name: str
-) -> str | None:
-    """The same for a tower's attention, in which all patches of a segment see each other."""
-    blocks = [(document, 0, length) for document, length in enumerate(DOCUMENTS)]
-    plan = AttentionPlan(Placement(DOCUMENTS, blocks, 1), 0, sum(DOCUMENTS), {None}, device)
-    view = view_of(np.array(DOCUMENTS), device)
-    return _compare(name, (number, number, width), dtype, plan, view, plan.views[None])
 
 
 def _seconds(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, view: View) -> float:
@@ -156,26 +179,6 @@ def _seconds(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, view: V
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return min(times[1:])
-
-
-def _compare(
-    name: str, sizes: tuple[int, int, int], dtype: torch.dtype, plan: AttentionPlan, view: View, seen: View
-) -> str | None:
-    """The backend on `view`, against dense attention in fp32 with the mask of `seen`."""
-    queries, keys, width = sizes
-    random, scale = _random(plan.device, dtype), width**-0.5
-    # query, key, value and the gradient of the context
-    tensors = [random(plan.length, heads, width) for heads in (queries, keys, keys, queries)]
-    try:
-        found = _with_gradients(tensors, lambda q, k, v: Attend.apply(q, k, v, view, KERNELS[name], scale))
-    except (RuntimeError, NotImplementedError) as error:
-        return f"{name} does not run here ({str(error).splitlines()[0]})"
-    wide = [x.float() for x in tensors]
-    expected = _with_gradients(wide, lambda q, k, v: dense(q, k, v, plan, seen, scale))
-    for what, ours, theirs in zip(("context", "dq", "dk", "dv"), found, expected, strict=True):
-        if not (error := _difference(ours, theirs)) <= LARGEST[dtype]:
-            return f"{name} has a {what} that differs by {error:.1e}"
-    return None
 
 
 def _random(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -198,15 +201,6 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 # --- norms, rotary embeddings and gates -------------------------------------------------------------------
-
-
-def check_fused(megatron_config: TransformerConfig, device: torch.device, model: ModelConfig) -> None:
-    """Compares compiled `fused` functions with written ones. Raises ConfigError if they differ, or has them
-    run as written if `model.fallbacks` names them. It has not run on a GPU yet.
-    """
-    if problem := fused_disagreement(megatron_config, device):
-        fall_back("fused", model, f"norms, rotary embeddings and gates: {problem}")
-        Fused.compiles_on = None
 
 
 def fused_disagreement(megatron_config: TransformerConfig, device: torch.device) -> str | None:
@@ -267,16 +261,6 @@ def fused_cases(
 
 
 # --- gradients of weights ---------------------------------------------------------------------------------
-
-
-def check_weight_gradients(
-    megatron_config: TransformerConfig, device: torch.device, model: ModelConfig
-) -> None:
-    """Compares the product that adds gradients of weights itself. Raises ConfigError if it is wrong here, or
-    has gradients made before they are added if `model.fallbacks` names weight_gradients."""
-    if problem := weight_gradient_disagreement(device, megatron_config.params_dtype):
-        fall_back("weight_gradients", model, problem)
-        weight_gradients.in_product = False
 
 
 def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> str | None:

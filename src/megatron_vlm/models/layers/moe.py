@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward, gated
-from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, TokenOrder, join, spread
+from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, Reordered, TokenOrder
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear, grouped_product
 
 
@@ -205,17 +205,17 @@ class MoE(BaseMoELayer):
     def _routed(self, hidden_TD: Tensor, weights_TX: Tensor, experts_TJ: Tensor) -> Tensor:
         experts = experts_TJ.flatten()
         by_expert = TokenOrder.by(experts, self.config.moe_router_topk)
-        rows = spread(hidden_TD, by_expert)
+        rows = Reordered.apply(hidden_TD, by_expert, False)
         weights = weights_TX.gather(1, experts_TJ).flatten()[by_expert.places]
         counts_X = experts.new_zeros(weights_TX.shape[1]).scatter_add_(0, experts, torch.ones_like(experts))
         if self.ep_group.size() == 1:
-            return join(self.experts(rows, counts_X, weights), by_expert)
+            return Reordered.apply(self.experts(rows, counts_X, weights), by_expert, True)
         exchange = ExpertExchange(counts_X, self.ep_group)
         rows, weights = exchange.there(rows), exchange.there(weights)
         by_local = TokenOrder.by(exchange.experts)
-        rows, weights = spread(rows, by_local), weights[by_local.places]
-        output = join(self.experts(rows, exchange.counts, weights), by_local)
-        return join(exchange.back(output), by_expert)
+        rows, weights = Reordered.apply(rows, by_local, False), weights[by_local.places]
+        output = Reordered.apply(self.experts(rows, exchange.counts, weights), by_local, True)
+        return Reordered.apply(exchange.back(output), by_expert, True)
 
 
 def balancing_settings(config: RunConfig, architecture: dict) -> dict:

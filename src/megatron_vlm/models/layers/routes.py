@@ -35,18 +35,11 @@ class TokenOrder:
         return cls(places, torch.empty_like(places).scatter_(0, places, numbers), copies)
 
 
-def spread(rows_ND: Tensor, order: TokenOrder) -> Tensor:
-    """The copies of rows (N, D), sorted."""
-    return Reordered.apply(rows_ND, order, False)
-
-
-def join(sorted_rows: Tensor, order: TokenOrder) -> Tensor:
-    """From the sorted copies (N * copies, D), the sum of each row's copies (N, D)."""
-    return Reordered.apply(sorted_rows, order, True)
-
-
 class Reordered(torch.autograd.Function):
-    """`join` or `spread`; the gradient of one is the other."""
+    """The copies of rows (N, D), sorted; if it `joins`, the sum of each row's sorted copies (N * copies, D).
+
+    The gradient of one is the other.
+    """
 
     @staticmethod
     def forward(ctx, rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
