@@ -7,6 +7,7 @@ from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.attention_sizes import heads_of
+from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.planning.recorder import Collective
@@ -16,6 +17,8 @@ SIZES = (1, 2, 4, 8, 16, 32)
 # tokens of a row that context parallelism leaves a rank at least: shorter rows are cheaper on whole ranks
 FEWEST_TOKENS = 8192
 MOST_REHEARSED = 5
+# how long a tower takes over its operations' own time: Transformers' layers are not fused (rehearsed: 1.8)
+OF_TOWER = 2
 # what a layout may change to fit, in this order: with Adam's state on the host, numbers stay the same to the
 # bit; with gradients added up in bf16 they do not
 AS_IT_IS = ((),)
@@ -76,7 +79,11 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
     """An estimate of a step's time from the plan alone, good enough to choose what to rehearse."""
     parallel = plan.config.parallel
     architecture = plan.description.architecture
-    busiest = max(plan.stages, key=lambda stage: stage.flops)
+    images = plan.config.train.micro_batch_size * costs.images_per_tower(plan.config, plan.image)
+    tower = costs.vision_passes(plan.config, plan.image) * images * plan.image.flops
+    work = [stage.flops for stage in plan.stages]
+    work[0] += (OF_TOWER - 1) * tower
+    busiest = plan.stages[work.index(max(work))]
     micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
     value = DTYPES[plan.config.model.dtype].itemsize
     again = plan.config.model.recompute == "full"
@@ -99,5 +106,5 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
     shared = plan.gpus // (parallel.tp * parallel.pp)
     once = call("allgather", busiest.gradients + busiest.weights, shared, parallel.tp)
     once += 2 * busiest.host.get("what Adam keeps", 0) / gpu.host
-    one = busiest.flops / (gpu.peak * gpu.matmul_share) + exchanged
+    one = max(work) / (gpu.peak * gpu.matmul_share) + exchanged
     return one * (micro_batches + (parallel.pp - 1) / parallel.vpp) + once

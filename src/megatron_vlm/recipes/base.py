@@ -34,6 +34,8 @@ class RecipeArgs(TypedDict, total=False):
     lr: Annotated[float, "optimizer.lr"]
     min_lr: Annotated[float, "optimizer.min_lr"]
     warmup_steps: Annotated[int | None, "optimizer.warmup_steps"]
+    offload: Annotated[bool, "optimizer.offload"]
+    reduce_in_fp32: Annotated[bool, "optimizer.reduce_in_fp32"]
     objective: Annotated[str, "train.objective"]
     steps: Annotated[int | None, "train.steps"]
     epochs: Annotated[float | None, "train.epochs"]
