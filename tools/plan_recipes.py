@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-from megatron_vlm.config import ParallelConfig, fewest_processes
+from megatron_vlm.config import RunConfig
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.planning.plan import make_plan
-from megatron_vlm.recipes import load_recipe
+from megatron_vlm.recipes import RECIPES, load_recipe
 
 # the weights have their own output layer, which config.json does not say: see `models.weights.ties`
 UNTIED = ("ministral3_8b", "ministral3_14b", "mistral_small_3_24b")
@@ -22,13 +22,13 @@ CONFIGS = ROOT / "tests" / "hf_configs"  # the configs of the published models, 
 
 def planned(config: Path) -> dict:
     run = load_recipe(config.stem)(train_data_path="none://")
-    hf_config, gpus = load_config(config), fewest_processes(run.parallel)
+    hf_config, gpus = load_config(config), RECIPES[config.stem].gpus
     hf_config.tie_word_embeddings &= config.stem not in UNTIED
     plans = [make_plan(run, describe(hf_config), gpus * times) for times in (1, 2, 4)]
     return {
         "recipe": config.stem,
         "parameters": parameters(hf_config),
-        "layout": layout(run.parallel),
+        "layout": layout(run),
         "gpus": gpus,
         "bytes": [round(plan.memory) for plan in plans],
         "flops": round(plans[0].language_model_flops + plans[0].tower_flops),
@@ -41,9 +41,13 @@ def parameters(hf_config: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def layout(parallel: ParallelConfig) -> str:
-    sizes = {"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}
-    return " · ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "–"
+def layout(run: RunConfig) -> str:
+    sizes = {name: getattr(run.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    parts += ["recomputed"] * (run.model.recompute == "full")
+    parts += ["Adam offloaded"] * run.optimizer.offload
+    parts += ["bf16 gradients"] * (not run.optimizer.reduce_in_fp32)
+    return " · ".join(parts) or "–"
 
 
 def main() -> None:

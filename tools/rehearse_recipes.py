@@ -1,5 +1,5 @@
 """Rehearse a step of every recipe of a real size, in its own layout on the fewest GPUs and on 8, 64 and 1,024
-where it divides them: reports/rehearsal.json.
+where it divides them, and in its layout for GPUs of 141 GB on 8: reports/rehearsal.json.
 
 python tools/rehearse_recipes.py                    all, about a quarter of an hour on one core
 python tools/rehearse_recipes.py qwen3_vl_8b        the rows of some recipes, the others stay
@@ -15,19 +15,21 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 
-from megatron_vlm.config import RunConfig, derived, fewest_processes, missing_settings
+from megatron_vlm.config import RunConfig, derived, missing_settings
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
-from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.overrides import apply_overrides, split_override
 from megatron_vlm.planning.plan import RESERVE, MemoryPlan, make_plan
 from megatron_vlm.planning.rehearsal import rehearse
 from megatron_vlm.planning.search import representatives
 from megatron_vlm.planning.step_time import Gpu, step_time
-from megatron_vlm.recipes import compose
-from plan_recipes import CONFIGS, ROOT, UNTIED
+from megatron_vlm.recipes import RECIPES, compose
+from megatron_vlm.recipes.base import as_settings
+from plan_recipes import CONFIGS, ROOT, UNTIED, layout
 
-GPUS = (8, 64, 1024)
+NODE = 8
+GPUS = (NODE, 64, 1024)
 LONG = {
     "gemma3_vl_4b_64k": "gemma3_vl_4b",
     "qwen3_vl_8b_128k": "qwen3_vl_8b",
@@ -60,7 +62,14 @@ def opened(name: str, model: str) -> tuple[RunConfig, Description]:
     return run, describe(hf_config)
 
 
+def roomy(name: str, run: RunConfig) -> RunConfig:
+    """The run in the recipe's layout for GPUs of 141 GB."""
+    return apply_overrides(run, as_settings(dict(map(split_override, RECIPES[name].roomy.split()))))
+
+
 def planned_again(row: dict, run: RunConfig, description: Description) -> dict:
+    if row["card"] != 80:
+        run = roomy(row["recipe"], run)
     plan = make_plan(with_batch(run, row["gpus"]), description, row["gpus"])
     return row | {"plan_over_rehearsed": over(plan, row["stage"], row["peak_memory"])}
 
@@ -69,12 +78,20 @@ def over(plan: MemoryPlan, stage: int, peak: int) -> float:
     return round((plan.stages[stage].memory - RESERVE) / peak, 3)
 
 
+def fewest_of(name: str) -> int:
+    """On how many GPUs a recipe begins; a file of recipes/ on those of a node."""
+    return NODE if name in LONG else RECIPES[name].gpus
+
+
 def rehearsed(name: str, run: RunConfig, description: Description) -> Iterator[dict]:
-    fewest = fewest_processes(run.parallel)
+    fewest = fewest_of(name)
     for gpus in sorted({fewest, *(n for n in GPUS if n % fewest == 0)}):
         began = time.monotonic()
         yield from rows_of(name, with_batch(run, gpus), description, gpus)
         print(f"{name} on {gpus}: {time.monotonic() - began:.0f} s", flush=True)
+    if name not in LONG and RECIPES[name].roomy:
+        gpus = max(NODE, fewest)
+        yield from rows_of(name, with_batch(roomy(name, run), gpus), description, gpus, card=141)
 
 
 def with_batch(run: RunConfig, gpus: int) -> RunConfig:
@@ -87,10 +104,11 @@ def with_batch(run: RunConfig, gpus: int) -> RunConfig:
     return run
 
 
-def rows_of(name: str, run: RunConfig, description: Description, gpus: int) -> Iterator[dict]:
+def rows_of(name: str, run: RunConfig, description: Description, gpus: int, card: int = 80) -> Iterator[dict]:
     plan = make_plan(run, description, gpus)
     ranks = [rehearse(run, description, gpus, rank) for rank in representatives(plan)]
     step = step_time(ranks, Gpu(), plan.useful_flops)
+    alone = step.once + (step.seconds - step.once) * step.computing / (step.computing + step.exchanging)
     for one in ranks:
         exchanged: Counter[str] = Counter()
         for (group, _), (_, nbytes) in one.collectives.items():
@@ -98,6 +116,7 @@ def rows_of(name: str, run: RunConfig, description: Description, gpus: int) -> I
         yield {
             "recipe": name,
             "layout": layout(run),
+            "card": card,
             "gpus": gpus,
             "rank": one.rank,
             "stage": one.stage,
@@ -111,12 +130,8 @@ def rows_of(name: str, run: RunConfig, description: Description, gpus: int) -> I
             "step_seconds": round(step.seconds, 3),
             "bubble": round(step.bubble / step.seconds, 3),
             "utilisation": round(step.utilisation, 3),
+            "were_exchanges_free": round(step.utilisation * step.seconds / alone, 3),
         }
-
-
-def layout(run: RunConfig) -> str:
-    sizes = {name: getattr(run.parallel, name) for name in ("tp", "pp", "cp", "ep")}
-    return " · ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "–"
 
 
 if __name__ == "__main__":

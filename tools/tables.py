@@ -285,7 +285,7 @@ def rehearsal(report: list[dict]) -> str:
     heads += ("host reads", "step, s", "bubble", "utilisation")
     fullest: dict[tuple, dict] = {}
     for row in report:
-        case = row["recipe"], row["gpus"]
+        case = row["recipe"], row["gpus"], row["card"]
         fullest[case] = max(row, fullest.get(case, row), key=lambda one: one["peak_memory"])
     rows = (
         (
@@ -311,6 +311,27 @@ def rehearsal(report: list[dict]) -> str:
         + f"\n\n({len(report)} ranks rehearsed; the plan's memory is {min(ratios):.2f} to "
         f"{max(ratios):.2f} of theirs.)"
     )
+
+
+def layouts(before: list[dict]) -> str:
+    """A line for each recipe, on eight GPUs or its fewest: before, and now on cards of both sizes."""
+    report = json.loads((REPORTS / "rehearsal.json").read_text(encoding="utf-8"))
+    now = {(row["recipe"], row["gpus"], row["card"]): row for row in report}
+    heads = ("recipe", "before", "of the peak", "GPUs", "80 GB", "of the peak", "were exchanges free")
+    heads += ("141 GB", "of the peak", "were exchanges free")
+
+    def found(row: dict | None) -> Iterable[str]:
+        if not row:
+            return "the same", "", ""
+        return row["layout"], f"{row['utilisation']:.0%}", f"{row['were_exchanges_free']:.0%}"
+
+    rows = []
+    for old in before:
+        gpus = min((g for name, g, _ in now if name == old["recipe"]), key=lambda n: abs(n - 8))
+        own, other = (now.get((old["recipe"], gpus, card)) for card in (80, 141))
+        was = f"{old['layout']}, {old['gpus']} GPUs", f"{old['utilisation']:.0%}"
+        rows.append((f"`{old['recipe']}`", *was, gpus, *found(own), *found(other)))
+    return markdown(heads, rows)
 
 
 def waits(report: dict) -> str:
@@ -439,6 +460,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
     "adapters": ("rehearsal_lora.json", DOCS / "adapters.md", adapters),
     "rehearsal": ("rehearsal.json", REPORTS / "rehearsal.md", rehearsal),
+    "layouts": ("layouts_before.json", DOCS / "rehearsal.md", layouts),
     "waits": ("waits.json", REPORTS / "waits.md", waits),
     "checkpoints": ("bench_optimizer.json", DOCS / "checkpoints.md", checkpoints),
     "gradients": ("bench_optimizer.json", DOCS / "exactness.md", gradients),

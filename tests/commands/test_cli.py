@@ -46,7 +46,7 @@ def test_recipes_lists_each_with_its_line():
     listing = ask(*TYPED, "recipes").stdout.splitlines()
     lines = [line.split(maxsplit=1) for line in listing[: len(RECIPES)]]
     assert [name for name, _ in lines] == list(RECIPES)
-    assert lines[0] == ["gemma3_vl_4b", "Gemma3 4B, for four 80 GB GPUs and up, or two with recompute=full."]
+    assert lines[0] == ["gemma3_vl_4b", "Gemma3 4B, for 2 GPUs of 80 GB and up (of 141 GB: tp=1)."]
 
 
 @pytest.mark.parametrize("program", [[*TYPED, "train"], RUN_RECIPE], ids=["megatron-vlm", "run_recipe"])

@@ -195,6 +195,15 @@ def test_plan_says_what_a_rank_needs_of_its_host(capsys, tmp_path):
     assert " for its part of a checkpoint, " in said
 
 
+def test_virtual_stages_have_each_layer_once():
+    from megatron_vlm.planning.plan import make_plan
+
+    run = load_recipe("qwen3_vl_2b")(train_data_path="x", tp=1, pp=2, vpp=2)
+    stages = make_plan(run, describe(load_config(CONFIGS / "qwen3_vl_2b.json")), 2).stages
+    layers = [layer for stage in stages for part in stage.layers for layer in part]
+    assert sorted(layers) == list(range(28)) and [len(stage.layers) for stage in stages] == [2, 2]
+
+
 def test_plan_refuses_what_does_not_divide(tmp_path):
     from transformers import AutoConfig
 

@@ -228,6 +228,20 @@ def test_the_plan_of_every_recipe_has_the_memory_of_its_rehearsals():
     assert [(row["recipe"], row["gpus"], row["rank"], row["plan_over_rehearsed"]) for row in wrong] == []
 
 
+def rows_of_today(name: str, gpus: int) -> list[dict]:
+    from rehearse_recipes import opened, rows_of, with_batch
+
+    run, description = opened(name, name)
+    return list(rows_of(name, with_batch(run, gpus), description, gpus))
+
+
+def test_the_report_is_of_this_state():
+    """Else `tools/rehearse_recipes.py` writes it again. One row stands for all."""
+    rows = json.loads((ROOT / "reports" / "rehearsal.json").read_text(encoding="utf-8"))
+    [found] = run_distributed(1, rows_of_today, "internvl35_1b", 8)
+    assert found == [row for row in rows if (row["recipe"], row["gpus"]) == ("internvl35_1b", 8)]
+
+
 def test_a_step_takes_as_long_as_its_counts_say():
     from megatron_vlm.planning.recorder import Collective, DeviceWork, Seen
     from megatron_vlm.planning.step_time import Gpu, computing_time, exchanging_time

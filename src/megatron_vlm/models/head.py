@@ -6,6 +6,8 @@ last chunk's, which are kept: so the most that is ever held is one chunk. What i
 function in each direction, compiled on CUDA; it has not run on a GPU yet.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -158,7 +160,7 @@ class _LogProbabilities(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
-@Fused
+@partial(Fused, reads=2)
 def _reduced(product_NV: Tensor, column_N: Tensor, entropy: bool, settings: tuple) -> Tensor:
     """(2 or 3, n): the log of the sum of exponentials, the logit of a column, the entropy."""
     logits = _logits(product_NV, settings)

@@ -57,7 +57,16 @@ def pipeline_layout(layers: int, first: float, last: float, parallel: ParallelCo
 
 
 def stage_layers(config: TransformerConfig, stage: int, vp_stage: int | None = None) -> range:
-    """The layers of a pipeline stage, counted from 0 over the whole model."""
-    layout = config.pipeline_model_parallel_layout
-    first = layout.get_layer_offset(vp_stage=vp_stage, pp_rank=stage)
-    return range(first, first + layout.get_num_layers_to_build(vp_stage=vp_stage, pp_rank=stage))
+    """The layers of a pipeline stage, counted from 0 over the whole model.
+
+    Megatron's own functions ask the process groups whether there are virtual stages: without them, in a plan,
+    each would be the first.
+    """
+    by_rank = config.pipeline_model_parallel_layout.layout
+    counts = [
+        sum(part.name == "decoder" for part in parts)
+        for of_all_ranks in zip(*by_rank, strict=True)
+        for parts in of_all_ranks
+    ]
+    place = (vp_stage or 0) * len(by_rank) + stage
+    return range(sum(counts[:place]), sum(counts[: place + 1]))

@@ -10,7 +10,7 @@ from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides, split_override
 from megatron_vlm.planning.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.planning.rehearsal import Rehearsal, rehearse
-from megatron_vlm.planning.search import MOST_REHEARSED, planned_layouts, representatives
+from megatron_vlm.planning.search import MOST_REHEARSED, TO_FIT, planned_layouts, representatives
 from megatron_vlm.planning.step_time import Gpu, StepTime, step_time
 
 # --- advice ----------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def searched(plan: MemoryPlan, capacity: float, settings: Sequence[str]) -> Iter
     """The layouts that fit into `capacity` bytes of each GPU, as they are rehearsed, then the quickest."""
     gpu = gpu_with(settings)
     yield f"\nSearching layouts of {plan.gpus} GPUs of {capacity / 1e9:.0f} GB ..."
-    layouts = planned_layouts(plan.config, plan.description, plan.gpus, capacity, gpu)
+    layouts = planned_layouts(plan.config, plan.description, plan.gpus, capacity, gpu, TO_FIT)
     yield f"{len(layouts)} fit by their plans; the best are rehearsed:"
     fitting = []
     for layout, planned in layouts[:MOST_REHEARSED]:

@@ -30,6 +30,7 @@ from megatron_vlm.models.layers.attention_sizes import heads_of, is_recurrent
 from megatron_vlm.models.layers.kernel_checks import attention_backends
 from megatron_vlm.models.work import costs
 from megatron_vlm.parallel import setup
+from megatron_vlm.parallel.layout import stage_layers
 from megatron_vlm.planning.adapters import (
     ATTENTION,
     EXPERTS,
@@ -169,7 +170,9 @@ class _Pieces:
         examples = {self._kind(i): i for i in range(megatron_config.num_layers)}
         self._layers = {
             kind: _count(
-                build_module(spec(megatron_config, i), config=megatron_config, layer_number=i + 1),
+                build_module(
+                    spec(megatron_config, i), config=megatron_config, layer_number=i + 1, vp_stage=0
+                ),
                 trained,
             )
             for kind, i in examples.items()
@@ -244,12 +247,7 @@ def _stage(
     parallel = config.parallel
     first = number == 0
     last = number == config.parallel.pp - 1
-    layout = megatron_config.pipeline_model_parallel_layout
-    layers = tuple(
-        range(start := layout.get_layer_offset(vp_stage=v, pp_rank=number), start + count)
-        for v in range(parallel.vpp)
-        for count in [layout.get_num_layers_to_build(vp_stage=v, pp_rank=number)]
-    )
+    layers = tuple(stage_layers(megatron_config, number, v) for v in range(parallel.vpp))
     parameters = pieces.stage(layers, first, last)
     value = DTYPES[config.model.dtype].itemsize
     gradient = 4 if config.optimizer.reduce_in_fp32 else value

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_vlm.models.layers.fused import Fused
 from megatron_vlm.planning.tensor_memory import TensorMemory
 
 META = torch.device("meta")
@@ -110,6 +111,17 @@ class Recorder(TensorMemory):
             self.seen[work] += 1
         if func is aten.ne.Tensor:
             self._sent[out] = torch.zeros(out.shape, dtype=torch.bool, device="cpu")
+        return out
+
+    def as_one(self, function: Fused, *args: Any) -> Any:
+        """Runs a fused function as it is written and counts its work as that of its kernels. What it holds
+        meanwhile is counted as written: a little more than they hold."""
+        outside, self.seen = self.seen, Seen()
+        out = function.written(*args)
+        outside.update(self.seen.of(str))
+        self.seen = outside
+        nbytes = function.reads * sum(t.nbytes for t in _on_device(args))
+        self.seen[DeviceWork("other", 0.0, nbytes + sum(t.nbytes for t in _on_device(out)))] += 1
         return out
 
     def wait(self) -> None:

@@ -1,12 +1,13 @@
 """The layouts of a run that fit by their plans, the quickest first."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.attention_sizes import heads_of
+from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.planning.plan import KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.planning.recorder import Collective
@@ -16,24 +17,43 @@ SIZES = (1, 2, 4, 8, 16, 32)
 # tokens of a row that context parallelism leaves a rank at least: shorter rows are cheaper on whole ranks
 FEWEST_TOKENS = 8192
 MOST_REHEARSED = 5
+# how long a tower takes over its operations' own time: Transformers' layers are not fused (rehearsed: 1.8)
+OF_TOWER = 2
+# what a layout may change to fit, in this order: with Adam's state on the host, numbers stay the same to the
+# bit; with gradients added up in bf16 they do not
+AS_IT_IS = ((),)
+TO_FIT = (
+    *AS_IT_IS,
+    ("optimizer.offload=true",),
+    ("optimizer.reduce_in_fp32=false",),
+    ("optimizer.offload=true", "optimizer.reduce_in_fp32=false"),
+)
 
 
 def planned_layouts(
-    config: RunConfig, description: Description, gpus: int, capacity: float, gpu: Gpu
+    config: RunConfig,
+    description: Description,
+    gpus: int,
+    capacity: float,
+    gpu: Gpu,
+    to_fit: Sequence[tuple[str, ...]] = AS_IT_IS,
 ) -> list[tuple[tuple[str, ...], MemoryPlan]]:
     """Settings and plans of all layouts on `gpus` GPUs that need at most `capacity` bytes of each.
 
-    They are in the order of an estimated step's time. tp stays inside a node, the batches as they are.
+    They are in the order of an estimated step's time. tp stays inside a node, the batches as they are. Each
+    layout comes with the first of the changes `to_fit` with which it fits.
     """
     known = KnownCosts()
     fitting = []
-    for settings in _layouts(config, description, gpus, gpu):
-        try:
-            plan = make_plan(apply_overrides(config, settings), description, gpus, known)
-        except ValueError:
-            continue  # it does not divide GPUs, model or batch
-        if plan.memory <= capacity:
-            fitting.append((planned_seconds(plan, gpu), settings, plan))
+    for layout in _layouts(config, description, gpus, gpu):
+        for settings in ((*layout, *change) for change in to_fit):
+            try:
+                plan = make_plan(apply_overrides(config, settings), description, gpus, known)
+            except ValueError:
+                continue  # it does not divide GPUs, model or batch
+            if plan.memory <= capacity:
+                fitting.append((planned_seconds(plan, gpu), settings, plan))
+                break
     return [(settings, plan) for _, settings, plan in sorted(fitting, key=lambda each: each[0])]
 
 
@@ -59,7 +79,11 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
     """An estimate of a step's time from the plan alone, good enough to choose what to rehearse."""
     parallel = plan.config.parallel
     architecture = plan.description.architecture
-    busiest = max(plan.stages, key=lambda stage: stage.flops)
+    images = plan.config.train.micro_batch_size * costs.images_per_tower(plan.config, plan.image)
+    tower = costs.vision_passes(plan.config, plan.image) * images * plan.image.flops
+    work = [stage.flops for stage in plan.stages]
+    work[0] += (OF_TOWER - 1) * tower
+    busiest = plan.stages[work.index(max(work))]
     micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
     value = DTYPES[plan.config.model.dtype].itemsize
     again = plan.config.model.recompute == "full"
@@ -81,5 +105,6 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
     exchanged += layers * (2 + again) * call("alltoall", keys * (parallel.cp - 1), parallel.cp, parallel.tp)
     shared = plan.gpus // (parallel.tp * parallel.pp)
     once = call("allgather", busiest.gradients + busiest.weights, shared, parallel.tp)
-    one = busiest.flops / (gpu.peak * gpu.matmul_share) + exchanged
+    once += 2 * busiest.host.get("what Adam keeps", 0) / gpu.host
+    one = max(work) / (gpu.peak * gpu.matmul_share) + exchanged
     return one * (micro_batches + (parallel.pp - 1) / parallel.vpp) + once

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim import adam
 
+from megatron_vlm.models.layers.fused import Fused
 from megatron_vlm.planning.recorder import Recorder
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -18,16 +21,17 @@ KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 @contextmanager
 def shapes_only(recorder: Recorder) -> Iterator[None]:
     """Inside, attention is one kernel and does not store all scores; dropout is one and stores a byte for
-    each number; a tensor is made on the host and copied, and one made from numbers of the device reads each;
-    Adam may be fused; memory can be pinned; who synchronizes waits. Objects that ranks exchange are all this
-    rank's own."""
+    each number; fused functions are compiled; a tensor is made on the host and copied, and one made from
+    numbers of the device reads each; Adam may be fused; memory can be pinned; who synchronizes waits. Objects
+    that ranks exchange are all this rank's own."""
     changed = (
         *((functional, name) for name in ("scaled_dot_product_attention", "dropout")),
         *((torch, "tensor"), (torch.Tensor, "pin_memory"), (adam, "_device_dtype_check_for_fused")),
         *((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize")),
         *((dist, name) for name in ("all_gather_object", "broadcast_object_list")),
+        *((Fused, name) for name in ("compiles_on", "compiled")),
     )
-    before = [getattr(owner, name) for owner, name in changed]
+    before = [getattr_static(owner, name) for owner, name in changed]
     on_host = torch.tensor
 
     def copied(data: Any, device: Any = None, **options: Any) -> Tensor:
@@ -41,6 +45,7 @@ def shapes_only(recorder: Recorder) -> Iterator[None]:
     torch.Tensor.pin_memory = lambda tensor, *_: recorder.pin(tensor)
     torch.cuda.synchronize = torch.cuda.Stream.synchronize = lambda *_: recorder.wait()
     adam._device_dtype_check_for_fused = lambda *_, **__: None
+    Fused.compiles_on, Fused.compiled = "meta", property(lambda function: partial(recorder.as_one, function))
     dist.all_gather_object = _gathered
     dist.broadcast_object_list = lambda *_, **__: None
     try:

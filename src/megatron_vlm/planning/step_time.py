@@ -1,7 +1,8 @@
 """How long a step would take on a GPU, from what a rehearsal counted: a simple model, stated in `Gpu`.
 
 An operation takes as long as its arithmetic or its traffic with memory, whichever is longer; a collective its
-latency and its bytes over the slowest link, by the ring algorithm. No operations are fused, and nothing
+latency and its bytes over the slowest link, by the ring algorithm. Functions that CUDA runs compiled
+(`models.layers.fused`) count as what their kernels read and write. Nothing else is fused, and nothing
 overlaps but the reduction of gradients with the last backward (gathering parameters overlaps in a run, too).
 All stages take as long as the slowest.
 """

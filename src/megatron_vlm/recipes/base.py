@@ -16,7 +16,7 @@ ARGUMENTS_OF_GROUP = {
         *("dataset_type", "train_data_path", "valid_data_path"),
         *("seq_length", "max_pixels", "num_workers"),
     ),
-    "optimizer.": ("lr", "min_lr", "warmup_steps"),
+    "optimizer.": ("lr", "min_lr", "warmup_steps", "offload", "reduce_in_fp32"),
     "train.": (
         *("objective", "steps", "epochs", "micro_batch_size", "global_batch_size"),
         *("seed", "eval_every", "save_every"),

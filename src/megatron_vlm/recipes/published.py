@@ -13,15 +13,7 @@ from megatron_vlm.recipes.base import build
 from megatron_vlm.supported import SUPPORTED
 
 DEMO = "_tiny_digits"  # the end of a demo recipe's name
-ONE, TWO, FOUR = "one 80 GB GPU and up", "two 80 GB GPUs and up", "four 80 GB GPUs and up"
-NODE, NODES = "one node of eight 80 GB GPUs", "nodes of eight 80 GB GPUs and up"
-NODES_2 = f"two {NODES}"
-NODES_4 = f"four {NODES}"
-NODES_8 = f"eight {NODES}"
-NODES_16 = f"sixteen {NODES}"
-NODES_32 = f"thirty-two {NODES}"
 # layouts that several sizes share, as arguments
-TP8_PP2 = "tp=8 pp=2 recompute=full"
 TP8_PP4 = "tp=8 pp=4 recompute=full"
 PP2_EP8 = "pp=2 ep=8 recompute=full"
 PP8_EP8 = "pp=8 ep=8 recompute=full"
@@ -37,6 +29,8 @@ class Recipe:
     summary: str  # a sentence
     defaults: dict[str, Any]  # its own, beside those of `RunConfig`
     inside: Mapping[str, str] = field(default_factory=dict)  # those that are paths in the run's folder
+    gpus: int = 1  # the fewest of 80 GB that its layout fits
+    roomy: str = ""  # arguments that make it quicker on as many GPUs of 141 GB
 
     def __call__(self, **changes: Any) -> RunConfig:
         """The run's configuration, with `changes` in place of what the recipe says. Raises as `build`."""
@@ -55,93 +49,96 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
-# (family, organisation on the hub) → its sizes: name, title, GPUs, checkpoint, layout as on a command line
-SIZES: dict[tuple[str, str], list[tuple[str, ...]]] = {
+# (family, organisation on the hub) → its sizes: name, title, fewest GPUs of 80 GB, checkpoint, layout,
+# and what is quicker on 141 GB, as on a command line: from reports/layouts.json where it has the size
+SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
     ("gemma3", "google"): [
-        ("gemma3_vl_4b", "Gemma3 4B", f"{FOUR}, or two with recompute=full", "gemma-3-4b-it", "tp=2"),
-        ("gemma3_vl_12b", "Gemma3 12B", NODE, "gemma-3-12b-it", "tp=4"),
-        ("gemma3_vl_27b", "Gemma3 27B", f"{NODE} and up", "gemma-3-27b-it", "tp=8 recompute=full"),
+        ("gemma3_vl_4b", "Gemma3 4B", 2, "gemma-3-4b-it", "tp=2", "tp=1"),
+        ("gemma3_vl_12b", "Gemma3 12B", 8, "gemma-3-12b-it", "tp=4", "tp=2"),
+        ("gemma3_vl_27b", "Gemma3 27B", 8, "gemma-3-27b-it", "tp=8 recompute=full", ""),
     ],
     ("gemma4", "google"): [
-        ("gemma4_31b", "Gemma 4 31B, dense", NODES_2, "gemma-4-31B-it", "tp=4 pp=2 recompute=full"),
-        ("gemma4_26b_a4b", "Gemma 4 26B with 128 experts", NODES_2, "gemma-4-26B-A4B-it", PP2_EP8),
+        ("gemma4_31b", "Gemma 4 31B, dense", 16, "gemma-4-31B-it", "tp=4 pp=2 recompute=full", ""),
+        ("gemma4_26b_a4b", "Gemma 4 26B with 128 experts", 16, "gemma-4-26B-A4B-it", PP2_EP8, ""),
     ],
     ("mistral3", "mistralai"): [
-        ("ministral3_3b", "Ministral3 3B", TWO, "Ministral-3-3B-Instruct-2512", "tp=2"),
-        ("ministral3_8b", "Ministral3 8B", FOUR, "Ministral-3-8B-Instruct-2512", "tp=4"),
-        ("ministral3_14b", "Ministral3 14B", NODE, "Ministral-3-14B-Instruct-2512", "tp=4"),
+        ("ministral3_3b", "Ministral3 3B", 2, "Ministral-3-3B-Instruct-2512", "", ""),
+        ("ministral3_8b", "Ministral3 8B", 4, "Ministral-3-8B-Instruct-2512", "tp=2", "tp=1"),
+        ("ministral3_14b", "Ministral3 14B", 8, "Ministral-3-14B-Instruct-2512", "tp=4", ""),
         (
             "mistral_small_3_24b",
             "Mistral Small 3.2 24B",
-            f"{NODE} with recompute=full, or two",
+            8,
             "Mistral-Small-3.2-24B-Instruct-2506",
             "tp=8",
+            "",
         ),
     ],
     ("lfm2_vl", "."): [
-        ("siglip2_llama31_8b", "SigLIP2 So400m and Llama 3.1 8B", FOUR, "siglip2_llama31_8b", "tp=4"),
-        ("siglip2_qwen3_4b", "SigLIP2 So400m and Qwen3 4B", TWO, "siglip2_qwen3_4b", "tp=2"),
+        ("siglip2_llama31_8b", "SigLIP2 So400m and Llama 3.1 8B", 4, "siglip2_llama31_8b", "tp=2", "tp=1"),
+        ("siglip2_qwen3_4b", "SigLIP2 So400m and Qwen3 4B", 2, "siglip2_qwen3_4b", "", ""),
     ],
     ("glm4v", "zai-org"): [
-        ("glm_41v_9b", "GLM-4.1V-Thinking 9B", NODE, "GLM-4.1V-9B-Thinking"),
-        ("glm_46v_flash", "GLM-4.6V-Flash, 9B", NODE, "GLM-4.6V-Flash"),
+        ("glm_41v_9b", "GLM-4.1V-Thinking 9B", 8, "GLM-4.1V-9B-Thinking", "", ""),
+        ("glm_46v_flash", "GLM-4.6V-Flash, 9B", 8, "GLM-4.6V-Flash", "", ""),
     ],
     ("llava", "llava-hf"): [
-        ("llava15_7b", "LLaVA 1.5 7B", FOUR, "llava-1.5-7b-hf", "tp=2"),
-        ("llava15_13b", "LLaVA 1.5 13B", FOUR, "llava-1.5-13b-hf", "tp=4"),
+        ("llava15_7b", "LLaVA 1.5 7B", 4, "llava-1.5-7b-hf", "tp=2", "tp=1"),
+        ("llava15_13b", "LLaVA 1.5 13B", 4, "llava-1.5-13b-hf", "tp=4", ""),
     ],
     ("llava_onevision", "llava-hf"): [
-        ("llava_onevision_05b", "LLaVA-OneVision 0.5B", ONE, "llava-onevision-qwen2-0.5b-ov-hf"),
-        ("llava_onevision_7b", "LLaVA-OneVision 7B", FOUR, "llava-onevision-qwen2-7b-ov-hf", "tp=4"),
-        ("llava_onevision_72b", "LLaVA-OneVision 72B", NODES_4, "llava-onevision-qwen2-72b-ov-hf", TP8_PP4),
+        ("llava_onevision_05b", "LLaVA-OneVision 0.5B", 1, "llava-onevision-qwen2-0.5b-ov-hf", "", ""),
+        ("llava_onevision_7b", "LLaVA-OneVision 7B", 4, "llava-onevision-qwen2-7b-ov-hf", "tp=2", "tp=1"),
+        ("llava_onevision_72b", "LLaVA-OneVision 72B", 32, "llava-onevision-qwen2-72b-ov-hf", TP8_PP4, ""),
     ],
     ("internvl", "OpenGVLab"): [
-        ("internvl35_1b", "InternVL3.5 1B", ONE, "InternVL3_5-1B-HF"),
-        ("internvl35_4b", "InternVL3.5 4B", TWO, "InternVL3_5-4B-HF", "tp=2"),
-        ("internvl35_8b", "InternVL3.5 8B", FOUR, "InternVL3_5-8B-HF", "tp=4"),
-        ("internvl35_14b", "InternVL3.5 14B", NODE, "InternVL3_5-14B-HF", "tp=4"),
+        ("internvl35_1b", "InternVL3.5 1B", 1, "InternVL3_5-1B-HF", "", ""),
+        ("internvl35_4b", "InternVL3.5 4B", 2, "InternVL3_5-4B-HF", "", ""),
+        ("internvl35_8b", "InternVL3.5 8B", 4, "InternVL3_5-8B-HF", "tp=2", "tp=1"),
+        ("internvl35_14b", "InternVL3.5 14B", 8, "InternVL3_5-14B-HF", "tp=4", ""),
     ],
     ("glm4v_moe", "zai-org"): [
-        ("glm_45v", "GLM-4.5V, 106B with 128 experts", NODES_8, "GLM-4.5V", PP8_EP8),
+        ("glm_45v", "GLM-4.5V, 106B with 128 experts", 64, "GLM-4.5V", PP8_EP8, ""),
     ],
     ("qwen2_vl", "Qwen"): [
-        ("qwen2_vl_2b", "Qwen2-VL 2B", ONE, "Qwen2-VL-2B-Instruct"),
-        ("qwen2_vl_7b", "Qwen2-VL 7B", FOUR, "Qwen2-VL-7B-Instruct", "tp=4"),
-        ("qwen2_vl_72b", "Qwen2-VL 72B", NODES_4, "Qwen2-VL-72B-Instruct", TP8_PP4),
+        ("qwen2_vl_2b", "Qwen2-VL 2B", 1, "Qwen2-VL-2B-Instruct", "", ""),
+        ("qwen2_vl_7b", "Qwen2-VL 7B", 4, "Qwen2-VL-7B-Instruct", "tp=2", "tp=1"),
+        ("qwen2_vl_72b", "Qwen2-VL 72B", 32, "Qwen2-VL-72B-Instruct", TP8_PP4, ""),
     ],
     ("qwen2_5_vl", "Qwen"): [
-        ("qwen25_vl_3b", "Qwen2.5-VL 3B", TWO, "Qwen2.5-VL-3B-Instruct", "tp=2"),
-        ("qwen25_vl_7b", "Qwen2.5-VL 7B", FOUR, "Qwen2.5-VL-7B-Instruct", "tp=4"),
-        ("qwen25_vl_32b", "Qwen2.5-VL 32B", NODES_2, "Qwen2.5-VL-32B-Instruct", TP8_PP2),
-        ("qwen25_vl_72b", "Qwen2.5-VL 72B", NODES_4, "Qwen2.5-VL-72B-Instruct", TP8_PP4),
+        ("qwen25_vl_3b", "Qwen2.5-VL 3B", 2, "Qwen2.5-VL-3B-Instruct", "", ""),
+        ("qwen25_vl_7b", "Qwen2.5-VL 7B", 8, "Qwen2.5-VL-7B-Instruct", "tp=2", "tp=1"),
+        ("qwen25_vl_32b", "Qwen2.5-VL 32B", 16, "Qwen2.5-VL-32B-Instruct", "tp=8 pp=2 recompute=full", ""),
+        ("qwen25_vl_72b", "Qwen2.5-VL 72B", 32, "Qwen2.5-VL-72B-Instruct", TP8_PP4, ""),
     ],
     ("qwen3_vl", "Qwen"): [
-        ("qwen3_vl_2b", "Qwen3-VL 2B", ONE, "Qwen3-VL-2B-Instruct"),
-        ("qwen3_vl_4b", "Qwen3-VL 4B", TWO, "Qwen3-VL-4B-Instruct", "tp=2"),
-        ("qwen3_vl_8b", "Qwen3-VL 8B", FOUR, "Qwen3-VL-8B-Instruct", "tp=4"),
-        ("qwen3_vl_32b", "Qwen3-VL 32B", NODES_2, "Qwen3-VL-32B-Instruct", TP8_PP2),
+        ("qwen3_vl_2b", "Qwen3-VL 2B", 1, "Qwen3-VL-2B-Instruct", "", ""),
+        ("qwen3_vl_4b", "Qwen3-VL 4B", 4, "Qwen3-VL-4B-Instruct", "", ""),
+        ("qwen3_vl_8b", "Qwen3-VL 8B", 4, "Qwen3-VL-8B-Instruct", "tp=2", "tp=1"),
+        ("qwen3_vl_32b", "Qwen3-VL 32B", 8, "Qwen3-VL-32B-Instruct", "tp=8 pp=2 recompute=full", ""),
     ],
     ("qwen3_vl_moe", "Qwen"): [
-        ("qwen3_vl_30b_a3b", "Qwen3-VL 30B with 128 experts", NODES_2, "Qwen3-VL-30B-A3B-Instruct", PP2_EP8),
+        ("qwen3_vl_30b_a3b", "Qwen3-VL 30B with 128 experts", 8, "Qwen3-VL-30B-A3B-Instruct", PP2_EP8, ""),
         (
             "qwen3_vl_235b_a22b",
             "Qwen3-VL 235B with 128 experts",
-            NODES_16,
+            128,
             "Qwen3-VL-235B-A22B-Instruct",
             PP16_EP8,
+            "",
         ),
     ],
     ("qwen3_5", "Qwen"): [
-        ("qwen35_08b", "Qwen3.5 0.8B", ONE, "Qwen3.5-0.8B"),
-        ("qwen35_2b", "Qwen3.5 2B", ONE, "Qwen3.5-2B"),
-        ("qwen35_4b", "Qwen3.5 4B", TWO, "Qwen3.5-4B", "tp=2"),
-        ("qwen35_9b", "Qwen3.5 9B", FOUR, "Qwen3.5-9B", "tp=4"),
-        ("qwen35_27b", "Qwen3.5 27B", NODES_2, "Qwen3.5-27B", "tp=4 pp=4 recompute=full"),
+        ("qwen35_08b", "Qwen3.5 0.8B", 1, "Qwen3.5-0.8B", "", ""),
+        ("qwen35_2b", "Qwen3.5 2B", 1, "Qwen3.5-2B", "", ""),
+        ("qwen35_4b", "Qwen3.5 4B", 2, "Qwen3.5-4B", "", ""),
+        ("qwen35_9b", "Qwen3.5 9B", 8, "Qwen3.5-9B", "tp=2", "tp=1"),
+        ("qwen35_27b", "Qwen3.5 27B", 16, "Qwen3.5-27B", "tp=4 pp=4 recompute=full", ""),
     ],
     ("qwen3_5_moe", "Qwen"): [
-        ("qwen35_35b_a3b", "Qwen3.5 35B with 256 experts", NODES_2, "Qwen3.5-35B-A3B", PP2_EP8),
-        ("qwen35_122b_a10b", "Qwen3.5 122B with 256 experts", NODES_8, "Qwen3.5-122B-A10B", PP8_EP8),
-        ("qwen35_397b_a17b", "Qwen3.5 397B with 512 experts", NODES_32, "Qwen3.5-397B-A17B", PP16_EP16),
+        ("qwen35_35b_a3b", "Qwen3.5 35B with 256 experts", 16, "Qwen3.5-35B-A3B", PP2_EP8, ""),
+        ("qwen35_122b_a10b", "Qwen3.5 122B with 256 experts", 64, "Qwen3.5-122B-A10B", PP8_EP8, ""),
+        ("qwen35_397b_a17b", "Qwen3.5 397B with 512 experts", 256, "Qwen3.5-397B-A17B", PP16_EP16, ""),
     ],
 }
 
@@ -175,11 +172,12 @@ def _demo(family: str) -> Recipe:
 
 def _published() -> Iterator[Recipe]:
     for (family, organisation), sizes in SIZES.items():
-        for name, title, gpus, checkpoint, *layout in sizes:
+        for name, title, gpus, checkpoint, layout, roomy in sizes:
             defaults = OF_FAMILY.get(family, {}) | {"name": name, "hf_path": f"{organisation}/{checkpoint}"}
             defaults |= {"warmup_steps": 50, "global_batch_size": 64, "save_every": 500}
-            defaults |= dict(argument.split("=") for argument in " ".join(layout).split())
-            yield Recipe(name, f"{title}, for {gpus}.", defaults)
+            defaults |= dict(argument.split("=") for argument in layout.split())
+            cards = f"{gpus} GPU{'s' * (gpus > 1)} of 80 GB and up" + f" (of 141 GB: {roomy})" * bool(roomy)
+            yield Recipe(name, f"{title}, for {cards}.", defaults, gpus=gpus, roomy=roomy)
 
 
 RECIPES = {one.name: one for one in (*_published(), *map(_demo, SUPPORTED))}

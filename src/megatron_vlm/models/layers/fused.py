@@ -7,7 +7,7 @@ Compiled, they have not run on a GPU yet, only on a CPU in tests.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, update_wrapper
+from functools import cached_property, partial, update_wrapper
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ class Fused:
     It is compiled at its first call, once for all lengths. It rounds where the written one rounds.
     The compiler begins again for another number of axes, an axis of one, and views of what needs a gradient,
     and gives up after eight. So callers join axes, it gets bare data, and one row is not compiled.
+    Its kernels read what they are given `reads` times, which is for rehearsals.
     """
 
     compiles_on: str | None = "cuda"  # the type of the device, for all such functions
 
-    def __init__(self, written: Callable[..., Any]):
-        self.written = written
+    def __init__(self, written: Callable[..., Any], reads: int = 1):
+        self.written, self.reads = written, reads
         update_wrapper(self, written)
 
     def __call__(self, first: Tensor, *rest: Any) -> Any:
@@ -101,7 +102,7 @@ def normed(
     return result.type_as(x).mul_(weight), inverse_rms
 
 
-@Fused
+@partial(Fused, reads=2)  # the weight's gradient is a sum over rows
 def _norm_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, zero_centered: bool, trained: bool
 ) -> tuple[Tensor, Tensor | None]:
