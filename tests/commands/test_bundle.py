@@ -11,7 +11,6 @@ from bundle import (
     LEFT_OUT,
     MOST_BYTES,
     REPORT,
-    ROOT,
     check_size,
     locked,
     missing,
@@ -20,7 +19,6 @@ from bundle import (
     needs,
     rehearsed,
 )
-from gpu_check.parts import PARTS
 
 HAVE = names_in(IMAGE)
 
@@ -49,15 +47,6 @@ def test_the_bundle_that_was_made_has_these_wheels_and_fits():
     wheels = {named(each["wheel"].split("-")[0]) for each in report["wheels"]}
     assert wheels == {*missing(HAVE), "megatron-vlm"}
     assert sum(each["bytes"] for each in report["wheels"]) < report["bytes"] <= MOST_BYTES
-
-
-def test_the_bundle_was_rehearsed_in_every_part_beside_the_oldest_torch():
-    """`python tools/bundle.py --rehearse FOLDER --torch .venv/torch-2.11` does so again."""
-    found = json.loads(REPORT.read_text())["rehearsal"]
-    assert found["parts"].keys() == PARTS.keys() and found["wrong"] == []
-    oldest = locked(ROOT / "requirements-torch-2.11.lock")
-    for name in ("torch", "transformers"):
-        assert oldest[name].startswith(f"{name}=={found[name].partition('+')[0]} ")
 
 
 def test_a_rehearsal_keeps_what_is_wrong():

@@ -1,6 +1,6 @@
 """The first half hour of a machine with a GPU: a table of what runs, how exactly and how fast.
 
-python tools/gpu_check [--out FOLDER] [--parts NAMES] [--families NAMES] [--minutes N]
+python tools/gpu_check [--out FOLDER] [--parts NAMES] [--families NAMES] [--minutes N] [--patience N]
 
 Every part runs in a process of its own with a time limit, in the order of `parts.PARTS`. Each value is
 printed and appended to FOLDER/rows.jsonl as soon as it is known; gpu_check.json and gpu_check.md have all of
@@ -33,12 +33,16 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--families", nargs="+", default=list(SUPPORTED), choices=list(SUPPORTED))
     parser.add_argument("--minutes", type=float, default=30, help="no part begins later")
+    parser.add_argument("--patience", type=float, default=1, help="times a part's limit, for a busy machine")
     parser.add_argument("--only", choices=list(PARTS), help=argparse.SUPPRESS)  # in a process of its own
     arguments = parser.parse_args()
     if arguments.only:
         runner.run_here(arguments.only, arguments.out, arguments.families)
     else:
-        sys.exit(runner.run_all(arguments.parts, arguments.out, arguments.families, arguments.minutes))
+        code = runner.run_all(
+            arguments.parts, arguments.out, arguments.families, arguments.minutes, arguments.patience
+        )
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from gpu_check.rows import Row, add, read, without, write_tables
 LAST_LINES = 600  # characters of a log that go into the row of a part that failed
 
 
-def run_all(parts: list[str], folder: Path, families: list[str], minutes: float) -> int:
+def run_all(parts: list[str], folder: Path, families: list[str], minutes: float, patience: float = 1) -> int:
     """Runs the parts one after another; 1 if a value is wrong or a part did not end well, else 0.
+    A part's time limit is `patience` times its own.
 
     Rows of other parts that are in the folder stay, so that a check can be made in several turns.
     """
@@ -30,7 +31,7 @@ def run_all(parts: list[str], folder: Path, families: list[str], minutes: float)
         if time.monotonic() - began > 60 * minutes:
             add(folder, Row(name, f"was not begun: {minutes:g} minutes were over", "left out"))
             continue
-        if problem := run_apart(name, folder, families):
+        if problem := run_apart(name, folder, families, patience):
             add(folder, Row(name, problem, "FAILED", wrong=True))
         write_tables(folder, about, list(PARTS))
     write_tables(folder, about, list(PARTS))
@@ -41,9 +42,10 @@ def run_all(parts: list[str], folder: Path, families: list[str], minutes: float)
     return int(bool(wrong))
 
 
-def run_apart(name: str, folder: Path, families: list[str]) -> str | None:
+def run_apart(name: str, folder: Path, families: list[str], patience: float) -> str | None:
     """Runs a part in a process of its own; None, or why it did not end well. Nothing of it is left."""
     part, log = PARTS[name], folder / f"{name}.log"
+    limit = patience * part.seconds
     words = [sys.executable, Path(__file__).parent, "--only", name, "--out", folder, "--families", *families]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if part.hides_cuda else {}
     with open(log, "w") as errors:
@@ -51,7 +53,7 @@ def run_apart(name: str, folder: Path, families: list[str]) -> str | None:
             [str(word) for word in words], stderr=errors, start_new_session=True, env=os.environ | hidden
         )
         try:
-            code = process.wait(part.seconds)
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
         finally:
@@ -59,7 +61,7 @@ def run_apart(name: str, folder: Path, families: list[str]) -> str | None:
     if code == 0:
         return None
     last = " ".join(log.read_text(errors="replace").split())[-LAST_LINES:]
-    what = f"was ended after {part.seconds} s" if code is None else f"ended with code {code}"
+    what = f"was ended after {limit:g} s" if code is None else f"ended with code {code}"
     return f"{what}; {log.name} ends with: {last}"
 
 
