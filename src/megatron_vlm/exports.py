@@ -1,8 +1,7 @@
 """Hugging Face folders that a run writes while it trains (`train.export_every`), in `<run_dir>/exports`.
 
 <run_dir>/exports/step_00000100/          a whole folder, as `megatron-vlm export` writes it
-<run_dir>/exports/.step_00000200.*.partial/  being written
-<run_dir>/exports/step_00000050.deleted/  being removed, because its step was trained again
+<run_dir>/exports/.step_00000200.*.partial/  being written, or removed as its step was trained again
 """
 
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from torch.nn import Module
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.files import naming, need_room
+from megatron_vlm.files import beside, naming, need_room
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.hf import Source
@@ -48,6 +47,6 @@ def _make_room(folder: Path, needed: int) -> None:
     with naming(folder):
         folder.parent.mkdir(exist_ok=True)
         if folder.exists():
-            folder.rename(folder.with_suffix(".deleted"))
+            folder.rename(beside(folder))
         remove_leftovers(folder.parent)
         need_room(folder, needed)

@@ -115,7 +115,7 @@ def write_whole(path: str | Path, content: str | bytes | Iterable[bytes]) -> Non
     """
     path, content = Path(path), content.encode("utf-8") if isinstance(content, str) else content
     with naming(path):
-        aside = _beside(path)
+        aside = beside(path)
         try:
             with open(aside, "xb") as file:
                 file.writelines([content] if isinstance(content, bytes) else content)
@@ -141,7 +141,7 @@ def folder_aside(output: str | Path) -> Iterator[Path]:
     with naming(output):
         refuse_existing(output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        aside = _beside(output)
+        aside = beside(output)
         aside.mkdir()
         try:
             yield aside
@@ -261,7 +261,7 @@ def _open_at_once(path: str | Path, flags: int, mode: int = 0o666) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
 
 
-def _beside(path: Path) -> Path:
+def beside(path: Path) -> Path:
     """A name beside `path` that nothing has: what carries it was left by a killed process, and may go."""
     return path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
 

@@ -18,9 +18,8 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import join_documents
-from megatron_vlm.data.encode.truncation import first_images
+from megatron_vlm.data.encode.document import first_images
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, join_documents
 from megatron_vlm.models.families import describe
 from tiny.checkpoints import build_tiny_checkpoint
 
@@ -60,7 +59,7 @@ def encoder(processor):
 def test_labels_are_the_next_tokens_of_replies(encoder):
     encoded = encoder.encode_sample(sample(conversation(images=1), images=1))
     trained = encoded.labels != IGNORE_INDEX
-    assert encoder.tokenizer.decode(encoded.labels[trained]) == "A seven.<end_of_turn>"
+    assert encoder.processor.tokenizer.decode(encoded.labels[trained]) == "A seven.<end_of_turn>"
     assert encoded.labels[:-1][trained[:-1]].equal(encoded.input_ids[1:][trained[:-1]])
     assert encoded.labels[-1] == IGNORE_INDEX
 
@@ -72,7 +71,7 @@ def test_loss_mask_and_labels_agree(encoder):
 
 def test_every_image_token_has_its_feature(encoder):
     encoded = encoder.encode_sample(sample(conversation(images=3), images=3))
-    assert (encoded.input_ids == encoder.tokenizer.image_token_id).sum() == 3 * 16
+    assert (encoded.input_ids == encoder.processor.tokenizer.image_token_id).sum() == 3 * 16
     assert encoded.visual_inputs.pixel_values.shape == (3, 112, 112, 3)
 
 
@@ -125,7 +124,7 @@ def grid_encoder(request, tmp_path_factory):
 def test_images_with_grids_have_as_many_tokens_as_merged_patches(grid_encoder):
     encoded = grid_encoder.encode_sample(sample(conversation(images=3), images=3))
     grids = encoded.visual_inputs.image_grid_thw
-    placeholder = grid_encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    placeholder = grid_encoder.processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert len(grids) == 3
     assert (encoded.input_ids == placeholder).sum() == grids.prod(-1).sum() // 4
     assert len(encoded.visual_inputs.pixel_values) == grids.prod(-1).sum()
@@ -172,7 +171,7 @@ def test_padding_is_marked_and_never_trained(encoder):
     batch = encoder.encode_batch(encoder.batch(rows))
     padding = batch["attention_mask"] == 0
     assert padding[0].sum() == len(rows[1].input_ids) - len(rows[0].input_ids) > 0
-    assert (batch["input_ids"][padding] == encoder.tokenizer.pad_token_id).all()
+    assert (batch["input_ids"][padding] == encoder.processor.tokenizer.pad_token_id).all()
     assert (batch["labels"][padding] == IGNORE_INDEX).all() and (batch["loss_mask"][padding] == 0).all()
 
 
@@ -223,7 +222,7 @@ def test_truncation_keeps_whole_images_at_every_length(processor):
         size = len(cut.input_ids)
         images = 0 if cut.visual_inputs is None else len(cut.visual_inputs.pixel_values)
         assert size <= length and cut.input_ids.equal(whole.input_ids[:size])
-        assert (cut.input_ids == encoder.tokenizer.image_token_id).sum() == 16 * images
+        assert (cut.input_ids == encoder.processor.tokenizer.image_token_id).sum() == 16 * images
         assert images == 0 or cut.visual_inputs.pixel_values.equal(whole.visual_inputs.pixel_values[:images])
         assert (cut.labels == IGNORE_INDEX)[-1] and cut.loss_mask.sum() > 0
         kept.add(images)

@@ -157,14 +157,12 @@ def test_a_state_of_another_sequence_length_is_refused_by_name(dataset, processo
 @pytest.mark.parametrize("part", ["chat_template", "tokenizer", "processor.image_processor.image_mean"])
 def test_a_state_of_another_processor_is_refused_by_name(dataset, tiny_gemma3, saved_state, part):
     processor = AutoProcessor.from_pretrained(tiny_gemma3)
-    template = processor.chat_template + (" " if part == "chat_template" else "")
+    processor.chat_template += " " if part == "chat_template" else ""
     if part == "tokenizer":
         processor.tokenizer.add_tokens(["another"])
     if part.startswith("processor"):
         processor.image_processor.image_mean = [0.4, 0.5, 0.5]
-    loader = train_loader(
-        dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256), chat_template=template)
-    )
+    loader = train_loader(dataset, HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)))
     with pytest.raises(ValueError, match=f"configuration: {part}: saved") as refusal:
         loader.load_state_dict(saved_state)
     assert str(refusal.value).count(": saved ") == 1

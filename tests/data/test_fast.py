@@ -12,7 +12,7 @@ from megatron.energon.errors import SkipSample
 from noisy_media import film, picture
 from PIL import Image
 from places import ROOT
-from samples import sample_of
+from samples import sample_of, templated
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
 from transformers.models.llava.image_processing_llava import LlavaImageProcessor
@@ -22,8 +22,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.conversation.chatml import BadSample
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.kinds import KNOWN, kind_of, why_unknown
 from megatron_vlm.data.kinds.one_size import OneSize
 from megatron_vlm.data.media.images import decode_image, decode_pixels
@@ -181,11 +180,11 @@ def known_as(family, processor):
     return processor
 
 
-def encoders(processor, needs: DataNeeds | None = None, chat_template: str | None = None, **settings):
+def encoders(processor, needs: DataNeeds | None = None, **settings):
     """(fast, through the HF processor)"""
     data = DataConfig(seq_length=100_000, **settings)
     parts = (processor, data, needs or processor.needs)
-    return [HFEncoderVLMTaskEncoder(*parts, fast=fast, chat_template=chat_template) for fast in (True, False)]
+    return [HFEncoderVLMTaskEncoder(*parts, fast=fast) for fast in (True, False)]
 
 
 def by_processor(processor, sample):
@@ -245,7 +244,8 @@ def test_bounds_on_pixels_are_kept(processor):
 
 @pytest.mark.parametrize("processor", OF_TEMPLATES, indirect=True)
 def test_templates_without_generation_blocks(processor):
-    fast, hf = encoders(processor, chat_template=without_generation_tags(processor.chat_template))
+    untagged = templated(processor, without_generation_tags(processor.chat_template))
+    fast, hf = encoders(untagged)
     for sample in samples()[len(FILES) :]:
         assert_equal_but_for_normalization(processor, fast.encode_sample(sample), hf.encode_sample(sample))
 
@@ -470,7 +470,7 @@ def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):
 
 def test_a_template_without_images_goes_to_the_processor_and_trains_on_text():
     template = "{% for m in messages %}{% generation %}{{ m.content[0].text }}{% endgeneration %}{% endfor %}"
-    encoder = HFEncoderVLMTaskEncoder(tiny_qwen(), DataConfig(), chat_template=template)
+    encoder = HFEncoderVLMTaskEncoder(templated(tiny_qwen(), template), DataConfig())
     assert "a question about an image is refused" in encoder.documents.why_hf_processor
     talk = [{"role": "user", "content": "A cat?"}, {"role": "assistant", "content": "A dog."}]
     sample = sample_of(talk, key="0")

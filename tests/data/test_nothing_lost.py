@@ -30,8 +30,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
 from megatron_vlm.data.accounts.ledger import Ledger, LostSample, check_each_once
 from megatron_vlm.data.encode.document import DocumentEncoder
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load import shared_memory as arena
 from megatron_vlm.data.records import tables
 

@@ -14,8 +14,7 @@ from prepared_shards import prepare
 from sources import write_sharegpt
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.limits import close_loader
 
@@ -77,7 +76,7 @@ def test_text_documents_bring_no_image_into_a_row(dataset, encoder):
     loader = train_loader(dataset, encoder)
     for _ in range(10):
         batch = next(loader)
-        image_tokens = int((batch["input_ids"] == encoder.tokenizer.image_token_id).sum())
+        image_tokens = int((batch["input_ids"] == encoder.processor.tokenizer.image_token_id).sum())
         images = 0 if batch["visual_inputs"] is None else len(batch["visual_inputs"].pixel_values)
         assert image_tokens == 16 * images
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from loaders import content, take
 from pairs import pairwise
+from samples import templated
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import TooManyDrops
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
 from megatron_vlm.data.load.packed_orders import BalancedRows
@@ -204,7 +204,7 @@ def test_other_settings_measure_again(tmp_path, folder, processor, change):
     template = change.pop("chat_template", None)
     for more, text in (({}, None), ({}, None), (change, template)):
         data = DataConfig(**{"seq_length": 50} | more)
-        encoder = HFEncoderVLMTaskEncoder(processor, data, chat_template=text)
+        encoder = HFEncoderVLMTaskEncoder(templated(processor, text or processor.chat_template), data)
         measure_dataset(HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 

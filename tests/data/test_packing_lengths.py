@@ -10,8 +10,7 @@ from sources import image
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media.images import decode_image, image_size
 from megatron_vlm.models.families import load
 from tiny.checkpoints import build_tiny_checkpoint

@@ -12,8 +12,7 @@ from samples import sample_of
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.conversation.chatml import BadSample, clean
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.records.normalise import normalise, read_record
 from tiny.checkpoints import build_tiny_checkpoint
 

@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from samples import templated
 
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
 from megatron_vlm.data.conversation.replies import REPLY, TURN, UntaggedReplies
@@ -149,7 +150,9 @@ def processor():
 @pytest.fixture(scope="module", params=SHAPES)
 def pair(request, processor):
     template = SHAPES[request.param]
-    return ChatTemplate(processor, template), ChatTemplate(processor, without_generation_tags(template))
+    return [
+        ChatTemplate(templated(processor, text)) for text in (template, without_generation_tags(template))
+    ]
 
 
 def talk(random_):
@@ -227,7 +230,7 @@ EXPECTED["closed"] = ["b<|im_end|>", "<think>x</think>d<|im_end|>", "f<|im_end|>
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_trained_is_what_the_model_would_generate(processor, shape):
-    chat = ChatTemplate(processor, without_generation_tags(SHAPES[shape]))
+    chat = ChatTemplate(templated(processor, without_generation_tags(SHAPES[shape])))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     turns += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "<think>x</think>d"}]
     turns += [{"role": "user", "content": "e"}, {"role": "assistant", "content": "f"}]
@@ -250,7 +253,7 @@ def test_marks_and_beginnings_find_the_same_replies(family):
     """Of a template that both can read."""
     parts = TINY_FAMILIES[family]
     template = without_generation_tags(parts.template)
-    chat = ChatTemplate(parts.processor(default_corpus(), parts.template), template)
+    chat = ChatTemplate(parts.processor(default_corpus(), template))
     texts = ["the cat", "", " a \n", f"{TURN}{REPLY}", "\n\nassistant"]
     for said in itertools.product(texts, repeat=2):
         turns = [{"role": "system", "content": "Be brief."}] * (said[0] == said[1])
@@ -280,8 +283,8 @@ def test_renderings_are_few(processor):
     that is not trained."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 4
     parts = TINY_FAMILIES["qwen3_vl"]
-    plain = ChatTemplate(processor, without_generation_tags(parts.template))
-    thinking = ChatTemplate(processor, without_generation_tags(SHAPES["qwen3_vl_thinking"]))
+    plain = ChatTemplate(templated(processor, without_generation_tags(parts.template)))
+    thinking = ChatTemplate(templated(processor, without_generation_tags(SHAPES["qwen3_vl_thinking"])))
     messages, _ = cook_chatml_sample(turns)
     assert counted(plain, messages) == 1 + 2 * 4
     assert counted(thinking, messages) == 1 + 2 + 3 * (1 + 3)  # the prompt alone shows that a reply differs
@@ -305,12 +308,12 @@ def test_a_template_whose_replies_change_the_rest_is_refused(processor, what):
     template = without_generation_tags(SHAPES["qwen3"])
     template = template + CHANGES if what == "the end" else REFUSED[what] + template
     with pytest.raises(ValueError, match="(not in the prompt once|differs around it).*endgeneration"):
-        ChatTemplate(processor, template)
+        ChatTemplate(templated(processor, template))
 
 
 def test_a_conversation_whose_reply_changes_the_rest_is_dropped(processor):
     shouts = "{% if messages[3:] and '!' in messages[1].content[0].text %}loud{% endif %}"
-    chat = ChatTemplate(processor, shouts + without_generation_tags(SHAPES["qwen3"]))
+    chat = ChatTemplate(templated(processor, shouts + without_generation_tags(SHAPES["qwen3"])))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b!"}]
     assert chat.render(cook_chatml_sample(turns)[0])[1]
     with pytest.raises(BadSample, match="template_error: .*turn 1, a reply, the prompt differs around it"):

@@ -33,7 +33,7 @@ from written_sources import (
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk.fields import FIELDS
@@ -499,7 +499,7 @@ def test_what_lies_on_disk_is_not_streamed(tmp_path, processor):
     with pytest.raises(ValueError, match="is read where it lies; drop data.streaming"):
         opened(json_lines(tmp_path / "a") | {"streaming": True}, processor)
     rows = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "b", 3))
-    with pytest.raises(ValueError, match="saved by `save_to_disk`"):
+    with pytest.raises(ValueError, match="is read where it lies"):
         opened({"train_data_path": rows, "streaming": True}, processor)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from parity import OF_DATA
 from PIL import Image
+from samples import templated
 from transformers import AutoProcessor, Gemma3Processor
 
 import megatron_vlm.data.encode.text as spans_module
@@ -20,7 +21,7 @@ TEMPLATES = {"tagged": TEMPLATE, "untagged": without_generation_tags(TEMPLATE)}
 
 @pytest.fixture(params=TEMPLATES)
 def spans(request, processor):
-    return TextEncoder(processor, chat_template=TEMPLATES[request.param])
+    return TextEncoder(templated(processor, TEMPLATES[request.param]))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tags", "no tags"])
@@ -33,7 +34,7 @@ def family_spans(request, tags):
     """Of every family, with and without marked replies."""
     parts = TINY_FAMILIES[request.param]
     template = parts.template if tags else without_generation_tags(parts.template)
-    return TextEncoder(parts.processor(default_corpus(), template), template)
+    return TextEncoder(parts.processor(default_corpus(), template))
 
 
 def picture(index):
@@ -127,7 +128,7 @@ def test_blocks_that_touch_are_one_reply(processor):
     ends = ends.replace(
         "{%- endgeneration -%}", "{% endgeneration %}{% generation %}<end_of_turn>{% endgeneration %}"
     )
-    spans = TextEncoder(processor, ends)
+    spans = TextEncoder(templated(processor, ends))
     turns = [
         ("user", "a"),
         ("assistant", "b"),
@@ -240,7 +241,7 @@ def test_a_conversation_that_the_template_refuses_says_why(spans):
 
 
 def test_what_a_template_raises_on_values_it_does_not_expect_is_a_drop(processor):
-    spans = TextEncoder(processor, chat_template=TEMPLATE)
+    spans = TextEncoder(templated(processor, TEMPLATE))
     spans.chat.text += "{% for m in messages %}{% for c in m.calls or [] %}{{ c.arguments | tojson }}"
     spans.chat.text += "{% endfor %}{% endfor %}"
     for calls in ([{"name": "f"}], 5):  # without arguments, and no list at all
@@ -252,11 +253,11 @@ def test_what_a_template_raises_on_values_it_does_not_expect_is_a_drop(processor
 def test_a_template_without_findable_replies_is_refused_at_construction(processor):
     shows_text = "{{ messages | string | length }}" + TEMPLATES["untagged"]
     with pytest.raises(ValueError, match="the prompt differs around it.*endgeneration"):
-        TextEncoder(processor, chat_template=shows_text)
+        TextEncoder(templated(processor, shows_text))
 
 
 def test_a_template_that_forgets_an_image_is_noticed(processor):
-    spans = TextEncoder(processor, chat_template=TEMPLATE.replace("<start_of_image>", ""))
+    spans = TextEncoder(templated(processor, TEMPLATE.replace("<start_of_image>", "")))
     with pytest.raises(BadSample, match="placeholder_mismatch: the chat template wrote 0 of 1 images"):
         encode(spans, ("user", "<image>a"), ("assistant", "b"), images=1)
 
@@ -268,7 +269,7 @@ def glm_processor(tmp_path_factory):
 
 @pytest.mark.parametrize("change", [str, without_generation_tags], ids=["tagged", "untagged"])
 def test_a_reply_that_only_the_next_turn_ends_is_trained_to_end(glm_processor, change):
-    spans = TextEncoder(glm_processor, chat_template=change(glm_processor.chat_template))
+    spans = TextEncoder(templated(glm_processor, change(glm_processor.chat_template)))
     encoded = encode(spans, ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2"))
     assert [reply.split("</think>")[1].strip() for reply in replies(spans, encoded)] == [
         "1<|user|>",

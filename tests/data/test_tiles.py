@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoProcessor, InternVLConfig
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.videos import VideoRules, decode_video
 from megatron_vlm.models.families import describe
@@ -100,7 +99,7 @@ def test_videos_are_those_of_the_processor(folder, images):
     )
     assert encoded.input_ids.equal(expected["input_ids"][0])
     check_visual(encoder, encoded, visual_of(folder, dict(expected)))
-    trained = encoder.tokenizer.decode(encoded.labels[encoded.labels != IGNORE_INDEX])
+    trained = encoder.processor.tokenizer.decode(encoded.labels[encoded.labels != IGNORE_INDEX])
     assert "jumps" in trained and "Frame" not in trained
 
 

@@ -21,8 +21,7 @@ from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
@@ -291,7 +290,7 @@ def test_times_by_hand(family, arguments):
     encoder = encoder_of(arguments)
     even, uneven, alone = steady(30), file([0, 1.0, 1.4, 4.2]), steady(1)
     encoded = encoder.encode_sample(sample([even, uneven, alone]))
-    text = encoder.tokenizer.decode(encoded.input_ids)
+    text = encoder.processor.tokenizer.decode(encoded.input_ids)
     pads = "<|image|>", "<|image_pad|>", "<|video_pad|>"
     for pad in pads:
         text = re.sub(f"({re.escape(pad)})+", "", text)
@@ -317,7 +316,7 @@ def test_only_the_reply_is_trained(arguments):
     encoder = encoder_of(arguments)
     encoded = encoder.encode_sample(sample([steady(30)]))
     trained = encoded.labels[encoded.labels != IGNORE_INDEX]
-    reply = encoder.tokenizer.decode(trained)
+    reply = encoder.processor.tokenizer.decode(trained)
     assert "A cat jumps." in reply and "What happens" not in reply and "video" not in reply
 
 
@@ -354,8 +353,8 @@ def test_truncation_keeps_whole_videos_at_every_length(arguments):
         assert cut.input_ids.equal(whole.input_ids[: len(cut.input_ids)]) and len(cut.input_ids) <= length
         for name, tensor in cut.visual_inputs.as_model_kwargs().items() if videos else ():
             assert tensor.equal(getattr(whole.visual_inputs, name)[: len(tensor)])
-        begin = encoder.tokenizer.convert_tokens_to_ids("<|begin_of_video|>")
-        end = encoder.tokenizer.convert_tokens_to_ids("<|end_of_video|>")
+        begin = encoder.processor.tokenizer.convert_tokens_to_ids("<|begin_of_video|>")
+        end = encoder.processor.tokenizer.convert_tokens_to_ids("<|end_of_video|>")
         if begin is not None:
             assert (cut.input_ids == begin).sum() == (cut.input_ids == end).sum() == videos
     assert kept == {0, 1, 2}

@@ -133,8 +133,7 @@ def _score(model: torch.nn.Module, inputs: dict, labels: torch.Tensor) -> torch.
 
 def _batches(processor: Any, description: Any) -> tuple[list[dict], list[dict]]:
     """A row for each pair, and one row of all pairs."""
-    from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-    from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+    from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
     from megatron_vlm.data.records.normalise import normalise
     from megatron_vlm.objectives import objective_of
 

@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.models.families import load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, clean_sample
@@ -14,3 +15,10 @@ def sample_of(conversation: Any, imgs: Any = None, videos: Any = None, key: str 
         return clean_sample(conversation, list(imgs or []), list(videos or []), **keys)
     except BadSample as bad:
         return ChatMLSample(problem=bad, **keys)
+
+
+def templated(processor: Any, template: str) -> Any:
+    """The processor with another chat template."""
+    processor = copy.copy(processor)
+    processor.chat_template = template
+    return processor

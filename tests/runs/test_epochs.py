@@ -17,12 +17,11 @@ from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig, TrainConfig
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.orders import RandomOrder
-from megatron_vlm.data.records.held_out import is_held_out
+from megatron_vlm.data.records.blends import is_held_out
 from megatron_vlm.files import read_rows
 from megatron_vlm.job.milestones import Epochs, milestones, validation_notes
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml

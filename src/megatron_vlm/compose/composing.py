@@ -11,10 +11,10 @@ from transformers import AutoProcessor, GenerationConfig, PreTrainedConfig
 from megatron_vlm.checks.model_on_disk import read_json
 from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config, expected_shapes, part_config
 from megatron_vlm.compose.sources import ROLES, TOWERS, Component
-from megatron_vlm.compose.templates import chat_template
 from megatron_vlm.compose.tensors import EMBEDDING_KEY, TOWER_PREFIX, Writer, is_tied, sources_of
 from megatron_vlm.compose.tokenizer import (
     begins_texts,
+    chat_template,
     open_tokenizer,
     own_template,
     refuse_changed,

@@ -11,8 +11,7 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import Batch, DataNeeds
 from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.accounts.drops import DropReport
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, VLMTaskEncoder
-from megatron_vlm.data.encode.packed import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder, VLMTaskEncoder
 from megatron_vlm.messages import reading
 from megatron_vlm.objectives import objective_of
 

@@ -5,7 +5,7 @@
     <run_dir>/checkpoints/best                   with `train.keep_best`: that with the lowest validation loss
     <run_dir>/checkpoints/step_00000100/         a complete checkpoint: it has a state.json
     <run_dir>/checkpoints/step_00000200.tmp/     being written
-    <run_dir>/checkpoints/step_00000050.deleted/ being removed
+    <run_dir>/checkpoints/.step_00000050.*.partial/  being removed
 
 A kill at any point leaves a complete checkpoint that `latest` or `latest.tmp` names, and leftovers that
 `tidy` removes. So does a power cut: every file is on disk before the step that relies on it.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import naming, need_room, open_file, read_file, refuse_odd, sync, write_whole
+from megatron_vlm.files import beside, naming, need_room, open_file, read_file, refuse_odd, sync, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
@@ -33,7 +33,7 @@ OWN |= {"metrics.jsonl", "loss.png", "held_out.jsonl"}
 OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
 NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may lie there before a run begins
 _STEP = re.compile(r"step_\d{8}", re.ASCII)
-_LEFTOVER = re.compile(r"step_\d{8}\.(tmp|deleted)|\..+\.[0-9a-f]{8}\.partial", re.ASCII)
+_LEFTOVER = re.compile(r"step_\d{8}\.tmp|\..+\.[0-9a-f]{8}\.partial", re.ASCII)
 
 
 def checkpoints(run_dir: str | Path) -> Path:
@@ -210,7 +210,7 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
         write_whole(partial / STATE, state_text(state))
         sync(partial)
         if os.path.lexists(final):
-            os.rename(final, final.with_suffix(".deleted"))
+            os.rename(final, beside(final))
         # The rename makes it complete. If a kill comes before `latest`, latest.tmp tells the next run so.
         write_whole(folder / "latest.tmp", final.name + "\n")
         sync(folder)
@@ -233,7 +233,7 @@ def prune(run_dir: str | Path, newest: str, keep: int, keep_best: bool = False) 
             write_whole(folder / "best", best + "\n")
         for name in [name for name in complete_checkpoints(run_dir) if name <= newest][: -max(keep, 1)]:
             if name != best:
-                os.rename(folder / name, folder / f"{name}.deleted")
+                os.rename(folder / name, beside(folder / name))
         remove_leftovers(folder)
 
 

@@ -52,11 +52,11 @@ def join(run_dir: str | Path, rank: int) -> BinaryIO:
     return file
 
 
-def check_free(run_dir: str | Path, patience: float = 1.0) -> None:
+def check_free(run_dir: str | Path) -> None:
     """Raises ConfigError as `take` does, but takes no lock."""
     if (Path(run_dir) / FILE).exists():
         with open_to_write(Path(run_dir) / FILE, keep=True) as file:
-            _lock_all(file, run_dir, patience)
+            _lock_all(file, run_dir, patience=1.0)
 
 
 def _lock_all(file: BinaryIO, run_dir: str | Path, patience: float) -> None:

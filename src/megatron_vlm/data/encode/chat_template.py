@@ -43,7 +43,7 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """The chat template of a processor, or one given instead.
+    """The chat template of a processor.
 
     Special tokens typed in record text are broken by a word joiner after their first character, so that no
     record can write a role marker or an image token. Added tokens that are not special (`<think>`) remain.
@@ -54,8 +54,8 @@ class ChatTemplate:
     Raises ValueError if the template marks no replies and they cannot be found.
     """
 
-    def __init__(self, processor: ProcessorMixin, template: str | None = None, mask_thinking: bool = False):
-        self.text = template or _template_of(processor)
+    def __init__(self, processor: ProcessorMixin, mask_thinking: bool = False):
+        self.text = _template_of(processor)
         self._tokenizer = processor.tokenizer
         self._control_tokens = _control_tokens(processor)
         self._image_patterns = [re.escape(token) for token in placeholder_tokens(processor)]

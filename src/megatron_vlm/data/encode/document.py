@@ -15,11 +15,11 @@ from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.conversation.limits import rules_within
+from megatron_vlm.data.conversation.replies import Span
 from megatron_vlm.data.conversation.turns import last_reply_alone, without_thinking
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.processing import HFProcessor, KnownProcessor
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
-from megatron_vlm.data.encode.truncation import cut, truncated
 from megatron_vlm.data.media.images import image_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
@@ -54,17 +54,10 @@ class DocumentEncoder:
     `why_hf_processor` says why samples go through the HF processor, which is slower; None if they do not.
     """
 
-    def __init__(
-        self,
-        processor: ProcessorMixin,
-        data: DataConfig,
-        needs: DataNeeds,
-        chat_template: str | None = None,
-        fast: bool = True,
-    ):
+    def __init__(self, processor: ProcessorMixin, data: DataConfig, needs: DataNeeds, fast: bool = True):
         self._processor, self._data, self._needs = processor, data, needs
         self.per_sample = 1  # documents; a pair of `data.preferences` has two
-        text = TextEncoder(processor, chat_template, mask_thinking=data.thinking == "mask")
+        text = TextEncoder(processor, mask_thinking=data.thinking == "mask")
         self.chat = text.chat
         known = KnownProcessor(text, needs.visual_keys, data.decode_seconds)
         self.why_hf_processor = known.why_not() if fast else "fast is off"
@@ -184,3 +177,55 @@ class DocumentEncoder:
         if self._data.over_length == "drop":
             raise BadSample("over_length", f"{length} tokens, seq_length = {self._data.seq_length}")
         return cut(text.images, text.videos, self._data.seq_length)
+
+
+# -- cut to a length, never through an image or a video
+
+
+def truncated(
+    text: EncodedText,
+    visual: GenericVisualInputs | None,
+    length: int,
+    image_count: int,
+    video_count: int,
+    image_token: int | None = None,
+) -> tuple[EncodedText, GenericVisualInputs | None]:
+    """Text and visual inputs of the first `length` tokens, which have this many images and videos whole."""
+    kept_text = EncodedText(
+        text.input_ids[:length], text.weights[:length], text.images[:image_count], text.videos[:video_count]
+    )
+    if visual is None or visual.pixel_values_videos is None:  # frames are among the images, in text order
+        spans = sorted([*text.images, *text.videos])
+        counts = [int((text.input_ids[start:stop] == image_token).sum()) for start, stop in spans]
+        return kept_text, first_images(visual, image_count + video_count, counts)
+    items = visual.items()
+    videos = items[len(text.images) :]
+    return kept_text, GenericVisualInputs.cat([*items[:image_count], *videos[:video_count]])
+
+
+def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, int]:
+    """(tokens, images, videos) that remain of at most `length` tokens without cutting an image or a video."""
+    for start, stop in [*images, *videos]:
+        if start < length < stop:
+            length = start
+    return length, *(sum(stop <= length for _, stop in spans) for spans in (images, videos))
+
+
+def first_images(
+    visual: GenericVisualInputs | None, keep: int, tokens: list[int]
+) -> GenericVisualInputs | None:
+    """The first `keep` images; `tokens` is how many image tokens each of them has.
+
+    Items that are not as many as the images are tiles of these, which have equally many tokens each. Raises
+    BadSample `over_length` for any other layout.
+    """
+    if visual is None or keep == 0:
+        return None
+    if keep == len(tokens):
+        return visual
+    items, every = visual.items(), sum(tokens)
+    if len(items) != len(tokens):
+        if not every or any(len(items) * count % every for count in tokens):
+            raise BadSample("over_length", f"cannot divide {len(items)} items into {len(tokens)} images")
+        keep = len(items) * sum(tokens[:keep]) // every
+    return GenericVisualInputs.cat(items[:keep])

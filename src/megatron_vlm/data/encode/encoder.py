@@ -1,9 +1,10 @@
-"""The task encoder: `ChatMLSample` → row → micro batch. A row is one document; in `packed`, several."""
+"""The task encoders: `ChatMLSample` → row → micro batch. A row is one document; of packed rows, several."""
 
 import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.energon import Batch as EnergonBatch
@@ -18,6 +19,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
+from megatron_vlm.data.encode.packing import pack_buffer
 from megatron_vlm.data.shard_format import COOKERS
 
 
@@ -34,15 +36,21 @@ class HFEncoderTaskBatch(EnergonBatch):
     document_keys: list[list[str]]
 
 
+@edataclass
+class MeasuredSample(Sample):
+    conversation: ChatMLSample
+    measured: Measured
+
+
 class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEncoderTaskBatch, dict]):
-    """The base of task encoders. They need nothing from Energon's loader, so any source may call them.
+    """The base of task encoders. They need nothing from Energon's loader, so any source may call them: their
+    `encode_document` gives one document, or raises SkipSample after counting the drop, and `join` a row.
 
     processor      a Hugging Face processor; called once per sample unless `fast` replaces it
     data           the length of rows, the size of images, the frames of a video, when a sample is dropped
     needs          what the model wants; an output of the processor that is neither among the model's visual
                    keys nor about the text raises ValueError
     drops          counts the samples that cannot be trained on
-    chat_template  used instead of the processor's own
     fast           the processor's work is done without it if it is known
     """
 
@@ -56,7 +64,6 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         needs: DataNeeds | None = None,
         drops: DropReport | None = None,
         *,
-        chat_template: str | None = None,
         fast: bool = True,
     ):
         super().__init__()
@@ -64,22 +71,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         self.drops = drops or DropReport()
         self._dropped: Counter[str] = Counter()  # by this process, since its last batch
         self._in_a_row: Counter[str] = Counter()  # drops of this process, by the stage of the encoding
-        self.documents = DocumentEncoder(processor, data, self.needs, chat_template, fast)
-
-    @property
-    def tokenizer(self):
-        return self.processor.tokenizer
-
-    def encode_document(self, sample: ChatMLSample) -> HFEncoderTaskSample:
-        """One document, for loaders that make rows themselves with `join`.
-
-        Raises SkipSample, after counting the drop, when the sample cannot be trained on.
-        """
-        raise NotImplementedError
-
-    def join(self, documents: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
-        """A row of encoded documents."""
-        raise NotImplementedError
+        self.documents = DocumentEncoder(processor, data, self.needs, fast)
 
     @stateless
     def encode_batch(self, batch: HFEncoderTaskBatch) -> Batch:
@@ -120,7 +112,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
 
     def _batch_rows(self, samples: list[HFEncoderTaskSample], length: int) -> HFEncoderTaskBatch:
         """Rows padded on the right; documents and visual items stay in order."""
-        padding = {"input_ids": self.tokenizer.pad_token_id or 0, "labels": IGNORE_INDEX}
+        padding = {"input_ids": self.processor.tokenizer.pad_token_id or 0, "labels": IGNORE_INDEX}
         padding |= dict.fromkeys(("loss_mask", "position_ids", "attention_mask"), 0)
         return HFEncoderTaskBatch(
             __key__=[sample.__key__ for sample in samples],
@@ -139,14 +131,13 @@ class HFEncoderVLMTaskEncoder(VLMTaskEncoder):
 
     @stateless
     def encode_sample(self, sample: ChatMLSample) -> HFEncoderTaskSample:
-        """Energon's name for `encode_document`."""
         with self._counting_drops(sample):
             encoded = self.documents.encode(sample)
         self.drops.keep()
         return encoded
 
     def encode_document(self, sample: ChatMLSample) -> HFEncoderTaskSample:
-        return self.encode_sample(sample)
+        return self.encode_sample(sample)  # by the name that Energon looks for
 
     def join(self, documents: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
         (document,) = documents
@@ -156,6 +147,93 @@ class HFEncoderVLMTaskEncoder(VLMTaskEncoder):
     def batch(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskBatch:
         """The samples as rows, padded to the longest."""
         return self._batch_rows(samples, max(len(sample.input_ids) for sample in samples))
+
+
+class PackingVLMTaskEncoder(VLMTaskEncoder):
+    """Encodes in two steps, so that a buffer of samples is packed before their images are decoded:
+    `preencode_sample` reads text and the headers of media, `postencode_sample` decodes the media.
+
+    Rows hold several documents and are padded to `seq_length`.
+
+    Raises ValueError if the processor cannot tell an image's number of tokens from its size.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.documents.processing.sizes  # noqa: B018  so it raises here, not in a worker
+
+    @stateless
+    def preencode_sample(self, sample: ChatMLSample) -> MeasuredSample:
+        """A measured sample. Raises as `measure`."""
+        return MeasuredSample.derive_from(sample, conversation=sample, measured=self.measure(sample))
+
+    @stateless
+    def postencode_sample(self, sample: MeasuredSample) -> HFEncoderTaskSample:
+        """One document. Raises SkipSample, after counting the drop, if its images cannot be decoded."""
+        measured = sample.measured
+        with self._counting_drops(sample):
+            encoded = self.documents.encode(sample.conversation, measured)
+        found = len(encoded.input_ids), self.patches_of(encoded.visual_inputs)
+        if found != (measured.length, measured.patches):
+            raise RuntimeError(
+                f"{sample.__key__}: measured {measured.length} tokens and {measured.patches} patches, "
+                f"encoded {found[0]} and {found[1]}. Lengths for {type(self.processor).__name__} are wrong: "
+                "please report this, and use data.packing=none meanwhile."
+            )
+        encoded.__restore_key__ = sample.__restore_key__  # that of this stage, not of the conversation
+        self.drops.keep()
+        return encoded
+
+    def encode_document(self, sample: ChatMLSample) -> HFEncoderTaskSample:
+        return self.postencode_sample(self.preencode_sample(sample))
+
+    def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
+        """Rows, with each sample in exactly one; only the samples' lengths and patches decide which."""
+        sizes = [sample.measured for sample in samples]
+        rows = self.select_rows([size.length for size in sizes], [size.patches for size in sizes])
+        return [[samples[index] for index in row] for row in rows]
+
+    def select_rows(self, lengths: list[int], patches: list[int]) -> list[list[int]]:
+        """`select_samples_to_pack` for samples given as indices into the lists."""
+        return pack_buffer(lengths, self.data.seq_length, patches, self.data.max_patches)
+
+    @stateless
+    def pack_selected_samples(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
+        """One row. Raises SkipSample when none of its samples could be encoded."""
+        if not samples:
+            raise SkipSample("a row of which every sample was dropped")
+        length = sum(len(sample.input_ids) for sample in samples)
+        if length > self.data.seq_length:
+            keys = [key for sample in samples for key in sample.document_keys]
+            raise RuntimeError(
+                f"packing: {', '.join(keys)} have {length} tokens, seq_length = {self.data.seq_length}: they "
+                "changed after their lengths were measured; delete their folder in data.lengths_cache."
+            )
+        return join_documents(samples)
+
+    join = pack_selected_samples
+
+    @stateless
+    def batch(self, samples: list[HFEncoderTaskSample]) -> HFEncoderTaskBatch:
+        """The samples as rows, padded to `seq_length`."""
+        return self._batch_rows(samples, self.data.seq_length)
+
+
+def join_documents(samples: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
+    """One packed row: the samples' documents in sequence, numbered from 1; positions restart in each."""
+    numbers, count = [], 0
+    for sample in samples:
+        numbers.append(sample.attention_mask + count)
+        count += int(sample.attention_mask[-1])
+    names = ("input_ids", "labels", "loss_mask", "position_ids")
+    tensors = {name: torch.cat([getattr(sample, name) for sample in samples], dim=-1) for name in names}
+    return HFEncoderTaskSample.derive_from(
+        samples[0],
+        **tensors,
+        attention_mask=torch.cat(numbers),
+        visual_inputs=cat_visual(samples),
+        document_keys=[key for sample in samples for key in sample.document_keys],
+    )
 
 
 def _stack(rows: list[Tensor], length: int, value: int) -> Tensor:

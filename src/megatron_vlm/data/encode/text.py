@@ -47,13 +47,11 @@ class TextEncoder:
     Raises ValueError if the tokenizer gives no offsets (only fast tokenizers do), and as `ChatTemplate`.
     """
 
-    def __init__(
-        self, processor: ProcessorMixin, chat_template: str | None = None, mask_thinking: bool = False
-    ):
+    def __init__(self, processor: ProcessorMixin, mask_thinking: bool = False):
         self.tokenizer = processor.tokenizer
         if not self.tokenizer.is_fast:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
-        self.chat = ChatTemplate(processor, chat_template, mask_thinking)
+        self.chat = ChatTemplate(processor, mask_thinking)
         self.kind = kind_of(processor)
         self.marked_tokenizer = MarkedTokenizer(self.tokenizer)
         self._processor = copy.copy(processor)

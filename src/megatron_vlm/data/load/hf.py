@@ -23,14 +23,12 @@ from megatron_vlm.data.accounts.ledger import Ledger, lost
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
 from megatron_vlm.data.load.length_cache import measure_dataset
 from megatron_vlm.data.load.limits import close_loader, over_epochs, with_limited_drops
-from megatron_vlm.data.load.orders import Place, RandomOrder
+from megatron_vlm.data.load.orders import Place, RandomOrder, StreamOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows, loader_of
-from megatron_vlm.data.load.stream_order import StreamOrder
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
-from megatron_vlm.data.records.blends import sources_of_keys
+from megatron_vlm.data.records.blends import divided, sources_of_keys
 from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.held_out import divided
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
 from megatron_vlm.data.records.unread import first_notes
@@ -64,9 +62,8 @@ class HFProvider:
         """
         data = self._data
         if data.streaming:
-            if len(sources := sources_of(data.train_data_path)) > 1:
-                raise ValueError("data.streaming: reads one train_data_path; drop streaming or the others.")
-            table = StreamedRows.open(sources[0].path, self._columns, data.media_dir)
+            [source] = sources_of(data.train_data_path)  # `config_rules` refuses several
+            table = StreamedRows.open(source.path, self._columns, data.media_dir)
             rows = EncodedRows(table, with_limited_drops(encoder, data))
         else:
             rows = self.train_rows(encoder)

@@ -1,4 +1,4 @@
-"""The order in which a rank sees the rows of a map-style dataset; `packed_orders` has orders of packed rows.
+"""The order in which a rank sees the rows of a dataset or a stream; `packed_orders` has orders of packing.
 
 The epochs follow one another without a gap and are dealt to the ranks as one sequence, so after a global
 batch the ranks together have had the first so many rows of it, whatever their number.
@@ -8,16 +8,19 @@ place at which the same iteration continues after them. `order.place`, a few int
 
 Any number of ranks can go on where others stopped: `order.move(places)` takes the places of those that did.
 What they had left of their epochs is dealt again; then epochs follow as usual. `order.moves` remembers this.
+Of a stream, each rank reads its part in a fixed order, and no other number of ranks can go on.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
+
+from megatron_vlm.data.records.streams import Row
 
 Place = tuple[int, ...]
 Move = Sequence[Any]  # for each rank that stopped: its place, and whatever else tells what it had left
@@ -72,7 +75,7 @@ class RandomOrder(Order):
 
     def move(self, places: Sequence[Place], left: Sequence[Sequence[Place]] = ()) -> None:
         """See the module. `left`: for each rank, the places after rows that it passed over without use."""
-        ranks = [[place, *more] for place, more in zip_longest(places, left, fillvalue=())]
+        ranks = [[place, *more] for place, more in itertools.zip_longest(places, left, fillvalue=())]
         self.moves = [*self.moves, ranks]
         self.place = min(epoch for rank in ranks for epoch, _ in rank), 0
 
@@ -99,3 +102,66 @@ class RandomOrder(Order):
         start = min((at for rank in self.moves[-1] for at, _ in rank)) if self.moves else 0
         touched = sum(len(self._epoch(number)) for number in range(start, min(epoch, cut)))
         return touched + max(0, epoch - max(start, cut)) * self._rows
+
+
+@dataclass
+class StreamOrder(Order):
+    """Iterates without end over `(place, [row])`; each row of an epoch is on one rank.
+
+    Shards come in a new order each epoch. If the number of shards is a multiple of the number of ranks, each
+    rank reads its own shards; else every rank reads all shards and keeps its share of the rows of each. A
+    block of `buffer_size` rows is shuffled at a time; a block ends with its epoch. Workers do not read, they
+    only encode.
+
+    A place is where its block began (epoch, shards that the rank has done, rows done of the next shard) and
+    how many of the block's rows are done, so resuming reads the shard again up to there. Raises ValueError if
+    a shard ends before a place in it: the source changed.
+    """
+
+    stream: Any
+    rank: int
+    world_size: int
+    seed: int
+    buffer_size: int
+    place: Place = (0, 0, 0, 0)
+    moves: Sequence = ()
+
+    other_ranks_go_on = False  # which rows a rank reads depends on the number of ranks
+
+    def __iter__(self) -> Iterator[tuple[Place, list[Row]]]:
+        *begin, done = self.place
+        while True:
+            rows = self._epoch(begin[0], begin[1], begin[2])
+            epoch_is_empty = begin[1:] == [0, 0]
+            while block := list(itertools.islice(rows, max(1, self.buffer_size))):
+                epoch_is_empty = False
+                order = np.random.default_rng([self.seed, self.rank, *begin]).permutation(len(block))
+                after = [*block[-1][0]]
+                for number in range(done, len(block)):
+                    following = (*begin, number + 1) if number + 1 < len(block) else (*after, 0)
+                    yield following, [block[order[number]][1]]
+                begin, done = after, 0
+            if epoch_is_empty:
+                raise ValueError(
+                    f"data: rank {self.rank} of {self.world_size} has no row of the stream; use fewer ranks."
+                )
+            begin = [begin[0] + 1, 0, 0]
+
+    def _epoch(self, epoch: int, shards_done: int, rows_done: int) -> Iterator[tuple[Place, Row]]:
+        """The rest of an epoch, and the place after each row."""
+        count = self.stream.num_shards
+        shards = np.random.default_rng([self.seed, epoch]).permutation(count).tolist()
+        share = count % self.world_size == 0
+        mine = shards[self.rank :: self.world_size] if share else shards
+        for done, shard in enumerate(mine[shards_done:], start=shards_done):
+            read = 0
+            for read, record in enumerate(self.stream.shard(count, shard), start=1):
+                if read <= rows_done or not (share or (read + shard) % self.world_size == self.rank):
+                    continue
+                yield (epoch, done, read), ((shard, read - 1), record)
+            if read < rows_done:
+                raise ValueError(
+                    f"data: shard {shard} of the stream has {read} rows, the state continues after "
+                    f"{rows_done}; the source changed, so it cannot be resumed."
+                )
+            rows_done = 0

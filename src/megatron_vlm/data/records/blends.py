@@ -1,5 +1,11 @@
-"""Rows by number: the interface of every map-style source, and several sources as one."""
+"""Rows by number: the interface of every map-style source, several sources as one, and rows held out of them.
 
+Rows are held out for validation by a hash of their keys. Whether one is depends on nothing but its key in its
+own source and the share: not on order, ranks, workers, seed or other sources. A larger share holds out what a
+smaller one does, and more.
+"""
+
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,3 +156,64 @@ def path_names(paths: Sequence[str]) -> list[str]:
     while len({part[-depth:] for part in parts}) < len(parts):
         depth += 1
     return ["/".join(part[-depth:]).lstrip("/") for part in parts]
+
+
+# -- rows that are held out
+
+
+def is_held_out(key: str, share: float) -> bool:
+    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+    return number < share * 2**64
+
+
+def divided(table: Table, share: float, held_out: bool) -> Table:
+    """The rows that are held out, each once in an epoch; or all others, as often as in `table`, where it
+    does not say how many rows an epoch has.
+
+    Raises ValueError if no row is held out, or all rows of one of the sources are.
+    """
+    tables = table.tables if isinstance(table, Blend) else {"": table}
+    chosen, rest = {}, {}
+    for name, source in tables.items():
+        is_chosen = np.array([is_held_out(source.key(row), share) for row in range(len(source))], bool)
+        chosen[name] = ChosenRows(source, np.flatnonzero(is_chosen), f"{share} held out")
+        rest[name] = ChosenRows(source, np.flatnonzero(~is_chosen), f"without {share} held out")
+    wrong = [f"all {len(one)} rows of {one.origin(0)[0]}" for name, one in tables.items() if not rest[name]]
+    wrong += [] if any(chosen.values()) else [f"none of {len(table)} rows"]
+    if wrong:
+        raise ValueError(
+            f"data.validation_share: {share:g} holds out {wrong[0]}; change it, or give data.valid_data_path."
+        )
+    if not isinstance(table, Blend):
+        return (chosen if held_out else rest)[""]
+    if held_out:
+        some = {name: rows for name, rows in chosen.items() if rows}
+        return Blend(some, {name: len(rows) for name, rows in some.items()})
+    counts = dict(table.counts)
+    for name in counts.keys() - table.exact:
+        counts[name] = max(1, round(counts[name] * len(rest[name]) / len(tables[name])))
+    return Blend(rest, counts)
+
+
+@dataclass
+class ChosenRows(Table):
+    """Some rows of a table, with the keys that they have there."""
+
+    table: Table
+    rows: ndarray
+    name: str  # which part it is
+
+    def __post_init__(self) -> None:
+        self.identity = f"{self.table.identity} {self.name}"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def record(self, index: int) -> tuple[dict, Path]:
+        return self.table.record(int(self.rows[index]))
+
+    def origin(self, index: int) -> tuple[str, int]:
+        return self.table.origin(int(self.rows[index]))
+
+    def content(self) -> str:
+        return digest([self.table.content(), self.name])

@@ -54,12 +54,8 @@ def open_rows(path: str | Path, split: str | None = None, subset: str | None = N
 def open_stream(path: str | Path) -> datasets.IterableDataset:
     """The training rows of `path` as a stream; nothing is written to disk first. Images stay encoded.
 
-    Raises ValueError as `open_rows`, and for a folder saved by `datasets`: its rows are on disk already.
+    Raises ValueError as `open_rows`.
     """
-    if _is_saved_folder(Path(path)):
-        raise ValueError(
-            f"dataset {path}: saved by `save_to_disk`, its rows are read where they lie; drop data.streaming."
-        )
     builder = _builder(path)
     with naming_the_damaged(path):
         loaded = builder.as_streaming_dataset()
@@ -80,7 +76,7 @@ def _split_of(path: str | Path, split: str | None, splits: Iterable[str]) -> str
 
 def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | datasets.DatasetDict:
     """Loads `path` with `datasets`. Raises ValueError that names the file that cannot be read."""
-    if _is_saved_folder(Path(path)):
+    if is_saved_folder(Path(path)):
         _check_files(Path(path))
         with naming_the_damaged(path):
             return datasets.load_from_disk(str(path))
@@ -109,7 +105,7 @@ def _check_files(path: Path) -> None:
     splits, described = ["."], path / "dataset_dict.json"
     if described.exists():
         splits = _described(described, lambda content: [str(name) for name in content["splits"]])
-    elif not _is_saved_folder(path):
+    elif not is_saved_folder(path):
         return
     for split in splits:
         _check_inside(path, split, described)
@@ -212,7 +208,7 @@ def _leaves(array: pa.Array) -> Iterator[pa.Array]:
         yield array
 
 
-def _is_saved_folder(path: Path) -> bool:
+def is_saved_folder(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 

@@ -1,10 +1,26 @@
 """A record in any layout → its conversation as shards store it, and its media, named or read.
 
-A record has turns under one of TURNS, or in one of the layouts of `records.layouts`. Its media stand under
-`image(s)` and `video(s)`, or parts of its turns name them, as OpenAI and Qwen write them. An image is
-{"type": "image_url", "image_url": {"url": PATH}} or {"type": "image", "image": PATH}, a video the same with
-its word, or {"type": "video", "video": [PATHS OF FRAMES], "fps": 2}. A part that names none stands for the
-next medium of its record.
+A record has turns under one of `fields.TURNS`, or in one of these layouts:
+
+    question, answer            one exchange; also called prompt or instruction (query or input is appended
+                                after a newline) and response, completion or output; history: earlier pairs
+    caption                     the reply to an image
+    texts: [{user, assistant}]  exchanges
+    texts: [text or None]       with `images: [image or None]`: an interleaved document, see `_document`
+
+    prompt, chosen, rejected           TRL, and most datasets; without `prompt`, both of the others are whole
+                                       conversations; question and instruction are prompts, too;
+                                       whole conversations may also stand beside what they begin with
+    conversations, chosen, rejected    LLaMA-Factory: the turns of the prompt, and one turn each
+    messages, rejected_response        ms-swift: a conversation, and what might have been its last reply
+    messages, rejected_messages        ms-swift: two conversations
+
+The prompt and the answers of a preference record are text, a turn, or a list of turns.
+
+Its media stand under `image(s)` and `video(s)`, or parts of its turns name them, as OpenAI and Qwen write
+them. An image is {"type": "image_url", "image_url": {"url": PATH}} or {"type": "image", "image": PATH}, a
+video the same with its word, or {"type": "video", "video": [PATHS OF FRAMES], "fps": 2}. A part that names
+none stands for the next medium of its record.
 
 An image is a path, encoded bytes, or Hugging Face's `{"path": ..., "bytes": ...}`. A video is a file in one
 of these forms, a list of images, or `{"frames": [images]}` with such a list and `fps` or `timestamps` (see
@@ -14,13 +30,13 @@ of these forms, a list of images, or `{"frames": [images]}` with such a list and
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample
+from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample, cook_chatml_sample
 from megatron_vlm.data.conversation.limits import LIMITS, limits_beside, named_limits
-from megatron_vlm.data.conversation.turns import sole
+from megatron_vlm.data.conversation.turns import DOCUMENT, sole
 from megatron_vlm.data.media.files import read_media
-from megatron_vlm.data.on_disk.fields import MEDIA, REJECTED_TURNS
-from megatron_vlm.data.records.layouts import chosen_and_rejected, named_turns
+from megatron_vlm.data.on_disk import fields
 
+DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 TIMES = ("fps", "timestamps")  # of a video's frames
 BESIDE = ("system", "tools", *(f"{kind}_limits" for kind in LIMITS))  # what else a conversation has
 
@@ -33,7 +49,7 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
     what the record names, in order. Raises BadSample for a record without turns in any known layout, and for
     two names of one field that differ.
     """
-    media = {kind: _listed(record.get(sole(record, names))) for kind, names in MEDIA.items()}
+    media = {kind: _listed(record.get(sole(record, names))) for kind, names in fields.MEDIA.items()}
     name = named_turns(record)
     turns, rejected = chosen_and_rejected(record, name)
     if isinstance(record.get("texts"), list) and not name:  # None stands where a document has no image
@@ -41,11 +57,11 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
     beside = {key: record[key] for key in BESIDE if record.get(key) is not None}
     for kind, items in media.items():
         beside |= limits_beside(kind, items)
-    in_parts: dict[str, list] = {kind: [] for kind in MEDIA}
+    in_parts: dict[str, list] = {kind: [] for kind in fields.MEDIA}
     conversation = {name or "messages": _without_media(turns, in_parts)}
     if rejected:
-        conversation[REJECTED_TURNS] = _without_media(rejected, {})
-    return conversation | beside, {kind: media[kind] or in_parts[kind] for kind in MEDIA}
+        conversation[fields.REJECTED_TURNS] = _without_media(rejected, {})
+    return conversation | beside, {kind: media[kind] or in_parts[kind] for kind in fields.MEDIA}
 
 
 def read_record(record: dict, root: Path) -> tuple[dict, list[bytes], list[bytes | dict]]:
@@ -78,7 +94,7 @@ def _place(part: Any, media: dict[str, list]) -> Any:
     """The part without its medium, but with the limits of it."""
     name = part.get("type") if isinstance(part, dict) else None
     kind = PART_TYPES.get(name) if isinstance(name, str) else None
-    if kind not in MEDIA:
+    if kind not in fields.MEDIA:
         return part
     medium = part.get(sole(part, (f"{kind}_url", kind, "url", "path")))
     if isinstance(medium, dict):
@@ -110,3 +126,141 @@ def _file_bytes(media: Any, root: Path) -> bytes:
             "missing_media", f"a media item is a path or encoded bytes, this is {type(media).__name__}"
         )
     return read_media(media, root)
+
+
+# -- turns in any layout
+
+
+def named_turns(record: dict) -> str | None:
+    """The name under which the record has its turns. Raises BadSample for two that differ."""
+    for name in ("chosen_images", "rejected_images"):
+        if record.get(name):
+            raise BadSample("bad_preference", f"{name}: both answers have to be to the same images")
+    sole(record, fields.REJECTIONS, "bad_preference")
+    alone = record.get("conversation")  # often a text beside the turns; else it may be the turns
+    are_turns = isinstance(alone, list) or (isinstance(alone, str) and alone.lstrip().startswith("["))
+    return sole(record, fields.TURNS, same=_same_turns) or ("conversation" if are_turns else None)
+
+
+def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
+    """The turns, with the chosen answer if there are two; and the turns with the rejected one, or None.
+
+    `name` is where the record has turns. Raises BadSample if it has none in any layout.
+    """
+    turns = record[name] if name else None
+    prompt = turns if isinstance(turns, list) else None
+    chosen, rejected = record.get(fields.CHOSEN), record.get(fields.REJECTED)
+    reply = record.get(fields.REJECTED_REPLY)
+    if prompt and rejected is None and sole(record, fields.REJECTIONS):
+        sole(record, (fields.CHOSEN, name), "bad_preference", same=_same_turns)
+    if isinstance(chosen, str | dict | list) and (prompt is None or rejected is not None):
+        if not prompt:
+            prompt = _turns(_asked(record, "bad_preference") or [], "user")
+        turns = _answered(prompt, chosen)
+        if rejected is not None:
+            return turns, _answered(prompt, rejected)
+    turns = turns or _plain_turns(record)
+    if reply is not None and isinstance(turns, list):
+        return turns, turns[:-1] + _turns(reply, "assistant")
+    return turns, record.get(fields.REJECTED_TURNS)
+
+
+def _same_turns(one: Any, other: Any) -> bool:
+    """Whether two lists of turns are one conversation, in two forms."""
+    try:
+        return cook_chatml_sample(one) == cook_chatml_sample(other)
+    except BadSample:
+        return False
+
+
+def _asked(record: dict, reason: str) -> Any:
+    """The prompt of a record, and its query after a newline; None if it asks nothing. Raises BadSample."""
+    prompt, query = _first(record, fields.PROMPTS, reason), _first(record, fields.QUERIES, reason)
+    if prompt is None or not query:
+        return prompt
+    if not (isinstance(prompt, str) and isinstance(query, str)):
+        raise BadSample(reason, "prompt and query are not both text")
+    return f"{prompt}\n{query}"
+
+
+def _answered(prompt: list, answer: Any) -> list:
+    """The conversation; an answer that begins with a question is a whole one, and has the prompt in it."""
+    turns = _turns(answer, "assistant")
+    whole = any(_role(turn) in ("system", "user", "human") for turn in turns[:1])
+    whole = whole and any(_role(turn) != "system" for turn in prompt)
+    return turns if whole else prompt + turns
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+
+
+def _turns(given: Any, role: str) -> list:
+    """Text becomes a turn of `role`; turns stay as they are, for `cook_chatml_sample` to judge."""
+    if isinstance(given, str):
+        return [{"role": role, "content": given}]
+    if isinstance(given, dict):
+        return [given]
+    if not isinstance(given, list):
+        raise BadSample(
+            "bad_preference", f"an answer or a prompt is {type(given).__name__}, no text or turns"
+        )
+    return given
+
+
+# -- records without a list of turns
+
+
+def _plain_turns(record: dict) -> list[dict]:
+    """The turns. Raises BadSample if the record has none in any of these layouts."""
+    if isinstance(record.get("texts"), list):
+        texts = record["texts"]
+        if texts and all(isinstance(text, dict) for text in texts):
+            return [turn for text in texts for turn in _exchange(text.get("user"), text.get("assistant"))]
+        return _document(texts, record.get("images"))
+    if "caption" in record:
+        if not any(record.get(name) for name in fields.MEDIA["image"]):
+            raise BadSample("missing_media", "a caption without an image")
+        return _exchange("", record["caption"])
+    prompt, reply = _asked(record, "bad_conversation"), _first(record, fields.REPLIES, "bad_conversation")
+    if prompt is None or reply is None:
+        raise BadSample(
+            "bad_conversation", f"no turns: none of {list(fields.TURNS)} among {sorted(map(str, record))}"
+        )
+    pairs = record.get("history") or []
+    if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
+        raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
+    return [turn for pair in [*pairs, (prompt, reply)] for turn in _exchange(pair[0], pair[1])]
+
+
+def _first(record: dict, names: tuple[str, ...], reason: str) -> Any:
+    empty = next((name for name in names if record.get(name) is not None), None)
+    return record.get(sole(record, names, reason) or empty)
+
+
+def _exchange(prompt: Any, reply: Any) -> list[dict]:
+    for name, text in (("prompt", prompt), ("reply", reply)):
+        if not isinstance(text, str):
+            raise BadSample("bad_conversation", f"the {name} is {type(text).__name__}, not text")
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+
+
+def _document(texts: list, images: Any) -> list[dict]:
+    """One turn of role `document`: at each index the image, then the text; None stands for no image or text.
+
+    All text is trained, in the order given, without chat template.
+    """
+    images = [None] * len(texts) if images is None else images
+    if not isinstance(images, list) or len(images) != len(texts):
+        count = len(images) if isinstance(images, list) else type(images).__name__
+        raise BadSample("bad_conversation", f"a document of {len(texts)} texts and {count} images; give None")
+    if not all(isinstance(text, str | None) for text in texts):
+        raise BadSample("bad_conversation", "a document's texts are text or None")
+    parts: list[dict] = []
+    for text, image in zip(texts, images, strict=True):
+        if image is not None:
+            parts.append({"type": "image"})
+        if text:
+            after_text = parts and parts[-1]["type"] == "text"
+            parts.append({"type": "text", "text": DOCUMENT_SEPARATOR * bool(after_text) + text})
+    return [{"role": DOCUMENT, "content": parts}]

@@ -28,10 +28,10 @@ class StreamedRows:
     @classmethod
     def open(cls, path: str, columns: Columns, media_dir: str | None = None) -> StreamedRows:
         """The opened stream. Raises ValueError if the source cannot be streamed or lacks a mapped column."""
-        from megatron_vlm.data.records.hub import media_root, open_stream
+        from megatron_vlm.data.records.hub import is_saved_folder, media_root, open_stream
         from megatron_vlm.data.records.tables import kind_of
 
-        if kind_of(path) != "hf":
+        if kind_of(path) != "hf" or is_saved_folder(Path(path)):
             raise ValueError(f"data.streaming: {path} is read where it lies; drop data.streaming.")
         stream = open_stream(path)
         if stream.features is not None:
