@@ -126,12 +126,13 @@ OFTEN |= {("DP2 dist. optimizer", 1): ("training",)}
 def cells() -> list:
     """`make test-long` has few besides: each two of family, kind of parallelism, run, and first or last rank
     meet in one, and every layout has a model with experts and one without. `make test-soak` has all."""
+    runs = [*rehearse_waits.PARTS]
     every = [
-        (family, layout, rank, run)
-        for family in TINY_FAMILIES
-        for layout in parity.layouts_of(family)
+        (family, layout, rank, runs[(number + place + turn) % len(runs)])
+        for number, family in enumerate(TINY_FAMILIES)
+        for place, layout in enumerate(parity.layouts_of(family))
         for rank in sorted({0, parity.LAYOUTS[layout][0] - 1})
-        for run in rehearse_waits.PARTS
+        for turn in range(len(runs))  # the first of equal cells is chosen, so another run for each
     ]
     short = [cell for cell in every if cell[0] == "gemma3" and cell[3] in OFTEN.get(cell[1:3], ())]
     in_short = set().union(*map(shows, short))

@@ -126,7 +126,8 @@ def kinds_of_parallelism(processes: int, layout: ParallelConfig) -> set[str]:
     """The ways in which a layout cuts a model or its data; of one process "none"."""
     found = {name for name in ("tp", "pp", "vpp", "cp", "ep") if getattr(layout, name) > 1}
     found |= {"tp without sp"} if layout.tp > 1 and not layout.sp else set()
-    found |= {"dp"} if processes > layout.model_size else set()
+    if processes > layout.model_size:
+        found.add("dp, sharded optimizer" if layout.distributed_optimizer else "dp")
     found |= set() if layout.vision_dp else {"images on each rank"}
     return found or {"none"}
 

@@ -98,15 +98,19 @@ def disturbed(dataset, tiny_gemma3, tmp_path_factory) -> dict[str, Disturbed]:
         with run_dir.with_suffix(".log").open("w") as screen:
             run = subprocess.Popen(command, stdout=screen, stderr=subprocess.STDOUT)
         jobs[name] = Disturbed(run_dir, run, [], [])
-    for name, job in jobs.items():
-        wait_for_steps(job.run_dir, lambda: job.run.poll() is None)  # noqa: B023
-        job.ranks = psutil.Process(job.run.pid).children()
-        job.workers = workers_of(job.ranks)
-        process = job.ranks[1] if name == "rank stopped" else job.workers[1]
-        os.kill(process.pid, signal.SIGKILL if name == "worker killed" else signal.SIGSTOP)
-    for job in jobs.values():
-        job.run.wait(timeout=280)
-        job.output = job.run_dir.with_suffix(".log").read_text()
+    try:
+        for name, job in jobs.items():
+            wait_for_steps(job.run_dir, lambda: job.run.poll() is None)  # noqa: B023
+            job.ranks = psutil.Process(job.run.pid).children()
+            job.workers = workers_of(job.ranks)
+            process = job.ranks[1] if name == "rank stopped" else job.workers[1]
+            os.kill(process.pid, signal.SIGKILL if name == "worker killed" else signal.SIGSTOP)
+        for job in jobs.values():
+            job.run.wait(timeout=280)
+            job.output = job.run_dir.with_suffix(".log").read_text()
+    finally:
+        for job in jobs.values():
+            job.run.terminate()  # which would go on for long; nothing to one that has ended
     return jobs
 
 
