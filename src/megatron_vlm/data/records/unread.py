@@ -34,7 +34,8 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
                 conversation, media = normalise(record)
                 records.append(record)
                 has_media = has_media or any(media.values())
-                notes.update({*_placeholders(conversation, media), *_forms(media, root)})
+                found = (*_placeholders(conversation, media), *_forms(media, root))
+                notes.update(dict.fromkeys(found, 1))
         lines = [] if has_media else [*_unread(records)]
         lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]
         for line in lines:
