@@ -265,6 +265,12 @@ def test_what_the_mistakes_differ_from_is_none(folder, monkeypatch):
     validate_paths(config)
 
 
+@pytest.mark.parametrize("shown", TABLE["elsewhere"].values())
+def test_the_other_tests_are_there(shown):
+    file, name = shown.split("::")
+    assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
+
+
 def write_page() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_everything(Path(folder))
@@ -280,7 +286,9 @@ def write_page() -> None:
         "`python tests/test_mistakes.py --write` makes each mistake and writes its last line here. "
         "`tests/test_mistakes.py` makes\nthem all again and compares. The seconds are processor time after "
         "the imports of the command line, where this report was\nwritten.\n\n"
-        "| mistake | last line | seconds |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n",
+        "| mistake | last line | seconds |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n\n"
+        "These are read now, or told later; the test shows it.\n\n| mistake | test |\n| --- | --- |\n"
+        + "".join(f"| {what} | `{test}` |\n" for what, test in TABLE["elsewhere"].items()),
         encoding="utf-8",
     )
 

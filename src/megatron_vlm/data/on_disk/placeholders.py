@@ -35,7 +35,7 @@ def foreign_placeholders(messages: list[dict], kind: str) -> list[str]:
 
 
 def spellings(messages: list[dict], kind: str) -> list[str]:
-    """What looks like a placeholder in users' text, each spelling once, without its numbers and names."""
+    """The likes of placeholders in users' text, each spelling once, without its numbers and names."""
     found = [match[0] for text in _texts(messages) for match in _ALIKE[kind].finditer(text)]
     shown = ("![](…)" if each[0] == "!" else re.sub(r"\d+|(?<=[^ ] )[^>]+", "…", each) for each in found)
     return list(dict.fromkeys(shown))

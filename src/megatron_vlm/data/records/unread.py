@@ -34,7 +34,8 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
                 conversation, media = normalise(record)
                 records.append(record)
                 has_media = has_media or any(media.values())
-                notes.update({*_placeholders(conversation, media), *_forms(media, root)})
+                found = (*_placeholders(conversation, media), *_forms(media, root))
+                notes.update(dict.fromkeys(found, 1))
         lines = [] if has_media else [*_unread(records)]
         lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]
         for line in lines:
@@ -64,7 +65,7 @@ def _is(value: Any, ends: tuple[str, ...]) -> bool:
 
 
 def _placeholders(conversation: dict, media: dict[str, list]) -> Iterator[str]:
-    """What is said of a record's placeholders of other models: those that `place_media` reads, and others."""
+    """Notes about a record's placeholders of other models: those that `place_media` reads, and others."""
     messages, _ = cook_chatml_sample(conversation)
     kinds = {part["type"] for message in messages for part in message["content"]}
     for kind, items in media.items():
@@ -75,7 +76,7 @@ def _placeholders(conversation: dict, media: dict[str, list]) -> Iterator[str]:
 
 
 def _forms(media: dict[str, list], root: Path) -> Iterator[str]:
-    """What is said of a record's media that `read_media` finds in another form."""
+    """Notes about a record's media that `read_media` finds in another form."""
     for name in (item for items in media.values() for item in items if isinstance(item, str)):
         if is_base64(name):
             yield "hold media in base64 without `data:image/png;base64,` before it, which is read"
