@@ -125,11 +125,7 @@ def write(heads: str) -> None:
     """Puts what was compiled for these heads into the report."""
     import fla
 
-    packages = {
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "flash-linear-attention": fla.__version__,
-    }
+    packages = {each.__name__: each.__version__ for each in (torch, triton, fla)}
     kernels = {
         name: {"listed": max(listed[name], 1), "compiled": list(found.values())}
         for name, found in compiled.items()
