@@ -175,11 +175,11 @@ AT_MOST = 1.3  # times its four products; counted: 1.06 to 1.11
 TOKENS_8B, WIDTH_8B, VOCABULARY_8B = 8192, 4096, 151_936  # Qwen3-VL-8B's
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, buffer: bool, **settings: Any) -> float:
+def counted(buffer: bool, **settings: Any) -> float:
     """Seconds that the head takes in bf16 by the model of `planning.step_time`, over its four products' own.
 
-    The first fused function goes over the logits twice, or three times for the entropy. No compiler's kernels
-    have been counted yet.
+    The first fused function goes over the logits three times, as on CUDA it has the entropy whoever asks. No
+    compiler's kernels have been counted yet.
     """
     hidden, weight = (
         torch.empty(rows, WIDTH_8B, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -188,8 +188,6 @@ def counted(monkeypatch: pytest.MonkeyPatch, buffer: bool, **settings: Any) -> f
     if buffer:
         weight.main_grad = torch.empty_like(weight, dtype=torch.float32)
     labels = torch.empty(TOKENS_8B, dtype=torch.long, device="meta")
-    if settings.get("entropy"):
-        monkeypatch.setattr(head._reduced, "reads", 3)
     with setup.pretended(ParallelConfig(), 1), Recorder() as recorder, shapes_only(recorder):
         values = head.log_probabilities(hidden, weight, labels, VOCABULARY_8B, **settings)
         sum(value.sum() for value in values if value is not None).backward()
@@ -201,5 +199,5 @@ def counted(monkeypatch: pytest.MonkeyPatch, buffer: bool, **settings: Any) -> f
 
 @pytest.mark.parametrize("buffer", [True, False])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "entropy": True}, {"softcap": 30.0}], ids=str)
-def test_it_takes_little_longer_than_its_products(monkeypatch, settings, buffer):
-    assert 0.9 < counted(monkeypatch, buffer, **settings) <= AT_MOST
+def test_it_takes_little_longer_than_its_products(settings, buffer):
+    assert 0.9 < counted(buffer, **settings) <= AT_MOST

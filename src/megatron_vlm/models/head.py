@@ -127,7 +127,7 @@ class _LogProbabilities(torch.autograd.Function):
         for rows in _chunks(hidden_ND, weight_VD):
             product = None  # frees the chunk before
             product = hidden_ND[rows] @ weight_VD.t()
-            numbers[:, rows] = _reduced(product, column_N[rows], entropy, ctx.settings)
+            numbers[:, rows] = _reduced(product, column_N[rows], entropy, ctx.settings)[: len(numbers)]
         numbers[1] *= held_N
         log_sums_QN, labels_QN, *entropies_QN = _gathered(numbers, group).unbind(1)
         log_sum_N = log_sums_QN.logsumexp(0)
@@ -142,15 +142,16 @@ class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_p_N, grad_entropy_N):
         hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N = ctx.saved_tensors
-        of_tokens = [log_sum_N, grad_log_p_N, grad_log_p_N * held_N]
-        of_tokens_KN = torch.stack(of_tokens + ([] if entropy_N is None else [entropy_N, grad_entropy_N]))
+        entropy = entropy_N is not None
+        of_entropy = (entropy_N, grad_entropy_N) if entropy else (torch.zeros_like(log_sum_N),) * 2
+        of_tokens_5N = torch.stack((log_sum_N, grad_log_p_N, grad_log_p_N * held_N, *of_entropy))
         grad_hidden_ND = torch.empty_like(hidden_ND)
         total_VD = sum_for(weight_VD) if ctx.needs_input_grad[1] else None
         product, ctx.kept = ctx.kept, None
         for rows in reversed(_chunks(hidden_ND, weight_VD)):
             if product is None:
                 product = hidden_ND[rows] @ weight_VD.t()
-            grad = _gradient(product, column_N[rows], of_tokens_KN[:, rows], ctx.settings)
+            grad = _gradient(product, column_N[rows], of_tokens_5N[:, rows], entropy, ctx.settings)
             product = None
             grad_hidden_ND[rows] = grad @ weight_VD
             if total_VD is not None:
@@ -160,28 +161,33 @@ class _LogProbabilities(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
-@partial(Fused, reads=2)
+@partial(Fused, reads=3)
 def _reduced(product_NV: Tensor, column_N: Tensor, entropy: bool, settings: tuple) -> Tensor:
-    """(2 or 3, n): the log of the sum of exponentials, the logit of a column, the entropy."""
+    """(2 or 3, n): the log of the sum of exponentials, the logit of a column, the entropy.
+
+    Compiled, it always has the entropy, and multiplies by any scale: so one graph serves every loss.
+    """
     logits = _logits(product_NV, settings)
     numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[:, None])[:, 0]]
-    if entropy:
+    if torch.compiler.is_compiling() or entropy:
         log_p = logits - numbers[0][:, None]
         numbers.append(-(log_p.exp() * log_p).sum(-1))
     return torch.stack(numbers)
 
 
 @Fused
-def _gradient(product_NV: Tensor, column_N: Tensor, of_tokens_KN: Tensor, settings: tuple) -> Tensor:
+def _gradient(
+    product_NV: Tensor, column_N: Tensor, of_tokens_5N: Tensor, entropy: bool, settings: tuple
+) -> Tensor:
     """The gradient of the product (n, V), which is overwritten: d log p(label) / d logits = 1[label] - p;
     d entropy / d logits = -p (log p + entropy); d capped / d logits = 1 - (capped / softcap)²"""
     scale, softcap, _ = settings
-    log_sum_N1, grad_N1, grad_label_N1, *of_entropy = of_tokens_KN[..., None].unbind()
+    log_sum_N1, grad_N1, grad_label_N1, entropy_N1, grad_entropy_N1 = of_tokens_5N[..., None].unbind()
     log_p = _logits(product_NV, settings)
     slope = None if softcap is None else 1 - (log_p / (scale * softcap)).square_()
     log_p, factor = log_p.sub_(log_sum_N1), -grad_N1
-    if of_entropy:
-        factor = factor - (log_p + of_entropy[0]) * of_entropy[1]
+    if torch.compiler.is_compiling() or entropy:
+        factor = factor - (log_p + entropy_N1) * grad_entropy_N1
     grad = log_p.exp_().mul_(factor)
     if torch.compiler.is_compiling():  # a scatter would write the rest in fp32 and read it again
         is_label = torch.arange(grad.shape[1], device=grad.device) == column_N[:, None]
@@ -189,7 +195,7 @@ def _gradient(product_NV: Tensor, column_N: Tensor, of_tokens_KN: Tensor, settin
     else:
         grad.scatter_add_(1, column_N[:, None], grad_label_N1)
     grad = grad if slope is None else grad.mul_(slope)
-    grad = grad if scale == 1 else grad.mul_(scale)
+    grad = grad.mul_(scale) if torch.compiler.is_compiling() or scale != 1 else grad
     return grad.to(product_NV.dtype)
 
 
@@ -198,7 +204,7 @@ def _logits(product_NV: Tensor, settings: tuple[float, float | None, int]) -> Te
     probability of zero."""
     scale, softcap, used = settings
     logits = capped(product_NV, softcap).to(wide(product_NV.dtype))
-    logits = logits if scale == 1 else logits * scale
+    logits = logits * scale if torch.compiler.is_compiling() or scale != 1 else logits
     if used < logits.shape[1]:
         logits[:, max(used, 0) :] = NEVER
     return logits

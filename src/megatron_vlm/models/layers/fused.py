@@ -18,8 +18,9 @@ class Fused:
     """Decorates a function whose first argument is a tensor of the device in question.
 
     It is compiled at its first call, once for all lengths. It rounds where the written one rounds.
-    The compiler begins again for another number of axes, an axis of one, and views of what needs a gradient,
-    and gives up after eight. So callers join axes, it gets bare data, and one row is not compiled.
+    The compiler begins again for another number of axes, an axis of one, a view of what needs a gradient, and
+    gaps, and gives up after eight. So callers join axes, it gets bare data, without gaps if that has at most
+    two axes, and one row is not compiled.
     Its kernels read what they are given `reads` times, which is for rehearsals.
     """
 
@@ -32,11 +33,16 @@ class Fused:
     def __call__(self, first: Tensor, *rest: Any) -> Any:
         if first.device.type != Fused.compiles_on or len(first) < 2:
             return self.written(first, *rest)
-        return self.compiled(*(x.data if isinstance(x, Tensor) else x for x in (first, *rest)))
+        return self.compiled(*(_bare(x) if isinstance(x, Tensor) else x for x in (first, *rest)))
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
         return torch.compile(self.written, dynamic=True, options={"emulate_precision_casts": True})
+
+
+def _bare(x: Tensor) -> Tensor:
+    """With two axes and gaps, which are closed, come keys, a small part of what is read."""
+    return x.data if x.dim() > 2 else x.data.contiguous()
 
 
 @contextmanager
@@ -94,7 +100,11 @@ def normed(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool
 ) -> tuple[Tensor, Tensor]:
     widened = x if x.dtype.itemsize >= 4 else x.float()
-    result, inverse_rms = torch.ops.aten._fused_rms_norm(widened, x.shape[-1:], None, eps)
+    if torch.compiler.is_compiling():  # the operator takes a width that the compiler has to know
+        inverse_rms = (widened.square().mean(-1, keepdim=True) + eps).rsqrt()
+        result = widened * inverse_rms
+    else:
+        result, inverse_rms = torch.ops.aten._fused_rms_norm(widened, x.shape[-1:], None, eps)
     if zero_centered:
         return result.mul_(1.0 + weight.type_as(result)).type_as(x), inverse_rms
     if in_fp32:

@@ -243,7 +243,11 @@ def fused_cases(
         for name, part in (("norm of queries", slice(0, 2)), ("norm of keys", slice(2, 3))):
             cases[name] = (
                 lambda x, weight, part=part: norm(x[..., part, :], weight, eps, zero_centered),
-                [random(tokens, 1, 2, 4, head), random(head), random(tokens, 1, 2, 4, head)[..., part, :]],
+                [
+                    random(tokens, 1, 2, 4, head),
+                    random(head),
+                    random(tokens, 1, 2, 4, head)[..., part, :].clone(),
+                ],
             )
     if megatron_config.num_moe_experts:
         cases["gate with weights"] = (
