@@ -50,6 +50,12 @@ def test_bf16_trains_in_bf16():
     assert bf16 == pytest.approx(fp32, abs=0.05)
 
 
+def test_an_optimizer_knows_which_parameter_its_numbers_are_of():
+    """Also where a group has parameters in bf16 and in fp32."""
+    for rank in launches.first(2):
+        assert {case: found["misnamed"] for case, found in rank.items()} == dict.fromkeys(rank, [])
+
+
 # ---- from a checkpoint -------------------------------------------------------------------------------------
 
 

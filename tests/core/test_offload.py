@@ -16,14 +16,14 @@ from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
+from tiny.gemma4 import DENSE
 
-FAMILY = "gemma3"
 STEPS, HALF = 4, 2
 
 
 def run_of(folder: str, dtype: str, offload: bool, name: str) -> RunConfig:
     run = RunConfig(run_dir=f"{folder}/{dtype}_{name}")
-    run.model = ModelConfig(hf_path=f"{folder}/{FAMILY}", dtype=dtype)
+    run.model = ModelConfig(hf_path=f"{folder}/source", dtype=dtype)
     run.optimizer.lr, run.optimizer.weight_decay, run.train.steps = 1e-2, 0.1, STEPS
     run.optimizer.offload = offload
     return run
@@ -65,9 +65,15 @@ def in_ranks(folder: str) -> dict[str, dict[str, list]]:
     return {dtype: trained(folder, dtype) for dtype in ("bf16", "fp32")}
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_an_offloaded_optimizer_trains_resumes_and_exports_the_same_bits(tmp_path, processes):
-    source = open_source(build_tiny_checkpoint(FAMILY, tmp_path / FAMILY))
+CELLS = [("gemma3", 1, {})] + [
+    pytest.param(family, processes, text, marks=pytest.mark.long)
+    for family, processes, text in (("gemma3", 2, {}), ("qwen3_5", 1, {}), ("gemma4", 1, DENSE))
+]  # layers of the last two differ
+
+
+@pytest.mark.parametrize(("family", "processes", "text"), CELLS)
+def test_an_offloaded_optimizer_trains_resumes_and_exports_the_same_bits(tmp_path, family, processes, text):
+    source = open_source(build_tiny_checkpoint(family, tmp_path / "source", text=text))
     hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
     torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / "case.pt")
     for rank in run_distributed(processes, in_ranks, str(tmp_path)):

@@ -148,7 +148,7 @@ def _first(root: str, cases: list[str]) -> dict:
         _train(run, range(HALF))
         rank = torch.distributed.get_rank()
         checkpoint.save(_run_dir(root, case), HALF, *run, loader_state={"rank": rank}, extra={"case": case})
-        results[case] = {"losses": losses, "digest": digest, "draws": _draws()}
+        results[case] = {"losses": losses, "digest": digest, "draws": _draws(), "misnamed": _misnamed(run)}
     return results
 
 
@@ -192,6 +192,18 @@ def _refusal_of_damage(run_dir: Path, case: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _misnamed(run) -> list[torch.Size]:
+    """The parameters for which this rank's distributed optimizer would save other numbers."""
+    return [
+        parameter.shape
+        for part in run[1].chained_optimizers
+        for parameter in getattr(part, "model_param_gbuf_map", ())
+        for place in [part._get_model_param_range_map(parameter)["param"]]
+        for saved in [part._get_main_param_and_optimizer_states(parameter)["param"].to(parameter.dtype)]
+        if not torch.equal(saved, parameter.detach().flatten()[place.start : place.end])
+    ]
 
 
 def _draws() -> list[float]:

@@ -46,7 +46,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
 def build(parallel: ParallelConfig, moe=False, dtype=torch.float32, only_embedding=False) -> list:
@@ -115,7 +115,13 @@ def _gpt(config, spec, vp_stage) -> torch.nn.Module:
     )
     for parameter in model.parameters():
         tp.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    return Float16Module(config, model) if config.bf16 else model
+    if not config.bf16:
+        return model
+    narrow = Float16Module(config, model)
+    for name, parameter in narrow.named_parameters():
+        if name.endswith("pre_mlp_layernorm.weight"):  # some stay as they are, beside others of their group
+            parameter.data = parameter.data.float()
+    return narrow
 
 
 def _wrap(config, parallel, model, first) -> DistributedDataParallel:

@@ -64,19 +64,23 @@ ODD = {  # kind -> what differs in the text model
     "qwen3_vl with attention biases": {"attention_bias": True},
     "gemma3 with odd vocabulary": {"vocab_size": 577},
     "qwen3_vl_moe with odd vocabulary": {"vocab_size": 513},
+    "qwen3_5 with odd vocabulary": {"vocab_size": 513},
 }
 EXACT += [("TP2", kind) for kind in ODD] + [("PP2", "gemma3 with odd vocabulary")]
 EXPERT_FAMILIES = [family for family in TINY_FAMILIES if load(family).has_experts]
 # how checkpoints hold experts, apart from what Transformers writes
 EXPERT_SOURCES = ["glm4v_moe fused", "glm4v_moe bf16", "qwen3_vl_moe turned"]
 PREDICTION = "glm4v_moe with a layer of multi-token prediction"  # after its last, and of another depth
-PREDICTIONS = [PREDICTION, "qwen3_5_moe with multi-token prediction"]
+PREDICTIONS = {"qwen3_5 with multi-token prediction": "TP2", PREDICTION: "EP2"}
+PREDICTIONS["qwen3_5_moe with multi-token prediction"] = "EP2"
 EXPERT_CELLS = [(layout, kind) for layout in EXPERT_LAYOUTS for kind in EXPERT_FAMILIES + EXPERT_SOURCES]
+MIXED = "qwen3_5 bf16 with F32 tensors"
 # exports that tests below ask for by name
 FP8_EXPERTS, BUFFERS = "qwen3_vl_moe fp8", "llava with buffers"
 NAMED = [
-    *(("EP2", kind) for kind in PREDICTIONS),
+    *((layout, kind) for kind, layout in PREDICTIONS.items()),
     ("EP2", "glm4v_moe bf16"),
+    ("TP2", MIXED),
     ("EP2", FP8_EXPERTS),
     ("TP2", BUFFERS),
 ]
@@ -182,6 +186,13 @@ def predicting_apart(tensors):
     tensors["mtp.fc.weight"] = torch.randn(64, 128).bfloat16()
 
 
+def published(tensors):
+    """As Qwen3.5's hub files have them."""
+    for key, value in tensors.items():
+        kept = key.endswith((".linear_attn.A_log", ".linear_attn.norm.weight"))
+        tensors[key] = value if kept else value.bfloat16()
+
+
 def hub_tower_names(tensors):
     for key in [key for key in tensors if key.startswith("vision_tower.")]:
         tensors[key.replace("vision_tower.", "vision_tower.vision_model.")] = tensors.pop(key)
@@ -258,9 +269,15 @@ OTHERS = {
     "fp8 per block": lambda at, of: fp8(of, at, 4, 2),
     FP8_EXPERTS: lambda at, of: fp8_experts(of, at),
     BUFFERS: lambda at, of: rewritten(of["llava"], at, with_buffers),
+    MIXED: lambda at, of: rewritten(of["qwen3_5"], at, published),
     "sharded": lambda at, of: sharded(of["qwen3_vl"], at),
     PREDICTION: lambda at, of: predicted(at),
-    PREDICTIONS[1]: lambda at, of: rewritten(of["qwen3_5_moe"], at, predicting_apart),
+    **{
+        f"{family} with multi-token prediction": lambda at, of, family=family: rewritten(
+            of[family], at, predicting_apart
+        )
+        for family in ("qwen3_5", "qwen3_5_moe")
+    },
     "glm4v_moe fused": lambda at, of: fused(of["glm4v_moe"], at),
     "glm4v_moe bf16": lambda at, of: build_tiny_checkpoint("glm4v_moe", at, dtype=torch.bfloat16),
     "qwen3_vl_moe turned": lambda at, of: rewritten(of["qwen3_vl_moe"], at, turned),
@@ -313,13 +330,19 @@ def test_round_trip_of_experts_is_bit_equal(exports, sources, layout, kind):
 
 @pytest.mark.parametrize("kind", PREDICTIONS)
 def test_multi_token_prediction_is_exported_as_the_source_has_it(exports, sources, kind):
-    check_equal(exports["EP2", kind], sources[kind])
+    check_equal(exports[PREDICTIONS[kind], kind], sources[kind])
 
 
 def test_the_selection_bias_stays_fp32_in_a_bf16_checkpoint(exports):
     tensors = all_tensors(exports["EP2", "glm4v_moe bf16"])
     dtypes = {key.split(".")[-1]: value.dtype for key, value in tensors.items() if ".mlp.gate." in key}
     assert dtypes == {"weight": torch.bfloat16, "e_score_correction_bias": torch.float32}
+
+
+def test_tensors_in_fp32_come_back_from_a_model_in_bf16(exports, sources):
+    kept = [value for value in all_tensors(sources[MIXED]).values() if value.dtype == torch.float32]
+    assert len(kept) == 6 and not any(torch.equal(value, value.bfloat16()) for value in kept)
+    check_equal(exports["TP2", MIXED], sources[MIXED])
 
 
 @pytest.mark.parametrize(("layout", "kind"), often(EXACT))

@@ -95,6 +95,8 @@ def language_model_config(
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
             "moe_router_pre_softmax": architecture.get("moe_router_topk") == 1,  # Megatron asks for it
+            # layers that differ cannot be one tensor in a checkpoint
+            "hetereogenous_dist_checkpoint": bool({"layer_heads", "delta_heads"} & architecture.keys()),
             **architecture,
             **balancing_settings(config, architecture),
         },

@@ -9,8 +9,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch.nn import Parameter
 
 from megatron_vlm.config import RunConfig
@@ -59,11 +61,32 @@ def build_optimizer(
     for part in parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             part.__class__ = ShardedOptimizer  # Megatron has no option for the class
+            part.number_parameters()
             if config.optimizer.offload:
                 offload(part)
+        elif isinstance(part, Float16OptimizerWithFloat16Params):
+            _copy_all(part)
     fuse(optimizer)
     clip_on_device()
     return optimizer, _scheduler(optimizer, config, warmup, steps)
+
+
+def _copy_all(part: Float16OptimizerWithFloat16Params) -> None:
+    """Lets Adam update copies of all parameters, of those in fp32, too. Megatron (0.19) copies those in bf16
+    alone, and cannot save the state of a group that has both types."""
+    for group, models, copies, uncopied in zip(
+        part.optimizer.param_groups,
+        part.float16_groups,
+        part.fp32_from_float16_groups,
+        part.fp32_from_fp32_groups,
+        strict=True,
+    ):
+        for model in uncopied:
+            copies.append(model.detach().clone())
+            copy_tensor_model_parallel_attributes(copies[-1], model)
+        models += uncopied
+        uncopied.clear()
+        group["params"] = [*copies]
 
 
 def learning_rates(scheduler: Schedule) -> dict[str, float]:

@@ -10,6 +10,7 @@ The files hold the same tensors under the same names, and any layout reads them.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,16 @@ from megatron_vlm.training.offloaded_adam import OffloadedAdam
 
 class ShardedOptimizer(DistributedOptimizer):
     """Megatron's (0.19) with a share of its own in checkpoints, and for torch's Adam, offloaded or not."""
+
+    def number_parameters(self) -> None:
+        """Numbers the parameters of each group as Adam has them: those in fp32 before those in bf16.
+
+        Megatron numbers them as buffers have them. So with both types in a group it would save, and load, one
+        parameter's state as another's.
+        """
+        for group, models in enumerate(zip(self.model_fp32_groups, self.model_float16_groups, strict=True)):
+            for place, parameter in enumerate(chain(*models)):
+                self.model_param_group_index_map[parameter] = group, place
 
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: Any = None

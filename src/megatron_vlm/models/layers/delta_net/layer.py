@@ -21,7 +21,7 @@ from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
 from megatron_vlm.models.layers.delta_net import kernels
 from megatron_vlm.models.layers.delta_net.plan import CutDocuments, Documents
 from megatron_vlm.models.layers.delta_net.rule import Recomputed
-from megatron_vlm.models.layers.fused import Norm
+from megatron_vlm.models.layers.fused import Norm, wide
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
 
 
@@ -60,6 +60,8 @@ class GatedDeltaNet(MegatronModule):
         channels = heads.keys // ranks * sum(self.sizes[:3])
         self.conv1d = nn.Parameter(torch.empty(channels, 1, heads.taps, **empty))
         self.dt_bias = nn.Parameter(torch.ones(heads.values // ranks, **empty))
+        # in fp32, as published checkpoints have them beside weights in bf16: that would not hold the values
+        empty["dtype"] = wide(config.params_dtype)
         self.A_log = nn.Parameter(torch.empty(heads.values // ranks, **empty))
         self.out_norm = nn.Parameter(torch.ones(heads.value_channels, **empty))
         if config.perform_initialization:
@@ -130,7 +132,7 @@ class GatedDeltaNet(MegatronModule):
         b_TGR, a_TGR = mixed_TGX[..., -2 * self.ratio :].chunk(2, dim=-1)
         A_log = self._part(self.A_log, part)
         dt_bias = self._part(self.dt_bias, part)
-        decay = -A_log.float().exp() * softplus(a_TGR.flatten(1).float() + dt_bias)
+        decay = -A_log.exp() * softplus(a_TGR.flatten(1).float() + dt_bias)
         return query, key, value.unflatten(-1, (self.ratio, -1)), decay.view_as(a_TGR), b_TGR.sigmoid()
 
     def _part(self, weight: Tensor, part: int | None) -> Tensor:
