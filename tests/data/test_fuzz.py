@@ -341,4 +341,4 @@ def test_any_json_trains_exactly_its_replies_or_is_dropped(any_encoder, conversa
         return
     trained = encoded.labels[encoded.labels >= 0]
     messages, _ = cook_chatml_sample(text)
-    assert letters(any_encoder.tokenizer.decode(trained)) == letters(said(messages))
+    assert letters(any_encoder.processor.tokenizer.decode(trained)) == letters(said(messages))

@@ -101,7 +101,7 @@ def test_an_epoch_without_a_trainable_sample_ends_the_run(spoilt, processor, kin
     reason = "no_trained_tokens" if how == "no reply" else "image_truncated"
     assert "0 were encoded and these dropped" in str(ended.value)
     assert reason in str(ended.value).splitlines()[-1]
-    assert loader._drops._report.counted()[1] < 50 * ROWS
+    assert loader._drops.counted()[1] < 50 * ROWS
 
 
 def in_turn(others: Sequence) -> list:

@@ -28,7 +28,7 @@ from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_text
 
 FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "ranks", "profile")
-OWN = {*FOLDERS, *("exports", "config.yaml", "recipe.yaml", "lock")}
+OWN = {*FOLDERS, *("exports", "config.yaml", "recipe.yaml", "recipe.yaml.old", "lock")}
 OWN |= {"metrics.jsonl", "loss.png", "held_out.jsonl"}
 OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
 NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may lie there before a run begins
