@@ -32,7 +32,7 @@ class ShardedOptimizer(DistributedOptimizer):
         parameter's state as another's.
         """
         for group, models in enumerate(zip(self.model_fp32_groups, self.model_float16_groups, strict=True)):
-            for place, parameter in enumerate(chain(*models)):
+            for place, parameter in enumerate(chain.from_iterable(models)):
                 self.model_param_group_index_map[parameter] = group, place
 
     def sharded_param_state_fully_reshardable(
