@@ -68,6 +68,7 @@ def words(row: dict) -> str:
 def runs_of(name: str) -> tuple[dict[str, RunConfig], Description]:
     """The recipe, and the same with adapters: by a file of recipes/, or as those files are."""
     run, description = opened(name, name)
+    run = apply_overrides(run, {"optimizer.offload": False})  # some recipes do
     lora, file = apply_overrides(run, ALONE | LORA), ROOT / "recipes" / f"{name}_lora.yaml"
     if file.exists():
         lora = compose(file=file, arguments={"train_data_path": "none://"})

@@ -282,7 +282,7 @@ def step(report: dict) -> str:
 def rehearsal(report: list[dict]) -> str:
     """A line for each recipe and number of GPUs, of its fullest rank."""
     heads = ("recipe", "layout", "GPUs", "batch", "GB of the fullest rank", "the plan's", "GB sent a step")
-    heads += ("host reads", "step, s", "bubble", "utilisation")
+    heads += ("host reads", "step, s", "bubble", "utilisation", "were exchanges free")
     fullest: dict[tuple, dict] = {}
     for row in report:
         case = row["recipe"], row["gpus"], row["card"]
@@ -302,6 +302,7 @@ def rehearsal(report: list[dict]) -> str:
             f"{row['step_seconds']:.1f}",
             f"{row['bubble']:.0%}",
             f"{row['utilisation']:.0%}",
+            f"{row['were_exchanges_free']:.0%}" if "were_exchanges_free" in row else "–",
         )
         for row in fullest.values()
     )

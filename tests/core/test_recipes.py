@@ -55,7 +55,7 @@ def test_recipes_import_no_torch():
 @pytest.mark.parametrize("file", RUN_FILES, ids=lambda file: file.stem)
 def test_ready_experiment_is_valid(file):
     config = compose(file=file, arguments={"train_data_path": "/data"})
-    validate(config, 128)
+    validate(config, 64)
     assert config.name == file.stem
 
 

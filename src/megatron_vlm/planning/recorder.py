@@ -114,7 +114,7 @@ class Recorder(TensorMemory):
         return out
 
     def as_one(self, function: Fused, *args: Any) -> Any:
-        """Runs a fused function as it is written and counts its work as that of its kernels. What it holds
+        """Runs a fused function as it is written and counts its work as its kernels do it. What it holds
         meanwhile is counted as written: a little more than they hold."""
         outside, self.seen = self.seen, Seen()
         out = function.written(*args)

@@ -76,7 +76,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
     ],
     ("lfm2_vl", "."): [
         ("siglip2_llama31_8b", "SigLIP2 So400m and Llama 3.1 8B", 4, "siglip2_llama31_8b", "tp=2", "tp=1"),
-        ("siglip2_qwen3_4b", "SigLIP2 So400m and Qwen3 4B", 2, "siglip2_qwen3_4b", "", ""),
+        ("siglip2_qwen3_4b", "SigLIP2 So400m and Qwen3 4B", 4, "siglip2_qwen3_4b", "", ""),
     ],
     ("glm4v", "zai-org"): [
         ("glm_41v_9b", "GLM-4.1V-Thinking 9B", 8, "GLM-4.1V-9B-Thinking", "", ""),
@@ -88,12 +88,12 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
     ],
     ("llava_onevision", "llava-hf"): [
         ("llava_onevision_05b", "LLaVA-OneVision 0.5B", 1, "llava-onevision-qwen2-0.5b-ov-hf", "", ""),
-        ("llava_onevision_7b", "LLaVA-OneVision 7B", 4, "llava-onevision-qwen2-7b-ov-hf", "tp=2", "tp=1"),
+        ("llava_onevision_7b", "LLaVA-OneVision 7B", 8, "llava-onevision-qwen2-7b-ov-hf", "tp=2", "tp=1"),
         ("llava_onevision_72b", "LLaVA-OneVision 72B", 32, "llava-onevision-qwen2-72b-ov-hf", TP8_PP4, ""),
     ],
     ("internvl", "OpenGVLab"): [
         ("internvl35_1b", "InternVL3.5 1B", 1, "InternVL3_5-1B-HF", "", ""),
-        ("internvl35_4b", "InternVL3.5 4B", 2, "InternVL3_5-4B-HF", "", ""),
+        ("internvl35_4b", "InternVL3.5 4B", 4, "InternVL3_5-4B-HF", "", ""),
         ("internvl35_8b", "InternVL3.5 8B", 4, "InternVL3_5-8B-HF", "tp=2", "tp=1"),
         ("internvl35_14b", "InternVL3.5 14B", 8, "InternVL3_5-14B-HF", "tp=4", ""),
     ],
@@ -106,7 +106,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
         ("qwen2_vl_72b", "Qwen2-VL 72B", 32, "Qwen2-VL-72B-Instruct", TP8_PP4, ""),
     ],
     ("qwen2_5_vl", "Qwen"): [
-        ("qwen25_vl_3b", "Qwen2.5-VL 3B", 2, "Qwen2.5-VL-3B-Instruct", "", ""),
+        ("qwen25_vl_3b", "Qwen2.5-VL 3B", 4, "Qwen2.5-VL-3B-Instruct", "", ""),
         ("qwen25_vl_7b", "Qwen2.5-VL 7B", 8, "Qwen2.5-VL-7B-Instruct", "tp=2", "tp=1"),
         ("qwen25_vl_32b", "Qwen2.5-VL 32B", 16, "Qwen2.5-VL-32B-Instruct", "tp=8 pp=2 recompute=full", ""),
         ("qwen25_vl_72b", "Qwen2.5-VL 72B", 32, "Qwen2.5-VL-72B-Instruct", TP8_PP4, ""),
@@ -115,10 +115,24 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
         ("qwen3_vl_2b", "Qwen3-VL 2B", 1, "Qwen3-VL-2B-Instruct", "", ""),
         ("qwen3_vl_4b", "Qwen3-VL 4B", 4, "Qwen3-VL-4B-Instruct", "", ""),
         ("qwen3_vl_8b", "Qwen3-VL 8B", 4, "Qwen3-VL-8B-Instruct", "tp=2", "tp=1"),
-        ("qwen3_vl_32b", "Qwen3-VL 32B", 8, "Qwen3-VL-32B-Instruct", "tp=8 pp=2 recompute=full", ""),
+        (
+            "qwen3_vl_32b",
+            "Qwen3-VL 32B",
+            8,
+            "Qwen3-VL-32B-Instruct",
+            "tp=4 pp=2 vpp=2 offload=true",
+            "offload=false",
+        ),
     ],
     ("qwen3_vl_moe", "Qwen"): [
-        ("qwen3_vl_30b_a3b", "Qwen3-VL 30B with 128 experts", 8, "Qwen3-VL-30B-A3B-Instruct", PP2_EP8, ""),
+        (
+            "qwen3_vl_30b_a3b",
+            "Qwen3-VL 30B with 128 experts",
+            16,
+            "Qwen3-VL-30B-A3B-Instruct",
+            "ep=8 recompute=full",
+            "recompute=none",
+        ),
         (
             "qwen3_vl_235b_a22b",
             "Qwen3-VL 235B with 128 experts",
@@ -131,7 +145,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
     ("qwen3_5", "Qwen"): [
         ("qwen35_08b", "Qwen3.5 0.8B", 1, "Qwen3.5-0.8B", "", ""),
         ("qwen35_2b", "Qwen3.5 2B", 1, "Qwen3.5-2B", "", ""),
-        ("qwen35_4b", "Qwen3.5 4B", 2, "Qwen3.5-4B", "", ""),
+        ("qwen35_4b", "Qwen3.5 4B", 4, "Qwen3.5-4B", "", ""),
         ("qwen35_9b", "Qwen3.5 9B", 8, "Qwen3.5-9B", "tp=2", "tp=1"),
         ("qwen35_27b", "Qwen3.5 27B", 16, "Qwen3.5-27B", "tp=4 pp=4 recompute=full", ""),
     ],
