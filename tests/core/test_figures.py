@@ -31,7 +31,7 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     from transformers import AutoConfig
 
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.layers.delta_net import layer as delta_net
+    from megatron_vlm.models.layers.delta_net.rule import DeltaRule
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.work.costs import delta_rule_flops
     from megatron_vlm.models.work.step_work import StepWork
@@ -42,7 +42,7 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     setup.init_distributed(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
     description, found = describe(hf_config), {}
-    delta_net.DeltaRule.apply = lambda query, key, value, *_: value  # counted apart
+    DeltaRule.apply = lambda query, key, value, *_: value  # counted apart
     for name, (freeze, recompute, batch) in saved_cases.read(cases).items():
         run = RunConfig(model=ModelConfig(dtype="fp32", freeze=freeze, recompute=recompute))
         chunks = build_model(run, description, setup.device())
