@@ -28,7 +28,8 @@ UNREAD["_activation_scale"] = ""
 # buffers that models make themselves and older files hold; Transformers ignores them, too
 # (`PreTrainedModel._adjust_missing_and_unexpected_keys`)
 OF_THE_MODEL = re.compile(r"(^|\.)(position_ids|(original_)?inv_freq)$")
-MOST_HEADER, MOST_AXES = 100_000_000, 8  # bytes, as in safetensors; axes of a tensor
+MOST_HEADER = 100_000_000  # bytes, as in safetensors
+MOST_AXES = 8
 DESCRIPTIONS = (  # that Transformers reads, of tokenizer, processor and generation
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),

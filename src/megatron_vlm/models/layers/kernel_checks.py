@@ -156,7 +156,9 @@ def disagreement(
     for window, view in views.items():
         layers = f" in layers of window {window}" if window else ""
         try:
-            found = _with_gradients(tensors, lambda *x, v=view: Attend.apply(*x, v, KERNELS[name], scale))
+            found = _with_gradients(
+                tensors, lambda q, k, v, on=view: Attend.apply(q, k, v, on, KERNELS[name], scale)
+            )
         except (RuntimeError, NotImplementedError) as error:
             return f"{name} does not run here ({str(error).splitlines()[0]}){layers}"
         expected = _with_gradients(wide, partial(dense, plan=plan, view=plan.views[window], scale=scale))

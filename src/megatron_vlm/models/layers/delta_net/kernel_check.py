@@ -31,7 +31,8 @@ def check_delta_nets(megatron_config: TransformerConfig, device: torch.device, m
     by time may choose other sums at the next start.
     """
     kernels.used = None
-    heads, dtype = megatron_config.delta_heads, megatron_config.params_dtype
+    heads = megatron_config.delta_heads
+    dtype = megatron_config.params_dtype
     if heads is None or dtype == torch.float32 or torch.are_deterministic_algorithms_enabled():
         return
     try:

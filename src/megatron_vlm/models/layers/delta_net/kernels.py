@@ -56,7 +56,14 @@ def delta_rule(
     head of keys, then the next."""
     if by is None or not len(value):
         return DeltaRule.apply(query, key, value, decay, beta, documents.number)
-    of_values = (x.flatten(1, 2)[None] for x in (value, decay, beta))
-    stream = {"cu_seqlens": documents.bounds, "chunk_indices": documents.chunks}
-    outputs, _ = by.rule(query[None], key[None], *of_values, use_qk_l2norm_in_kernel=True, **stream)
+    outputs, _ = by.rule(
+        query[None],
+        key[None],
+        value.flatten(1, 2)[None],
+        decay.flatten(1, 2)[None],
+        beta.flatten(1, 2)[None],
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=documents.bounds,
+        chunk_indices=documents.chunks,
+    )
     return outputs[0].view(value.shape)
