@@ -178,7 +178,7 @@ TOKENS_8B, WIDTH_8B, VOCABULARY_8B = 8192, 4096, 151_936  # Qwen3-VL-8B's
 def counted(buffer: bool, **settings: Any) -> float:
     """Seconds that the head takes in bf16 by the model of `planning.step_time`, over its four products' own.
 
-    The first fused function goes over the logits three times, as on CUDA it has the entropy whoever asks. No
+    The first fused function goes over the logits twice, as on CUDA it has the entropy whoever asks. No
     compiler's kernels have been counted yet.
     """
     hidden, weight = (

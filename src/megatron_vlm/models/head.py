@@ -161,7 +161,7 @@ class _LogProbabilities(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
-@partial(Fused, reads=3)
+@partial(Fused, reads=2)  # the maximum and the sum in one pass (Inductor's online softmax), then the entropy
 def _reduced(product_NV: Tensor, column_N: Tensor, entropy: bool, settings: tuple) -> Tensor:
     """(2 or 3, n): the log of the sum of exponentials, the logit of a column, the entropy.
 
