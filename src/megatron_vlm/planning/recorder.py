@@ -116,7 +116,8 @@ class Recorder(TensorMemory):
     def as_one(self, function: Fused, *args: Any) -> Any:
         """Runs a fused function as it is written and counts its work as its kernels do it. What it holds
         meanwhile is counted as written: a little more than they hold."""
-        outside, self.seen = self.seen, Seen()
+        outside = self.seen
+        self.seen = Seen()
         out = function.written(*args)
         outside.update(self.seen.of(str))
         self.seen = outside

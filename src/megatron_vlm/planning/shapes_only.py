@@ -45,7 +45,8 @@ def shapes_only(recorder: Recorder) -> Iterator[None]:
     torch.Tensor.pin_memory = lambda tensor, *_: recorder.pin(tensor)
     torch.cuda.synchronize = torch.cuda.Stream.synchronize = lambda *_: recorder.wait()
     adam._device_dtype_check_for_fused = lambda *_, **__: None
-    Fused.compiles_on, Fused.compiled = "meta", property(lambda function: partial(recorder.as_one, function))
+    Fused.compiles_on = "meta"
+    Fused.compiled = property(lambda function: partial(recorder.as_one, function))
     dist.all_gather_object = _gathered
     dist.broadcast_object_list = lambda *_, **__: None
     try:

@@ -27,7 +27,8 @@ class Fused:
     compiles_on: str | None = "cuda"  # the type of the device, for all such functions
 
     def __init__(self, written: Callable[..., Any], reads: int = 1):
-        self.written, self.reads = written, reads
+        self.written = written
+        self.reads = reads
         update_wrapper(self, written)
 
     def __call__(self, first: Tensor, *rest: Any) -> Any:
