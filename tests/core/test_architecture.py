@@ -14,7 +14,7 @@ from rooms import SOURCE, modules, uses
 
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 50
 ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 32_927
+LINES = 32_930
 # Figures of `tools/check_house.py`: each may only fall. Lower it with what was won.
 HOUSE = {
     "lines of the core path": 11_506,
@@ -27,7 +27,7 @@ HOUSE = {
     "forward steps": 1,
     "class names with several meanings": 0,
     "calls that unpack a local tuple": 17,
-    "parallel tuple assignments": 350,
+    "parallel tuple assignments": 347,
 }
 ROOMS = rooms.read()  # from the ground up
 # at module level, and with them what they import; each line after what the lines above it imported
