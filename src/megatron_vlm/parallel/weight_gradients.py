@@ -43,6 +43,13 @@ def gradient_of(weight: Tensor, total: Tensor) -> Tensor | None:
     return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
+def _sum_of_shapes(*inputs: object, out: Tensor, **factors: object) -> Tensor:
+    return out
+
+
+# Torch 2.11 has no rule for shapes with `out_dtype`, and takes one in which the dtype is a factor.
+SHAPES = torch.library.Library("aten", "IMPL")
+SHAPES.impl("addmm.dtype_out", _sum_of_shapes, "Meta", allow_override=True)
 wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32  # Apex's for buffers in 16 bits
 
 

@@ -181,8 +181,8 @@ class Recorder(TensorMemory):
             return DeviceWork("attention", ATTENTION[packet](self, given), nbytes)
         if packet is aten._grouped_mm:
             return DeviceWork("matmul", 2.0 * args[0].numel() * args[1].shape[-1], nbytes)
-        if packet is aten.addmm_:
-            packet = aten.addmm
+        if packet in (aten.addmm, aten.addmm_):  # without an `out_dtype`, which torch 2.11 takes for a shape
+            packet, args = aten.addmm, args[:3]
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             return DeviceWork("matmul", float(flops), nbytes)

@@ -1,7 +1,12 @@
 """Qwen2.5-VL: window-attention tower, qkv bias, M-RoPE in chunks with the seconds of videos."""
 
+from copy import deepcopy
+
+from transformers import PreTrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.family_parts import keys, llama, patch_towers
+from megatron_vlm.models.family_parts import keys, llama, patch_towers, towers
 
 MROPE = patch_towers.MRope(sections=(16, 24, 24))
 
@@ -24,6 +29,7 @@ class Qwen25VL(patch_towers.PatchFamily):
     sections = sections("qwen2_5_vl", "tokens_per_second", "window_size", "fullatt_block_indexes")
     visual_keys = (*patch_towers.VISUAL_KEYS, "second_per_grid_ts")
     mrope = MROPE
+    tower_class = Qwen2_5_VisionTransformerPretrainedModel
     vision_keys = {"visual.**": "visual.**"}
     hf_model = "model."
     renames = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
@@ -31,6 +37,11 @@ class Qwen25VL(patch_towers.PatchFamily):
         "tower": ("vision.visual.patch_embed.", "vision.visual.blocks."),
         "projector": ("vision.visual.merger.",),
     }
+
+    def tower(self) -> PreTrainedModel:
+        """Transformers' module, of which `AutoModel` does not know, or not in Transformers 5.17."""
+        tower = self.tower_class._from_config(deepcopy(self.vision), attn_implementation="sdpa")
+        return towers.with_patches_by_linears(tower)
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,12 +1,9 @@
 """Qwen2-VL: Qwen2.5-VL's language model; its tower has no windows, and videos have no seconds."""
 
-from copy import deepcopy
-
-from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from megatron_vlm.models.families import qwen2_5_vl
-from megatron_vlm.models.family_parts import patch_towers, towers
+from megatron_vlm.models.family_parts import patch_towers
 
 
 class Qwen2VL(qwen2_5_vl.Qwen25VL):
@@ -14,10 +11,4 @@ class Qwen2VL(qwen2_5_vl.Qwen25VL):
     sections = qwen2_5_vl.sections("qwen2_vl", "embed_dim", "mlp_ratio")
     visual_keys = patch_towers.VISUAL_KEYS
     tokens_per_second = 1  # a moment is one step of time, whatever lies between two of them
-
-    def tower(self) -> PreTrainedModel:
-        """Transformers' module, of which `AutoModel` does not know."""
-        tower = Qwen2VisionTransformerPretrainedModel._from_config(
-            deepcopy(self.vision), attn_implementation="sdpa"
-        )
-        return towers.with_patches_by_linears(tower)
+    tower_class = Qwen2VisionTransformerPretrainedModel
