@@ -236,8 +236,8 @@ def rows_of_today(name: str, gpus: int) -> list[dict]:
 
 
 def test_the_report_is_of_this_state():
-    """Else `tools/rehearse_recipes.py` writes it again. One row stands for all: its bytes, and what follows from
-    the number of operations, of which torch 2.11 has 4 % less than 2.15."""
+    """Else `tools/rehearse_recipes.py` writes it again. One row stands for all: its bytes, and what follows
+    from the number of operations, of which torch 2.11 has 4 % less than 2.15."""
     rows = json.loads((ROOT / "reports" / "rehearsal.json").read_text(encoding="utf-8"))
     [found] = run_distributed(1, rows_of_today, "internvl35_1b", 8)
     [then] = [row for row in rows if (row["recipe"], row["gpus"]) == ("internvl35_1b", 8)]
