@@ -60,15 +60,12 @@ class Seen(Counter):
 
 
 class Recorder(TensorMemory):
-    """Counts what happens on `meta` inside `with`, in `seen`, which its user may replace.
+    """Counts what happens on `meta` inside `with`, in `seen`, which its user may replace."""
 
-    `routed` is the number of (token, expert) pairs of a layer with experts on this rank.
-    """
-
-    def __init__(self, routed: int = 0):
+    def __init__(self):
         super().__init__("meta")
         self.seen = Seen()
-        self._routed = routed
+        self._routed = 0  # (token, expert) pairs of this rank that a layer counted last
         # an operation on these shapes -> its work, and the shapes that it makes: many layers do the same
         self._known: dict[tuple, tuple[DeviceWork | None, Any]] = {}
         self._sent = WeakTensorKeyDictionary()  # small tensors that came from the host -> their numbers
@@ -109,6 +106,8 @@ class Recorder(TensorMemory):
         self.count_all(out)
         if work is not None:
             self.seen[work] += 1
+        if func is aten.scatter_add_.default and not out.is_floating_point():
+            self._routed = args[3].numel()
         if func is aten.ne.Tensor:
             self._sent[out] = torch.zeros(out.shape, dtype=torch.bool, device="cpu")
         return out

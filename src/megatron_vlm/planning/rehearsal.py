@@ -145,7 +145,7 @@ def on_shapes(config: RunConfig, description: Description, gpus: int, rank: int)
     with (
         setup.pretended(config.parallel, gpus, rank),
         cpu.standing_in(META),
-        Recorder(_routed(config, description.architecture)) as recorder,
+        Recorder() as recorder,
         shapes_only(recorder),
     ):
         setup.seed_all(config.train.seed)
@@ -177,13 +177,6 @@ def _then_counting(step_loss: StepLoss, recorder: Recorder, once: Seen) -> StepL
         return reports, weight
 
     return counted
-
-
-def _routed(config: RunConfig, architecture: dict) -> int:
-    parallel = config.parallel
-    tokens = config.train.micro_batch_size * config.data.seq_length // parallel.cp
-    tokens //= parallel.tp if parallel.sequence_parallel else 1
-    return tokens * architecture.get("moe_router_topk", 0)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
