@@ -23,9 +23,9 @@ from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
 
-SAMPLES = 192  # images of 2.4 MB, decoded, and as much cut into patches; every eighth a video of 9.4 MB
+SAMPLES = 320  # images of 2.4 MB, decoded, and as much cut into patches; every eighth a video of 9.4 MB
 PROVIDERS = {"energon": EnergonProvider, "hf": HFProvider}
-MAX_GROWTH = 80e6  # seen: up to 30e6; the last three quarters decode 300e6 of images and 170e6 of videos
+MAX_GROWTH = 80e6  # seen: up to 30e6; the last three quarters decode 500e6 of images and 280e6 of videos
 
 
 @pytest.fixture(scope="module")
