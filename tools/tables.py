@@ -450,6 +450,27 @@ def cubins_fla(report: dict) -> str:
     return f"{markdown(columns, rows)}\n\nHeads of keys and of values: {heads}. With {versions}."
 
 
+def cubins(report: dict) -> str:
+    """A line for each fused function: its kernels, and the most that one of them needs."""
+    functions: dict[str, list[dict]] = {}
+    for row in report["rows"]:
+        functions.setdefault(row["function"], []).append(row)
+    rows = (
+        (
+            name,
+            len({row["kernel"] for row in found}),
+            len(found),
+            *(f"{max(row[most] for row in found):,}" for most in ("registers", "stack", "shared")),
+        )
+        for name, found in functions.items()
+    )
+    heads = ("function", "kernels", "configurations", "registers of a thread", "its stack, bytes")
+    heads += ("shared memory of a block, bytes",)
+    return (
+        f"{markdown(heads, rows)}\n\n(torch {report['torch']}, Triton {report['triton']}, {report['date']}.)"
+    )
+
+
 TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
     "parity": ("parity.json", REPORTS / "parity.md", parity),
@@ -467,6 +488,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "gradients": ("bench_optimizer.json", DOCS / "exactness.md", gradients),
     "exchange": ("delta_exchange.json", DOCS / "design" / "streams.md", exchange),
     "step": ("bench_step.json", DOCS / "step-speed.md", step),
+    "cubins": ("cubins.json", DOCS / "gpu.md", cubins),
     "cubins_fla": ("cubins_fla.json", DOCS / "gpu.md", cubins_fla),
     "bundle": ("bundle.json", DOCS / "gpu.md", bundle),
 }
