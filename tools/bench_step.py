@@ -4,10 +4,11 @@ python tools/bench_step.py [--families gemma3 qwen3_vl] [--recompute none full] 
 
 The same weights, conversations and optimizer (AdamW, fp32 on a CPU, bf16 on a GPU) in one process: eight
 conversations of very different length with an image each, half of their text trained, through a language
-model of 8 layers of 512 channels and a vocabulary of 32,768. Transformers takes them as eight padded rows,
-which is all it can do; ours are the same padded rows, or packed into one. With recomputation, Transformers'
-gradient checkpointing is on, and ours is "full". Seconds are medians over rounds taken in turns (CPU time of
-one thread; wall time on a GPU). Peak memory is that of the tensors that a step makes.
+model of 8 layers of 512 channels and a vocabulary of 32,768. Transformers takes them as eight padded rows, or
+one after the other ("alone"), whose gradients add up; ours are the same padded rows, or packed into one. With
+recomputation, Transformers' gradient checkpointing is on, and ours is "full". Seconds are medians over rounds
+taken in turns (CPU time of one thread; wall time on a GPU). Peak memory is that of the tensors that a step
+makes.
 """
 
 from __future__ import annotations
@@ -105,6 +106,21 @@ def batches(path: Path, hf_config: Any) -> tuple[dict, dict[str, Batch]]:
     return {name: tensor.to(device) for name, tensor in hf.items()}, {"padded": padded, "packed": packed}
 
 
+def documents_alone(hf: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Each row of the arguments of Transformers without its padding, and with its own image."""
+    rows, length = hf["input_ids"].shape
+    axes = {name: 1 if tensor.shape[1:] == (rows, length) else 0 for name, tensor in hf.items()}
+    parts = {name: tensor.chunk(rows, axes[name]) for name, tensor in hf.items()}
+    lengths = hf["attention_mask"].sum(1).tolist()
+    return [
+        {
+            name: parts[name][row][..., : lengths[row]] if tensor.shape[-1] == length else parts[name][row]
+            for name, tensor in hf.items()
+        }
+        for row in range(rows)
+    ]
+
+
 def seconds_of(call: Callable[[], Any]) -> float:
     on_gpu = torch.cuda.is_available()
     clock = time.perf_counter if on_gpu else time.process_time
@@ -144,19 +160,20 @@ def measure(path: Path, recompute: str = "none") -> list[dict[str, Any]]:
         hf_model.gradient_checkpointing_enable()
     hf_optimizer = torch.optim.AdamW(hf_model.parameters(), lr=1e-5, fused=True)
     hf_arguments, ours = batches(path, hf_config)
+    alone = documents_alone(hf_arguments)
 
-    def hf_step() -> float:
+    def hf_step(calls: list[dict[str, torch.Tensor]]) -> None:
         hf_optimizer.zero_grad()
-        loss = hf_model(**hf_arguments, use_cache=False).loss
-        loss.backward()
+        for arguments in calls:
+            hf_model(**arguments, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(hf_model.parameters(), 1.0)
         hf_optimizer.step()
-        return loss.item()
 
-    def our_step(mode: str) -> float:
-        return step.train_step(ddp, optimizer, scheduler, [ours[mode]])[0]
+    def our_step(mode: str) -> None:
+        step.train_step(ddp, optimizer, scheduler, [ours[mode]])
 
-    steps = {"hf": hf_step} | {mode: lambda mode=mode: our_step(mode) for mode in ours}
+    steps = {"hf": lambda: hf_step([hf_arguments]), "alone": lambda: hf_step(alone)}
+    steps |= {mode: lambda mode=mode: our_step(mode) for mode in ours}
     peaks = {name: peak_of(call) for name, call in steps.items()}  # also the warm-up
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
@@ -171,7 +188,9 @@ def measure(path: Path, recompute: str = "none") -> list[dict[str, Any]]:
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "seconds": round(seconds[mode], 3),
             "hf_seconds": round(seconds["hf"], 3),
+            "hf_alone_seconds": round(seconds["alone"], 3),
             "speed_over_hf": round(seconds["hf"] / seconds[mode], 2),
+            "speed_over_hf_alone": round(seconds["alone"] / seconds[mode], 2),
             "peak_memory": peaks[mode],
             "hf_peak_memory": peaks["hf"],
         }
@@ -181,8 +200,9 @@ def measure(path: Path, recompute: str = "none") -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=["gemma3", "qwen3_vl"], choices=list(TINY_FAMILIES))
-    parser.add_argument("--recompute", nargs="+", default=["none", "full"], choices=["none", "full"])
+    families = ["gemma3", "qwen3_vl", "qwen3_5"]
+    parser.add_argument("--families", nargs="+", default=families, choices=list(TINY_FAMILIES))
+    parser.add_argument("--recompute", nargs="+", default=["none"], choices=["none", "full"])
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "bench_step.json")
     arguments = parser.parse_args()
     setup.init_distributed(ParallelConfig(), seed=1)
