@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "reports" / "bench_weights.json"
-CONFIG = ROOT / "tests" / "hf_configs" / "qwen3_vl_30b_a3b.json"
+CONFIG = ROOT / "src" / "megatron_vlm" / "recipes" / "configs" / "qwen3_vl_30b_a3b.json"
 BLOCK = 2**24
 LAYOUTS = {"1 process": 1, "a rank of TP2·EP2": 2}  # the size of TP and of EP
 

@@ -34,7 +34,7 @@ LEFT_OUT = {
     "data.preferences": "a second objective",
     "rl": "a second objective",
     "job": "how a run ends, not what it does",
-    "exports": "what a run writes besides its checkpoints",
+    "training.exports": "what a run writes besides its checkpoints",
     "run_folder": "names and locks of files",
     "files": "how files are opened and written whole, not what is in them",
     "messages": "how what others wrote is printed, and what was being read at an error",

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.parallel.context import Piece, place
+from megatron_vlm.recipes.published import CONFIGS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "qwen35_27b"
@@ -86,7 +87,7 @@ def by_states(placement: list[list[Piece]], text: dict) -> tuple[float, float]:
 
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    config = json.loads((ROOT / "tests" / "hf_configs" / f"{MODEL}.json").read_text(encoding="utf-8"))
+    config = json.loads((CONFIGS / f"{MODEL}.json").read_text(encoding="utf-8"))
     rows = []
     for tokens, mean in ROWS:
         for ranks in RANKS:

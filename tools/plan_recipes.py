@@ -13,11 +13,11 @@ from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.recipes import RECIPES, load_recipe
+from megatron_vlm.recipes.published import CONFIGS
 
 # the weights have their own output layer, which config.json does not say: see `models.weights.ties`
 UNTIED = ("ministral3_8b", "ministral3_14b", "mistral_small_3_24b")
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "tests" / "hf_configs"  # the configs of the published models, one for each recipe
 
 
 def planned(config: Path) -> dict:

@@ -15,10 +15,11 @@ from typing import Any
 
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
+from megatron_vlm.recipes.published import CONFIGS
 from tables import ROOT, markdown, replaced
 
 PAGE = ROOT / "docs" / "checkpoints.md"
-LIST, CONFIGS = ROOT / "tests" / "published_configs.json", ROOT / "tests" / "hf_configs"
+LIST = ROOT / "tests" / "published_configs.json"
 TRAINS = "trains"
 
 

@@ -23,7 +23,8 @@ from megatron_vlm.planning.rehearsal import rehearse
 from megatron_vlm.planning.search import MOST_REHEARSED, planned_layouts
 from megatron_vlm.planning.step_time import Gpu
 from megatron_vlm.recipes import compose
-from plan_recipes import CONFIGS, ROOT, layout, parameters
+from megatron_vlm.recipes.published import CONFIGS
+from plan_recipes import ROOT, layout, parameters
 from rehearse_recipes import opened, over, with_batch
 
 CAPACITIES = (80, 141)  # GB of a GPU

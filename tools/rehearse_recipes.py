@@ -26,7 +26,8 @@ from megatron_vlm.planning.search import representatives
 from megatron_vlm.planning.step_time import Gpu, step_time
 from megatron_vlm.recipes import RECIPES, compose
 from megatron_vlm.recipes.base import as_settings
-from plan_recipes import CONFIGS, ROOT, UNTIED, layout
+from megatron_vlm.recipes.published import CONFIGS
+from plan_recipes import ROOT, UNTIED, layout
 
 NODE = 8
 GPUS = (NODE, 64, 1024)

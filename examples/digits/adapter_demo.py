@@ -30,7 +30,7 @@ def main() -> None:
     if os.environ["ADAPTER"] != "lora":
         sys.exit(f"ADAPTER={os.environ['ADAPTER']}: the demo knows lora alone.")
     started, family = time.monotonic(), os.environ.get("FAMILY") or "gemma3"
-    folder = Path(f"{configuration(family).run_dir}-lora")
+    folder = Path(f"runs/{configuration(family).name}-lora")
     shutil.rmtree(folder, ignore_errors=True)
     held_out = prepare_data(folder / "raw")
     build_checkpoint(family, folder)

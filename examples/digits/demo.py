@@ -1,7 +1,7 @@
 """The whole way on a laptop: images, dataset, checkpoint, training, evaluation, export, and back.
 
-`make demo` runs this, `make demo FAMILY=qwen3_vl` with another family. Everything it makes lies in the
-recipe's run folder, runs/demo or runs/demo-FAMILY; the numbers are in summary.json there.
+`make demo` runs this, `make demo FAMILY=qwen3_vl` with another family. Everything it makes lies in runs/demo
+or runs/demo-FAMILY, the run in the folder `run` there; the numbers are in summary.json.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ def main() -> None:
     started = time.monotonic()
     family = os.environ.get("FAMILY") or "gemma3"
     config = configuration(family)
-    folder, processes = Path(config.run_dir), fewest_processes(config.parallel)
+    folder, run_dir = Path(config.model.hf_path).parent, Path(config.run_dir)
+    processes = fewest_processes(config.parallel)
     shutil.rmtree(folder, ignore_errors=True)
     held_out = prepare_data(folder)
     build_checkpoint(family, folder)
     say(f"training on {processes} processes")
     usage = timed(lambda: train(family, processes))
     say("answering the held-out questions with Megatron")
-    answers = evaluate("megatron", folder, held_out, folder, processes)
+    answers = evaluate("megatron", run_dir, held_out, folder, processes)
     say("exporting to a Hugging Face folder")
-    run(["-m", "megatron_vlm.cli", "export", str(folder), str(folder / "hf")])
+    run(["-m", "megatron_vlm.cli", "export", str(run_dir), str(folder / "hf")])
     say("answering them again with Transformers, from the exported folder")
     hf_answers = evaluate("transformers", folder / "hf", held_out, folder)
     questions = read_questions(held_out)
@@ -58,7 +59,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), **versions()},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    close_with(summary, folder, folder, folder / "hf")
+    close_with(summary, folder, run_dir, folder / "hf")
 
 
 def configuration(family: str) -> RunConfig:

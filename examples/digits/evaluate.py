@@ -1,6 +1,6 @@
 """Answer the held-out questions by generation, with a run's checkpoint or with an exported folder.
 
-    torchrun --nproc_per_node 2 evaluate.py megatron runs/demo DATA/held_out.jsonl answers.json
+    torchrun --nproc_per_node 2 evaluate.py megatron runs/demo/run DATA/held_out.jsonl answers.json
     python evaluate.py transformers runs/demo/hf DATA/held_out.jsonl answers.json
 
 Both write the list of answers in the order of the questions. The prompts are the processor's, so the two

@@ -48,7 +48,7 @@ STEPS = {"labelled": 40, "rewarded": int(os.environ.get("STEPS") or 60)}
 def main() -> None:
     started, family = time.monotonic(), os.environ.get("FAMILY") or "gemma3"
     config = configuration(family)
-    folder, processes = Path(f"{config.run_dir}-rl"), fewest_processes(config.parallel)
+    folder, processes = Path(f"runs/{config.name}-rl"), fewest_processes(config.parallel)
     shutil.rmtree(folder, ignore_errors=True)
     prepare_data(folder / "raw")
     build_checkpoint(family, folder)

@@ -17,6 +17,7 @@ from megatron_vlm.files import refuse_existing, write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable, printable_lines
 from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.recipes.published import shipped_config
 from megatron_vlm.supported import read_config
 
 app = typer.Typer(
@@ -118,15 +119,18 @@ def plan(
     missing = configs.missing_settings(config)
     config = apply_overrides(config, dict.fromkeys(missing, "given later"))
     validate(config, gpus)
-    read_config(config.model.hf_path)
+    shipped = shipped_config(config.model.hf_path)
+    read_config(shipped or config.model.hf_path)
 
     from megatron_vlm.models.hf import look_at
     from megatron_vlm.planning.notes import advice, describe, rehearsed, searched
     from megatron_vlm.planning.plan import make_plan
 
-    description, assumed = look_at(config.model.hf_path)
+    description, assumed = look_at(shipped or config.model.hf_path)
     made = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
     typer.echo(describe(made))
+    if shipped:
+        typer.echo(f"Read for {config.model.hf_path}: the copy of its config.json in this package.")
     if assumed:
         typer.echo(assumed)
     for line in advice(made, gpu_memory * 1e9):

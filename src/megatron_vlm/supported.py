@@ -7,9 +7,11 @@ processors or own code are looked at, and before anything else is fetched.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm import hub
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import printable
@@ -102,7 +104,7 @@ def config_file(path: str | Path) -> Path:
         return file
     from huggingface_hub import hf_hub_download
 
-    return Path(_fetched(path, lambda name: hf_hub_download(name, CONFIG_FILE)))
+    return Path(_fetched(path, partial(hf_hub_download, filename=CONFIG_FILE)))
 
 
 def resolve(path: str | Path, check: Callable[[str | Path], Any] = read_config) -> Path:
@@ -116,17 +118,19 @@ def resolve(path: str | Path, check: Callable[[str | Path], Any] = read_config) 
 
     check(path)
     ignored = "consolidated*"  # Mistral's repositories hold the weights twice
-    return Path(
-        _fetched(path, lambda n: snapshot_download(n, allow_patterns=FETCHED, ignore_patterns=ignored))
-    )
+    return Path(_fetched(path, partial(snapshot_download, allow_patterns=FETCHED, ignore_patterns=ignored)))
 
 
-def _fetched(path: str | Path, fetch: Any) -> str:
+def _fetched(path: str | Path, fetch: Callable[..., str]) -> str:
+    """Fetch a hub name, from the cache alone if the hub cannot be asked. Raises FileNotFoundError."""
     if Path(path).is_absolute() or str(path).startswith((".", "~")):
         raise FileNotFoundError(f"checkpoint {printable(path)}: no such folder")
+    reason = hub.why_not()
     try:
-        return fetch(str(path))
+        return fetch(str(path), local_files_only=reason is not None)
     except (OSError, ValueError) as error:
+        if reason:
+            raise FileNotFoundError(f"checkpoint {hub.not_there(path, reason)}") from error
         reason = printable(str(error).partition("\n")[0])
         raise FileNotFoundError(
             f"checkpoint {printable(path)}: no such folder, and not to be had from the hub ({reason})"

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_vlm import exports
 from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
@@ -21,7 +20,7 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.batch_log import naming_samples
 from megatron_vlm.run_folder.run_log import RunLogger
-from megatron_vlm.training import checkpoint
+from megatron_vlm.training import checkpoint, exports
 from megatron_vlm.training.evaluate import validation_loss
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel

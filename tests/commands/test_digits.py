@@ -26,6 +26,7 @@ from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.models.families import FAMILIES
 from megatron_vlm.recipes import RECIPES, compose, load_recipe
+from megatron_vlm.run_folder.folder import check_start
 
 SMALL = {"held_out_images": 297, "variants": 1, "train_pairs": 200, "held_out_pairs": 20}
 
@@ -132,17 +133,25 @@ def encoded(demo, digits):
     return found
 
 
-def test_demo_recipe_is_valid_on_two_processes_and_finds_its_checkpoint(demo):
+def test_demo_recipe_is_valid_on_two_processes_and_may_start_beside_its_data(demo, tmp_path, monkeypatch):
     config, _ = demo
     assert fewest_processes(config.parallel) == 2
     validate(config, 2)
-    assert config.model.hf_path == f"{config.run_dir}/start"
-    assert config.data.train_data_path == f"{config.run_dir}/dataset"
+    monkeypatch.chdir(tmp_path)
+    for folder in (config.model.hf_path, config.data.train_data_path, config.run_dir):
+        Path(folder).mkdir(parents=True)
+    check_start(config.run_dir, config.model.hf_path)
 
 
-def test_demo_runs_in_another_folder_when_told():
-    config = load_recipe("gemma3_tiny_digits")(run_dir="elsewhere")
-    assert (config.model.hf_path, config.data.train_data_path) == ("elsewhere/start", "elsewhere/dataset")
+@pytest.mark.long
+def test_the_demo_goes_all_its_way(tmp_path):
+    """With four steps, so that it learns nothing."""
+    command = [sys.executable, str(ROOT / "examples" / "digits" / "demo.py"), "steps=4"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "runs/demo/summary.json").read_text())["steps"] == 4
+    for picture in ("contact_sheet.png", "run/loss.png"):
+        assert (tmp_path / "runs/demo" / picture).is_file()
 
 
 def test_a_digit_has_as_few_visual_tokens_as_its_processor_makes(demo, encoded):

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from places import CONFIGS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from samples import sample_of
@@ -47,6 +46,7 @@ from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.models.families import describe
 from megatron_vlm.recipes import load_recipe
+from megatron_vlm.recipes.published import CONFIGS
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.corpus import default_corpus
 from tiny.distributed import run_distributed

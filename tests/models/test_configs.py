@@ -30,12 +30,12 @@ from config_changes import (
 )
 from odd_configs import Cell
 from parity import RENAMED
-from places import CONFIGS
 from programs import OLDEST, run_anew, run_program
 
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.models.family_parts.keys import ASKED_FOR, NAMES, NO_EFFECT, section_for
+from megatron_vlm.recipes.published import CONFIGS
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 

@@ -230,7 +230,7 @@ def test_of_a_refused_name_only_config_json_is_asked_for(hub, monkeypatch):
 
 def test_a_name_that_is_nowhere(hub):
     with pytest.raises(
-        FileNotFoundError, match=r"^checkpoint me/none: no such folder, and not to be had from"
+        FileNotFoundError, match="^checkpoint me/none: neither a folder nor in the hub's cache"
     ):
         read_config("me/none")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from parity import OF_DATA
-from places import CONFIGS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
@@ -22,7 +21,7 @@ from megatron_vlm.models.vision_parallel import balanced_shares
 from megatron_vlm.models.vlm import recompute_layers
 from megatron_vlm.parallel import setup
 from megatron_vlm.planning.rehearsal import on_shapes
-from megatron_vlm.recipes.published import SIZES
+from megatron_vlm.recipes.published import CONFIGS, SIZES
 from tiny.checkpoints import build_tiny_checkpoint
 
 # the first size of each family

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from places import CONFIGS
 from prepared_shards import prepare
 from programs import COMMAND, run_program
 from safetensors.torch import load_file, save_file
@@ -28,6 +27,7 @@ from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.recipes.published import CONFIGS
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 

@@ -352,8 +352,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_no_export_is_begun_without_room(tmp_path, tiny_gemma3, monkeypatch):
-    from megatron_vlm import exports
     from megatron_vlm.models.weights.files import HFCheckpoint
+    from megatron_vlm.training import exports
 
     monkeypatch.setattr("megatron_vlm.files.free_bytes", lambda path: 1000)
     with pytest.raises(OSError, match="step_00000007 takes .* MB, of which .* are free; make room and start"):

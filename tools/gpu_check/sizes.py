@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from places import CONFIGS
 
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import as_hf_config
 from megatron_vlm.parallel import cpu
+from megatron_vlm.recipes.published import CONFIGS
 
 cpu.install()
 ON_CUDA = torch.cuda.is_available()

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megatron_vlm.checks.model_on_disk import cache, is_hub_name, is_offline, is_prepared, kind_of
+from megatron_vlm import hub
+from megatron_vlm.checks.model_on_disk import is_hub_name, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths, RunConfig
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.lines import first_records
@@ -39,11 +40,8 @@ def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]
             yield from _rows_problems(path, shown, data.media_dir, data.columns, "data.media_dir=")
         elif not is_hub_name(name):
             yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
-        elif is_offline("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") and not _dataset_cached(name):
-            yield (
-                f"{shown} does not exist here, nor in the caches, and HF_HUB_OFFLINE is set; give a file or "
-                "a folder, or download it first."
-            )
+        elif not hub.is_cached(name, dataset=True) and (reason := hub.why_not("HF_DATASETS")):
+            yield f"{key}: {hub.not_there(name, reason, dataset=True)}"
 
 
 def _energon_problems(path: Path, shown: str) -> Iterator[str]:
@@ -112,12 +110,6 @@ def _folder_problems(folder: Path, shown: str) -> Iterator[str]:
     elif 0 < len(records) < len(media) and not told:
         file = min(records)
         yield f"{shown} is a folder of media, and {file.name} in it is not read; give {printable(file)}."
-
-
-def _dataset_cached(name: str) -> bool:
-    datasets = cache("HF_DATASETS_CACHE", "datasets") / name.replace("/", "___").lower()
-    hub = cache("HF_HUB_CACHE", "hub") / f"datasets--{name.replace('/', '--')}"
-    return datasets.exists() or hub.exists()
 
 
 def _file_problems(

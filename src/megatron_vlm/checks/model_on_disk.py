@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm import hub
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.on_disk.paths import ROWS
 from megatron_vlm.files import read_file
@@ -50,17 +51,6 @@ def kind_of(path: Path) -> str | None:
 
 def is_prepared(path: Path) -> bool:
     return any((path / ".nv-meta" / name).is_file() for name in (".info.json", ".info.yaml"))
-
-
-def is_offline(*names: str) -> bool:
-    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
-
-
-def cache(variable: str, folder: str) -> Path:
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
-    )
-    return Path(os.environ.get(variable) or os.path.join(home, folder)).expanduser()
 
 
 def is_hub_name(path: str) -> bool:
@@ -106,12 +96,8 @@ def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> 
         if not is_hub_name(given):
             yield f"{shown} does not exist; give a checkpoint folder or a Hugging Face hub name."
             return
-        cached = cache("HF_HUB_CACHE", "hub") / f"models--{given.replace('/', '--')}" / "snapshots"
-        if not cached.is_dir() and is_offline("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-            yield (
-                f"{shown} does not exist here, nor in the hub's cache, and HF_HUB_OFFLINE is set; give a "
-                "checkpoint folder, or download it first."
-            )
+        if not hub.is_cached(given) and (reason := hub.why_not()):
+            yield f"{setting}: {hub.not_there(given, reason)}"
         return
     if not path.is_dir():
         yield f"{shown} is a file; give the folder that holds config.json and the weights."

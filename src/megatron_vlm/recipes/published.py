@@ -4,14 +4,17 @@ Full fine-tuning in bf16 with fp32 gradients and Adam; docs/recipes.md holds the
 layouts. A new size is a line of `SIZES`.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from megatron_vlm import hub
 from megatron_vlm.config import RunConfig
 from megatron_vlm.recipes.base import build
 from megatron_vlm.supported import SUPPORTED
 
+CONFIGS = Path(__file__).parent / "configs"  # config.json of each published size, under the recipe's name
 DEMO = "_tiny_digits"  # the end of a demo recipe's name
 # layouts that several sizes share, as arguments
 TP8_PP4 = "tp=8 pp=4 recompute=full"
@@ -28,14 +31,12 @@ class Recipe:
     name: str
     summary: str  # a sentence
     defaults: dict[str, Any]  # its own, beside those of `RunConfig`
-    inside: Mapping[str, str] = field(default_factory=dict)  # those that are paths in the run's folder
     gpus: int = 1  # the fewest of 80 GB that its layout fits
     roomy: str = ""  # arguments that make it quicker on as many GPUs of 141 GB
 
     def __call__(self, **changes: Any) -> RunConfig:
         """The run's configuration, with `changes` in place of what the recipe says. Raises as `build`."""
-        run_dir = changes.get("run_dir", f"runs/{changes.get('name', self.defaults['name'])}")
-        return build(self.defaults | {key: f"{run_dir}/{path}" for key, path in self.inside.items()}, changes)
+        return build(self.defaults, changes)
 
 
 # What all sizes of a family set. Qwen and GLM make more tokens of an image the more pixels it has: these are
@@ -167,8 +168,12 @@ DEMOS: dict[str, dict[str, Any]] = {  # the others: TP2
 
 def _demo(family: str) -> Recipe:
     """A run of `make demo`: a tiny model learns to read digits on two processor cores."""
+    name = "demo" if family == next(iter(SUPPORTED)) else f"demo-{family}"
     defaults = {
-        "name": "demo" if family == next(iter(SUPPORTED)) else f"demo-{family}",
+        "name": name,
+        "run_dir": f"runs/{name}/run",
+        "hf_path": f"runs/{name}/start",
+        "train_data_path": f"runs/{name}/dataset",
         "dtype": "fp32",
         "seq_length": 128,
         "num_workers": 1,
@@ -180,8 +185,7 @@ def _demo(family: str) -> Recipe:
         "eval_every": 100,
     }
     summary = f"A tiny model that learns to read digits, for `make demo FAMILY={family}`."
-    inside = {"hf_path": "start", "train_data_path": "dataset"}
-    return Recipe(family + DEMO, summary, defaults | DEMOS.get(family, TP2), inside)
+    return Recipe(family + DEMO, summary, defaults | DEMOS.get(family, TP2))
 
 
 def _published() -> Iterator[Recipe]:
@@ -195,3 +199,10 @@ def _published() -> Iterator[Recipe]:
 
 
 RECIPES = {one.name: one for one in (*_published(), *map(_demo, SUPPORTED))}
+
+
+def shipped_config(hf_path: str) -> Path | None:
+    """The package's own copy of config.json, of a checkpoint that a recipe names and that is not here."""
+    here = Path(hf_path).exists() or hub.is_cached(hf_path)
+    names = [one.name for one in RECIPES.values() if one.defaults.get("hf_path") == hf_path]
+    return CONFIGS / f"{names[0]}.json" if names and not here else None
