@@ -22,11 +22,9 @@ from megatron_vlm.compose.tokenizer import (
 )
 from megatron_vlm.compose.tokens import ADDED, RoleToken, assign, grown_rows, refuse_beyond
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
+from megatron_vlm.files import folder_aside, need_room, write_whole
 from megatron_vlm.messages import printable, readable_size, reading
-from megatron_vlm.models.families import load
 from megatron_vlm.models.weights.files import HFCheckpoint
-from megatron_vlm.supported import CONFIG_FILE
 
 GENERATION_FILE = "generation_config.json"
 # attributes of the tokenizer where processors look for its tokens
@@ -149,10 +147,7 @@ def write(plan: ComposePlan, output: Path) -> None:
     with folder_aside(output) as aside:
         need_room(output, plan.writer.nbytes)
         plan.config.save_pretrained(aside)
-        saved = json.loads(read_text(aside / CONFIG_FILE))
-        config = load(plan.model_type).portable_config(saved)
-        for name, content in ((CONFIG_FILE, config), (GENERATION_FILE, plan.generation)):
-            write_whole(aside / name, json.dumps(content, indent=2) + "\n")
+        write_whole(aside / GENERATION_FILE, json.dumps(plan.generation, indent=2) + "\n")
         _write_vocabulary(plan, aside)
         plan.writer.write(aside, COMPOSED[plan.model_type].hub_names)
 
