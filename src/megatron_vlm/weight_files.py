@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import open_file, read_file
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import odd_fields, printable
 from megatron_vlm.signatures import BINARY, FIRST, SAFETENSORS, what_is
 from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config
 
@@ -37,10 +37,12 @@ DESCRIPTIONS = (  # that Transformers reads, of tokenizer, processor and generat
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 MOST_PARSED = 1 << 20  # bytes
-HELD = {  # what these keys hold, or lists of it; of others, only the file is named (`models.hf`)
-    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), int),
-    **dict.fromkeys(("image_processor", "video_processor", "added_tokens_decoder"), dict),
-    **dict.fromkeys(("image_mean", "image_std", "temperature", "top_p"), int | float),
+NUMBER = int | float
+HELD = {  # what these keys hold; of others, only the file is named (`models.hf`)
+    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), int | list[int] | None),
+    **dict.fromkeys(("image_processor", "video_processor", "added_tokens_decoder"), dict | None),
+    **dict.fromkeys(("image_mean", "image_std"), NUMBER | list[NUMBER] | None),
+    **dict.fromkeys(("temperature", "top_p"), NUMBER | None),
 }
 
 
@@ -221,11 +223,8 @@ def description_problems(folder: Path) -> Iterator[str]:
         elif file.name == "tokenizer.json" and b'"model"' not in content:
             yield f"{printable(file)} names no model of a tokenizer; download it again."
         elif file.name.endswith("config.json") and len(content) <= MOST_PARSED:
-            for key, value in json.loads(content).items():
-                values = value if isinstance(value, list) else [value]
-                if not all(each is None or isinstance(each, HELD.get(key, object)) for each in values):
-                    odd = f"{printable(file)} has {printable(json.dumps(value), 60)} as {key}"
-                    yield f"{odd}; correct it, or download the file again."
+            for problem in odd_fields(json.loads(content), HELD):
+                yield f"{printable(file)}: {problem}; correct it, or download the file again."
 
 
 def _is_whole(content: bytes) -> bool:

@@ -170,14 +170,10 @@ def _write_vocabulary(plan: ComposePlan, folder: Path) -> None:
 
 def _generation_config(language: Component, by_role: dict[str, RoleToken]) -> dict[str, Any]:
     """The language model's as it stands, also with settings that Transformers would refuse to save; it ends
-    replies at the end of a turn, too. Raises ConfigError if it cannot be read."""
-    file = language.folder / GENERATION_FILE
-    config = GenerationConfig.from_model_config(part_config(language)).to_diff_dict()
-    if file.is_file() and not isinstance(config := read_json(file), dict):
-        raise ConfigError(
-            f"--language-model {printable(language.folder)}: its {GENERATION_FILE} is not a JSON object; "
-            "download it again, or remove it."
-        )
+    replies at the end of a turn, too."""
+    config = read_json(language.folder / GENERATION_FILE)
+    if config is None:
+        config = GenerationConfig.from_model_config(part_config(language)).to_diff_dict()
     ends = config.get("eos_token_id")
     if not isinstance(ends, list):
         ends = [] if ends is None else [ends]

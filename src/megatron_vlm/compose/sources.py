@@ -10,6 +10,7 @@ from megatron_vlm.checks.model_on_disk import PROCESSORS, TOKENIZERS, folder_pro
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.supported import QUANTISED, any_config, resolve
+from megatron_vlm.weight_files import description_problems
 
 TOWERS = {  # model type of a tower -> of the model that holds it
     "siglip2_vision_model": "lfm2_vl",
@@ -55,7 +56,10 @@ def open_tower(path: str) -> Component:
 
 def open_language_model(path: str) -> Component:
     """The checkpoint of a language model. Raises ConfigError if it is none that can be composed."""
-    return _open("--language-model", path, language_config, TOKENIZERS, "a tokenizer")
+    language = _open("--language-model", path, language_config, TOKENIZERS, "a tokenizer")
+    for problem in description_problems(language.folder):
+        raise ConfigError(f"--language-model: {problem}")
+    return language
 
 
 def _open(

@@ -6,6 +6,7 @@ is used, and nothing in it can run code.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron_vlm import weight_files
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules.adapters import adapter_problems
 from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
-from megatron_vlm.messages import printable, reading
+from megatron_vlm.messages import odd_fields, printable, reading
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
 from megatron_vlm.models.weights.exporting import from_every_stage
 from megatron_vlm.overrides import apply_overrides
@@ -30,12 +31,20 @@ from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder.adapter_start import keep, of_run
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-READ = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "target_modules", "exclude_modules")
+READ = {  # and what peft takes as their values
+    **{"r": int, "lora_alpha": int | float, "lora_dropout": int | float | None},
+    **dict.fromkeys(("use_rslora", "use_dora"), bool | None),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), str | list[str] | None),
+    **dict.fromkeys(("target_parameters", "modules_to_save"), list[str] | None),
+    **{"layers_to_transform": int | list[int] | None},
+    **{"rank_pattern": dict[str, int] | None, "alpha_pattern": dict[str, int | float] | None},
+}
 LAYERS = ("layers_to_transform", "layers_pattern")  # one, or a list
-READ += ("rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save", *LAYERS)
+PATTERNS = ("target_modules", "exclude_modules")  # a regex, or a list
 # what changes nothing in the adapter's numbers, whatever its value
 WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping")
-WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size")
+WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size", "fan_in_fan_out")
+WITHOUT_EFFECT += ("loftq_config", "eva_config", "corda_config", "lora_ga_config")  # none of PLAIN_STARTS
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # others of peft change the base weights
 MOST_BYTES = 1 << 24  # of a config file
 SAMPLE = 4096  # bytes that are looked at in the middle of each tensor of a checkpoint
@@ -57,8 +66,9 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
         raise ConfigError(
             f"{place} cannot be read ({printable(error)}); give a folder that peft wrote."
         ) from error
-    if not isinstance(given, dict) or given.get("peft_type") != "LORA":
-        raise ConfigError(f"{place} describes no LoRA adapter; only these are trained.")
+    if not isinstance(given, dict) or (kind := given.get("peft_type")) != "LORA":
+        kind = "no adapter" if not isinstance(given, dict) else f"peft_type {printable(repr(kind))}"
+        raise ConfigError(f"{place} describes {kind}; only LoRA adapters (peft_type 'LORA') are trained.")
     if (start := given.get("init_lora_weights")) not in PLAIN_STARTS:
         raise ConfigError(
             f"{place}: init_lora_weights {printable(start)} changed the base weights; merge it first."
@@ -71,7 +81,11 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
             raise ConfigError(
                 f"{place}: {printable(key)} {printable(value)} is not supported; train without it."
             )
-    given |= {key: [given[key]] for key in LAYERS if type(given.get(key)) in (int, str)}
+    for problem in odd_fields(given, READ):
+        raise ConfigError(f"{place}: {problem}; correct it, or give a folder that peft wrote.")
+    given |= {key: [given[key]] for key in LAYERS if isinstance(given.get(key), int | str)}
+    # as settings, a regex such as [qk]_proj would be read as a list
+    regexes = {key: given.pop(key) for key in PATTERNS if given.get(key) and isinstance(given[key], str)}
     settings = {f"adapter.{key}": given[key] for key in READ if given.get(key) or given.get(key) == 0}
     if "adapter.target_parameters" in settings:  # to peft, no modules are then none
         settings.setdefault("adapter.target_modules", [])
@@ -81,6 +95,7 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
         raise ConfigError(f"{place}: {error}") from error
     if run.adapter.r < 1:
         raise ConfigError(f"{place}: r {run.adapter.r} is no rank; give the folder of another adapter.")
+    run.adapter = replace(run.adapter, **regexes)
     for problem in adapter_problems(run):
         raise ConfigError(f"{place}: {problem}")
     return run.adapter
