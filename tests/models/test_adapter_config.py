@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_vlm.config import AdapterConfig, ConfigError
-from megatron_vlm.models.adapters.files import READ, WITHOUT_EFFECT, settled
+from megatron_vlm.config_rules.peft_config import READ, WITHOUT_EFFECT, settled
 
 SOUND = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 OTHERS = ["bias", "init_lora_weights", "megatron_config", "use_qalora", "something_new"]
