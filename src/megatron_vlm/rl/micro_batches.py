@@ -128,8 +128,8 @@ class MicroBatch:
         for name, value_N in self.given.items():
             wrong = (~value_N.isfinite()).nonzero().flatten()
             if len(wrong):
-                sample, value = self.given["sample"][wrong[0]].item(), value_N[wrong[0]].item()
-                odd.append(f"{printable(name)} of sample {sample} is {value}")
+                sample = self.given["sample"][wrong[0]].item()
+                odd.append(f"{printable(name)} of sample {sample} is {value_N[wrong[0]].item()}")
         return odd
 
 
