@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,10 +210,10 @@ def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     return tensors, 8 + length
 
 
-def description_problems(folder: Path) -> Iterator[str]:
+def description_problems(folder: Path, names: Sequence[str] = DESCRIPTIONS) -> Iterator[str]:
     """A line for each wrong file among those that describe tokenizer, processor and generation.
     Transformers' own messages do not name them. Raises as `read_file`."""
-    for file in (folder / name for name in DESCRIPTIONS if os.path.lexists(folder / name)):
+    for file in (folder / name for name in names if os.path.lexists(folder / name)):
         content = read_file(file)
         known = what_is(content)
         if known is not None and (known is not BINARY or file.suffix != ".model"):
