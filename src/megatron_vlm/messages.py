@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 LONGEST = 200  # the most characters of a key or a path that are shown
 
@@ -65,11 +65,14 @@ def odd_fields(content: Mapping[str, Any], types: Mapping[str, Any]) -> Iterator
     for name, hint in types.items():
         if name in content and not _is_of(content[name], hint):
             wanted = hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint
+            wanted = str(wanted).replace("typing.", "")
             yield f"{name} is {printable(repr(content[name]), 60)}, expected {wanted}"
 
 
 def _is_of(value: Any, hint: Any) -> bool:
     inner, kind = get_args(hint), get_origin(hint) or hint
+    if kind is Literal:
+        return value in inner
     if kind is UnionType:
         return any(_is_of(value, each) for each in inner)
     if isinstance(value, bool) and kind is not bool or not isinstance(value, kind or NoneType):

@@ -15,6 +15,7 @@ from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import printable
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch from a repository of the hub

@@ -235,6 +235,13 @@ def test_a_form_that_is_not_read_is_refused_by_name_before_torch_is_needed(tmp_p
         ("generation_config.json", '{"eos_token_id": [1, [2]]}', r"eos_token_id is \[1, \[2\]\], expected"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', r"added_tokens_decoder is \[1\], exp"),
         ("processor_config.json", '{"image_processor": 5}', "image_processor is 5, expected dict"),
+        ("processor_config.json", '{"video_processor": {"size": "x"}}', "size is 'x', expected dict"),
+        ("tokenizer_config.json", '{"pad_token": [1]}', r"pad_token is \[1\], expected str"),
+        (
+            "tokenizer_config.json",
+            '{"padding_side": "up"}',
+            r"padding_side is 'up', expected Literal",
+        ),
         ("preprocessor_config.json", '{"image_mean": ["x"]}', r"image_mean is \['x'\], expected"),
     ],
 )

@@ -25,8 +25,8 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.files import folder_aside, need_room, write_whole
 from megatron_vlm.messages import printable, readable_size, reading
 from megatron_vlm.models.weights.files import HFCheckpoint
+from megatron_vlm.supported import GENERATION_FILE
 
-GENERATION_FILE = "generation_config.json"
 # attributes of the tokenizer where processors look for its tokens
 TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "image_end": "image_end_token"}
 
