@@ -54,8 +54,11 @@ def processor_outputs(
 
 @reading("folder")
 def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
-    """The end-of-turn and end-of-text ids in the checkpoint's generation config, of which nothing else is
-    read, or else (as in Transformers) in its config.json. Raises ConfigError that names a damaged file."""
+    """The end-of-turn and end-of-text ids of the checkpoint.
+
+    They are read from its generation config, whose other values are not looked at, or else (as in
+    Transformers) from its config.json. Raises ConfigError that names a damaged file.
+    """
     for problem in description_problems(folder, [GENERATION_FILE]):
         raise ConfigError(problem)
     ids = hf_config.get_text_config().eos_token_id
