@@ -47,6 +47,14 @@ def test_what_is_not_read_is_refused_by_file_and_key_where_it_has_an_effect(tmp_
     assert sum(refused) > len(VALUES) // 2
 
 
+def test_of_several_wrong_values_each_is_named_with_the_file(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND | {"lora_alpha": 0, "lora_dropout": 2}))
+    with pytest.raises(ConfigError) as raised:
+        settled(AdapterConfig(start=str(tmp_path)))
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 2 and all("adapter_config.json: adapter.lora_" in line for line in lines)
+
+
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
 def test_what_has_no_effect_is_never_refused(tmp_path, key):
     plain = read_or_refused(tmp_path, key, None)

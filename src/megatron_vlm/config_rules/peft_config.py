@@ -48,9 +48,12 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
         raise ConfigError(
             f"{place} cannot be read ({printable(error)}); give a folder that peft wrote."
         ) from error
-    if not isinstance(given, dict) or (kind := given.get("peft_type")) != "LORA":
-        kind = "no adapter" if not isinstance(given, dict) else f"peft_type {printable(repr(kind))}"
-        raise ConfigError(f"{place} describes {kind}; only LoRA adapters (peft_type 'LORA') are trained.")
+    if not isinstance(given, dict):
+        raise ConfigError(f"{place} holds no JSON object; give a folder that peft wrote.")
+    if (kind := given.get("peft_type")) != "LORA":
+        raise ConfigError(
+            f"{place} describes peft_type {printable(repr(kind))}; only LoRA adapters (LORA) are trained."
+        )
     if (start := given.get("init_lora_weights")) not in PLAIN_STARTS:
         raise ConfigError(
             f"{place}: init_lora_weights {printable(start)} changed the base weights; merge it first."
@@ -74,7 +77,8 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
     try:
         run = apply_overrides(RunConfig(), settings)
     except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
+        lines = [f"{place}: {problem}" for problem in str(error).splitlines()]
+        raise ConfigError("\n".join(lines)) from error
     if run.adapter.r < 1:
         raise ConfigError(f"{place}: r {run.adapter.r} is no rank; give the folder of another adapter.")
     run.adapter = replace(run.adapter, **regexes)
