@@ -87,7 +87,8 @@ def tower_config(path: str | Path, named: str = "--tower") -> dict[str, Any]:
     """The vision config in a config.json; raises ConfigError if it is not of a tower that can be composed."""
     config = any_config(path)
     model_type = config.get("model_type")
-    tower = config.get("vision_config") or config
+    vision = config.get("vision_config")
+    tower = config if vision is None else vision
     tower = {"model_type": WITH_TEXT_HALF.get(model_type, model_type)} | tower
     if tower["model_type"] not in TOWERS:
         remedy = f"give the checkpoint of one of {', '.join(TOWERS)}, alone or in a whole model"
