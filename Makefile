@@ -39,20 +39,19 @@ test-long: compiled
 test-soak: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m soak
 
-# The oldest torch that pyproject.toml allows, with the Transformers of its time, over the other packages: kernels,
-# towers, a rehearsal, a run that resumes and an export. The whole of `make test` with FILES=tests; with the oldest
-# Transformers as well by OVER=.venv/oldest:.venv/torch-2.11.
-OVER ?= .venv/torch-2.11
+# The oldest torch and Transformers that pyproject.toml allows, over the other packages: kernels, towers, a
+# rehearsal, a run that resumes and an export. The whole of `make test` with FILES=tests. Once they are there,
+# `make test-long` also compares them with the newest.
 FILES ?= tests/core/test_attention.py tests/core/test_fused.py tests/models/test_towers.py \
 	tests/core/test_rehearsal.py \
 	tests/runs/test_packing_run.py::test_a_packed_run_resumes_as_if_it_had_not_stopped \
 	tests/commands/test_convert.py::test_an_export_of_an_import_has_the_logits_of_the_source \
 	tests/commands/test_convert.py::test_a_run_has_the_logits_of_its_export
 test-oldest: compiled .venv/torch-2.11
-	@HF_HUB_OFFLINE=1 PYTHONPATH=$(OVER) $(PY) -m pytest $(WORKERS) -m "not long and not soak" $(FILES)
+	@HF_HUB_OFFLINE=1 PYTHONPATH=.venv/torch-2.11 $(PY) -m pytest $(WORKERS) -m "not long and not soak" $(FILES)
 
 .venv/torch-2.11: requirements-torch-2.11.lock | $(READY)
-	@echo "fetching torch 2.11"
+	@echo "fetching torch 2.11 and Transformers 5.17"
 	@rm -rf $@
 	@$(UV) pip install --system-certs --quiet --python $(PY) --no-deps --require-hashes --target $@ -r $<
 	@touch $@
@@ -72,15 +71,12 @@ compiled: $(READY)
 
 setup: $(READY)
 
-$(READY): requirements.lock requirements-oldest.lock pyproject.toml .python-version | $(PY)
+$(READY): requirements.lock pyproject.toml .python-version | $(PY)
 	@echo "installing the locked packages into .venv"
 	@sed -n '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/uv.lock
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock
 	@$(UV) pip sync --system-certs --quiet --compile-bytecode --python $(PY) --require-hashes requirements.lock
 	@$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
-	@rm -rf .venv/oldest
-	@$(UV) pip install --system-certs --quiet --python $(PY) --no-deps --require-hashes --compile-bytecode \
-		--target .venv/oldest -r requirements-oldest.lock
 	@touch $@
 
 $(PY):
@@ -93,20 +89,14 @@ $(PY):
 COMPILE = $(UV) pip compile --upgrade --generate-hashes --python $(PY) \
 	--python-platform x86_64-manylinux_2_28 --no-header --no-annotate \
 	--no-emit-index-url --no-emit-find-links --quiet
-OLDEST := transformers==5.12.1
-NOT_SHARED := transformers|huggingface-hub|tokenizers  # with the oldest Transformers
 # torchvision, triton and setuptools are those that torch 2.11 asks for; its NVIDIA libraries are torch's own, but one.
-# Transformers 5.17 asks for the first huggingface-hub, and that for httpx.
+# Transformers 5.17, the oldest that is allowed, asks for huggingface-hub 1, and that for httpx.
 TORCH := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 nvidia-curand==10.4.0.35 setuptools==81.0.0 \
 	transformers==5.17.0 tokenizers==0.23.3 huggingface-hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
-# The newest versions that pyproject.toml allows, with hashes and without index addresses; and what the oldest
-# Transformers needs besides, for the tests that put it over the other packages.
+# The newest versions that pyproject.toml allows, with hashes and without index addresses; and the oldest.
 lock: $(READY)
 	@$(COMPILE) pyproject.toml --extra dev --output-file requirements.lock
-	@grep -oE '^[a-z0-9._-]+==[^ ;]+' requirements.lock | grep -vE '^($(strip $(NOT_SHARED)))==' > .venv/shared.txt
-	@echo '$(OLDEST)' | $(COMPILE) - --constraint .venv/shared.txt \
-		$$(sed 's/==.*//; s/^/--no-emit-package /' .venv/shared.txt) --output-file requirements-oldest.lock
 	@printf '%s\n' $(TORCH) | $(COMPILE) - --no-deps --output-file requirements-torch-2.11.lock
 
 clean:

@@ -122,6 +122,7 @@ def make_everything(folder: Path) -> None:
     write(folder / "above/inner", info)
     write(folder / "saved", {"state.json": "{}", "dataset_info.json": "{}"})
     write(folder / "adapter", {"adapter_config.json": "{}"})
+    write(folder / "rank_0", {"adapter_config.json": '{"peft_type": "LORA", "r": 0}'})
     write(folder / "tars", {"a.tar": b""})
     config = (
         "name: run\nmodel: {hf_path: checkpoint}\ndata: {train_data_path: rows.jsonl}\nparallel: {tp: 1}\n"
@@ -155,6 +156,7 @@ def make_everything(folder: Path) -> None:
             "columns.json": '{"images": ["a", "b"], "conversations": [[], []]}',
             "project/train.py": "",
             "project/checkpoints/model.pt": b"PK",
+            "others/checkpoints/model.pt": b"PK",
             "addresses.jsonl": record("https://a.org/1.jpg"),
             "rows.jsonl": record("pictures/1.jpg"),
             "elsewhere.jsonl": record("1.jpg"),

@@ -19,6 +19,7 @@ LEFT_OUT = {
     "models.families": "one family is an example of all",
     "models.family_parts": "what several families share; those of the example are read",
     "models.adapters": "a run without adapters does not enter it",
+    "config_rules.peft_config": "as models.adapters",
     "models.weights": "the rules and the import are read; the rest is files, shards and the way back",
     "models.layers": "attention and rotary are read; the others are kernels, experts and delta nets",
     "models.deepstack": "how features of one family's tower enter",

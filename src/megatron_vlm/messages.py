@@ -7,9 +7,10 @@ import inspect
 import logging
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
 
 LONGEST = 200  # the most characters of a key or a path that are shown
 
@@ -57,6 +58,28 @@ def check_number(name: str, value: Any, holds: Callable[[Any], bool], wanted: st
         right = False
     if not right:
         raise ValueError(f"{name} is {printable(repr(value))}; give {wanted}.")
+
+
+def odd_fields(content: Mapping[str, Any], types: Mapping[str, Any]) -> Iterator[str]:
+    """A message for each field that is there and not of its type, such as `dict[str, int | None]`."""
+    for name, hint in types.items():
+        if name in content and not _is_of(content[name], hint):
+            wanted = hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint
+            wanted = str(wanted).replace("typing.", "")
+            yield f"{name} is {printable(repr(content[name]), 60)}, expected {wanted}"
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    inner, kind = get_args(hint), get_origin(hint) or hint
+    if kind is Literal:
+        return value in inner
+    if kind is UnionType:
+        return any(_is_of(value, each) for each in inner)
+    if isinstance(value, bool) and kind is not bool or not isinstance(value, kind or NoneType):
+        return False
+    if isinstance(value, dict) and inner:
+        return all(_is_of(key, inner[0]) and _is_of(item, inner[1]) for key, item in value.items())
+    return not inner or all(_is_of(item, inner[0]) for item in value)
 
 
 def _shown(character: str) -> str:

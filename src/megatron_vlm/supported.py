@@ -8,17 +8,21 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm import hub
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import odd_fields, printable
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PARTS = ("text_config", "vision_config")
+HELD = {"model_type": str | None, "architectures": list[str] | None, **dict.fromkeys(PARTS, dict | None)}
 FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch from a repository of the hub
 
 
@@ -77,7 +81,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def any_config(path: str | Path) -> dict[str, Any]:
-    """The config.json of any checkpoint. Raises ConfigError unless it is a JSON object."""
+    """The config.json of any checkpoint. Raises ConfigError unless it is a JSON object with parts."""
     file = config_file(path)
     place = f"checkpoint {printable(path)}"
     try:
@@ -86,6 +90,9 @@ def any_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{place}: {CONFIG_FILE} is not JSON ({error}); download it again.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{place}: {CONFIG_FILE} is not a JSON object; download it again.")
+    parts = [config, *(part for name in PARTS if isinstance(part := config.get(name), dict))]
+    for problem in chain.from_iterable(odd_fields(part, HELD) for part in parts):
+        raise ConfigError(f"{place}: {CONFIG_FILE}: {problem}; correct it or download it again.")
     return config
 
 
@@ -142,19 +149,17 @@ def _problem(config: dict[str, Any]) -> str | None:
     model_type = config.get("model_type")
     if model_type is None:
         return f"{CONFIG_FILE} has no model_type; give the folder of a Hugging Face checkpoint."
-    if not isinstance(model_type, str) or model_type not in SUPPORTED:
+    if model_type not in SUPPORTED:
         return unsupported(model_type, config)
     known = SUPPORTED[model_type]
     architectures = config.get("architectures") or [known.architecture]
-    if not isinstance(architectures, list) or known.architecture not in architectures:
+    if known.architecture not in architectures:
         own_code = _OWN_CODE if config.get("auto_map") else ""
         return (
             f"architectures {printable(architectures)} of model type {model_type!r} are not "
             f"supported{own_code}; supported is {known.architecture}."
         )
     text = config.get("text_config") or {}
-    if not isinstance(text, dict):
-        return f"text_config {printable(repr(text))} is not an object; download {CONFIG_FILE} again."
     text_type = text.get("model_type", known.default_text)
     if known.text_types and text_type not in known.text_types:
         return (

@@ -6,16 +6,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import open_file, read_file
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import odd_fields, printable
 from megatron_vlm.signatures import BINARY, FIRST, SAFETENSORS, what_is
-from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config
+from megatron_vlm.supported import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, WEIGHT_FILE, any_config
 
 # the forms of tensors that are read
 FLOATS, FP8 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"
@@ -34,13 +35,27 @@ DESCRIPTIONS = (  # that Transformers reads, of tokenizer, processor and generat
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json", GENERATION_FILE),
 )
 MOST_PARSED = 1 << 20  # bytes
-HELD = {  # what these keys hold, or lists of it; of others, only the file is named (`models.hf`)
-    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), int),
-    **dict.fromkeys(("image_processor", "video_processor", "added_tokens_decoder"), dict),
-    **dict.fromkeys(("image_mean", "image_std", "temperature", "top_p"), int | float),
+PROCESSORS = ("image_processor", "video_processor")  # keys in processor_config.json
+TOKENS = ("bos", "eos", "unk", "pad", "sep", "cls", "mask", "image", "video", "boi", "eoi")
+# what these keys hold: Transformers names few of them; of others, the file is named (`models.hf`)
+HELD = {
+    "eos_token_id": int | list[int] | None,
+    **dict.fromkeys((*PROCESSORS, "added_tokens_decoder", "auto_map"), dict | None),
+    **dict.fromkeys(("image_mean", "image_std"), int | float | list[int | float] | None),
+    "size": dict | int | list[int] | None,
+    "image_seq_length": int | None,
+    **dict.fromkeys([f"{name}_token" for name in TOKENS], str | dict | None),
+    **dict.fromkeys([f"{name}_type" for name in PROCESSORS], str | None),
+    **dict.fromkeys(("tokenizer_class", "processor_class"), str | None),
+    "chat_template": str | dict | list | None,
+    "extra_special_tokens": list[str | dict] | dict[str, str | dict] | None,
+    "additional_special_tokens": list[str | dict] | None,
+    "model_input_names": list[str] | None,
+    "add_prefix_space": bool | None,
+    "padding_side": Literal["left", "right"],
 }
 
 
@@ -208,10 +223,10 @@ def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     return tensors, 8 + length
 
 
-def description_problems(folder: Path) -> Iterator[str]:
+def description_problems(folder: Path, names: Sequence[str] = DESCRIPTIONS) -> Iterator[str]:
     """A line for each wrong file among those that describe tokenizer, processor and generation.
     Transformers' own messages do not name them. Raises as `read_file`."""
-    for file in (folder / name for name in DESCRIPTIONS if os.path.lexists(folder / name)):
+    for file in (folder / name for name in names if os.path.lexists(folder / name)):
         content = read_file(file)
         known = what_is(content)
         if known is not None and (known is not BINARY or file.suffix != ".model"):
@@ -221,11 +236,10 @@ def description_problems(folder: Path) -> Iterator[str]:
         elif file.name == "tokenizer.json" and b'"model"' not in content:
             yield f"{printable(file)} names no model of a tokenizer; download it again."
         elif file.name.endswith("config.json") and len(content) <= MOST_PARSED:
-            for key, value in json.loads(content).items():
-                values = value if isinstance(value, list) else [value]
-                if not all(each is None or isinstance(each, HELD.get(key, object)) for each in values):
-                    odd = f"{printable(file)} has {printable(json.dumps(value), 60)} as {key}"
-                    yield f"{odd}; correct it, or download the file again."
+            described = json.loads(content)
+            inner = [part for name in PROCESSORS if isinstance(part := described.get(name), dict)]
+            for problem in chain.from_iterable(odd_fields(part, HELD) for part in (described, *inner)):
+                yield f"{printable(file)}: {problem}; correct it, or download the file again."
 
 
 def _is_whole(content: bytes) -> bool:

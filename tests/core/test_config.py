@@ -254,9 +254,9 @@ BOMB_IN_A_LINE = (
         ("a: 0x" + "1" * 100_000, "a number of 100002 digits"),
         ("a: " + "b" * 2_000_000, "2000003 characters, more than 1048576"),
         ("a: " + "[" * 2000, "nested too deeply; write settings as `key: value` lines"),
-        ("recipe: 5", "recipe: 5 is no name"),
-        ("recipe: null", "recipe: None is no name"),
-        ("recipe: [a]", "is no name; `megatron-vlm recipes` lists them"),
+        ("recipe: 5", "recipe is 5, expected str; correct it"),
+        ("recipe: null", "recipe is None, expected str"),
+        ("recipe: [a]", "expected str; correct it: `megatron-vlm recipes` lists the recipes"),
         ("recipe: gemma3_vl_4b\nargs: {1: 2}", "1: not an argument of a recipe"),
     ],
 )

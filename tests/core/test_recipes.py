@@ -117,7 +117,7 @@ def test_a_runs_own_config_can_be_given_back(tmp_path):
     [
         ("recipe: gemma3_vl_4b\nargz: {tp: 1}", "argz: no such entry; did you mean args?"),
         ("recipe: gemma3_vl_4b\nargs: {tpp: 1}", "tpp: not an argument of a recipe; did you mean tp?"),
-        ("recipe: gemma3_vl_4b\nargs: 3", "args: expected settings as `key: value` lines, found int."),
+        ("recipe: gemma3_vl_4b\nargs: 3", "args is 3, expected dict | None; correct it"),
         ("[", "not readable as YAML"),
         ("recipe: gemma3_vl_4b\nargs: {tp: 1}\nargs: {tp: 2}", "args stands there twice; write it once"),
     ],

@@ -244,3 +244,25 @@ def test_an_interrupt_leaves_nothing(tmp_path, stop):
     process.communicate(timeout=300)
     assert process.returncode != 0
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 KB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("nothing may be mounted here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_disk_that_is_full_or_read_only_is_named(small_disk, tmp_path):
+    source, output = write_sharegpt(tmp_path / "source", 300), small_disk / "dataset"
+    with pytest.raises(OSError, match="/disk/dataset: No space left on device; .* free there; make room and"):
+        prepare(source, output)
+    assert not list(small_disk.iterdir())
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OSError, match="/disk/dataset: Read-only file system; give another path"):
+        prepare(source, output)

@@ -337,6 +337,7 @@ def damaged(path: str, sound: str, root: str) -> dict[str, str]:
     changes = {
         "lacks": {key: value for key, value in weights.items() if key != first},
         "more": weights | {"base_model.foreign": torch.zeros(2)},
+        "of another program": {f"module.{key}": value for key, value in weights.items()},
         "shape": weights | {first: torch.zeros(3, 3)},
         "nan": weights | {first: weights[first] * torch.nan},
         "fp8": weights | {first: weights[first].to(torch.float8_e4m3fn)},

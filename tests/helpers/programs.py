@@ -127,5 +127,6 @@ def ask(*command: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-# `make setup` puts the oldest supported version there, over the packages of the environment
-OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "oldest"))
+# `make test-oldest` puts the oldest supported versions there, over the packages of the environment
+OLDEST = Path(os.environ.get("OLDEST_TRANSFORMERS", Path(sys.prefix) / "torch-2.11"))
+OLDEST_VERSION = "5.17.0"

@@ -38,7 +38,12 @@ REFUSED = {  # config.json -> the message, after "checkpoint PATH: "
         "architectures ['Qwen2_5_VLModel'] of model",
     ),
     "no model type": ({"dim": 4096}, "config.json has no model_type; give the folder of a Hugging Face"),
-    "odd model type": ({"model_type": ["gemma3"]}, "model type ['gemma3'] (without a vision tower) is not"),
+    "odd model type": ({"model_type": ["gemma3"]}, "model_type is ['gemma3'], expected str | None; correct"),
+    "odd text model type": (
+        {"model_type": "lfm2_vl", "text_config": {"model_type": ["lfm2"]}},
+        "config.json: model_type is ['lfm2'], expected str | None; correct it or download it again.",
+    ),
+    "odd part": (QWEN | {"vision_config": "none"}, "config.json: vision_config is 'none', expected dict"),
     "terminal": (
         {"model_type": "\x1b[2J"},
         r"model type '\x1b[2J' (without a vision tower) is not supported",
@@ -101,7 +106,6 @@ def test_what_is_not_json_is_refused(tmp_path, text):
         ({"text_config": {"hidden_size": -1}}, "The hidden size (-1) is not a multiple of the number of"),
         ({"image_token_index": [1]}, "Field 'image_token_index' with value [1]"),
         ({"torch_dtype": [1]}, "(IndexError: list index out of range)"),
-        ({"vision_config": "none"}, "vision_config"),
     ],
 )
 def test_values_that_transformers_cannot_take_are_refused_in_one_line(tmp_path, change, reason):

@@ -231,16 +231,23 @@ def test_a_form_that_is_not_read_is_refused_by_name_before_torch_is_needed(tmp_p
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("generation_config.json", '{"eos_token_id": {"a": 1}}', '{"a": 1} as eos_token_id'),
-        ("generation_config.json", '{"eos_token_id": [1, [2]]}', r"\[1, \[2\]\] as eos_token_id"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', r"\[1\] as added_tokens_decoder"),
-        ("processor_config.json", '{"image_processor": 5}', "5 as image_processor"),
-        ("preprocessor_config.json", '{"image_mean": ["x"]}', r'\["x"\] as image_mean'),
+        ("generation_config.json", '{"eos_token_id": {"a": 1}}', "eos_token_id is {'a': 1}, expected int"),
+        ("generation_config.json", '{"eos_token_id": [1, [2]]}', r"eos_token_id is \[1, \[2\]\], expected"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', r"added_tokens_decoder is \[1\], exp"),
+        ("processor_config.json", '{"image_processor": 5}', "image_processor is 5, expected dict"),
+        ("processor_config.json", '{"video_processor": {"size": "x"}}', "size is 'x', expected dict"),
+        ("tokenizer_config.json", '{"pad_token": [1]}', r"pad_token is \[1\], expected str"),
+        (
+            "tokenizer_config.json",
+            '{"padding_side": "up"}',
+            r"padding_side is 'up', expected Literal",
+        ),
+        ("preprocessor_config.json", '{"image_mean": ["x"]}', r"image_mean is \['x'\], expected"),
     ],
 )
 def test_a_value_of_another_type_is_named_by_file_and_key(tmp_path, name, content, said):
     (tmp_path / name).write_text(content)
     [problem] = description_problems(tmp_path)
-    assert re.search(rf"/{name} has {said}; correct it", problem)
+    assert re.search(rf"/{name}: {said}.*; correct it", problem)
     (tmp_path / name).write_text('{"eos_token_id": [1, 2], "image_mean": [0.5], "size": 3, "top_p": null}')
     assert not list(description_problems(tmp_path))

@@ -437,17 +437,6 @@ def test_export_of_fp8_weights_says_that_they_are_no_longer_fp8(exports, sources
     assert not any("scale" in key for key in all_tensors(exported))
 
 
-def test_exported_config_is_one_that_older_transformers_read(exports, sources):
-    """Transformers up to 5.12 know no `axial` rule and refuse the Pixtral tower that names it."""
-    config = {
-        folder: json.loads((folder / "config.json").read_text())
-        for folder in (sources["mistral3"], exports["TP2", "mistral3"])
-    }
-    before, after = (c["vision_config"].pop("rope_parameters") for c in config.values())
-    assert before == after | {"rope_type": "axial"}
-    assert config[sources["mistral3"]] == config[exports["TP2", "mistral3"]]
-
-
 def test_export_has_everything_but_weights_as_it_was(exports, sources):
     exported, source = exports["TP2", "gemma3"], sources["gemma3"]
     names = {file.name for file in source.iterdir()} - {"model.safetensors"}

@@ -109,7 +109,7 @@ SAID = {  # of a call: what the rank that brings it says
     "field": "sample 1: lacks advantage, which other samples have",
     "fields": "fields is 'advantage'; give a list of names",
     "function": "KeyError: 'critic'",
-    "loss": "the loss of samples [0, 1] is not finite",
+    "loss": "the loss of samples [0, 1] is not finite; correct the fields: advantage of sample 0 is nan.",
     "tensor": "a loss function returned Tensor of shapes {}; return losses.Loss(total, logs)",
     "axis": "a loss function returned total of shapes {'total': (1,)}; return",
     "no gradient": "a loss function returned total of shapes {'total': ()}; return",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.hf import open_source
-from megatron_vlm.rl.micro_batches import check_tokens, documents_of, micro_batches
+from megatron_vlm.rl.micro_batches import MicroBatch, check_tokens, documents_of, micro_batches
 from megatron_vlm.rl.policy import Policy
 
 
@@ -106,6 +106,16 @@ def test_a_field_is_numbers(value):
     sample = {"input_ids": torch.arange(4), "value": value}
     with pytest.raises(ValueError, match=r"sample 0: value is no tensor \(.*\); give one, or a number"):
         documents_of([sample], DataNeeds())[0].field("value")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_field_that_is_not_finite_is_named_with_its_sample(value):
+    fields = {
+        "advantage": torch.tensor([1.0, value]),
+        "weight": torch.ones(2),
+        "sample": torch.tensor([4, 7]),
+    }
+    assert MicroBatch({}, [], fields).odd_fields() == [f"advantage of sample 7 is {value}"]
 
 
 @pytest.mark.parametrize("tokens", ["8k", 0, None, 2.5])

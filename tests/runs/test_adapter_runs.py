@@ -22,7 +22,8 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules import patterns
-from megatron_vlm.models.adapters.files import _config_for_peft, notes_of_start, settled
+from megatron_vlm.config_rules.peft_config import settled
+from megatron_vlm.models.adapters.files import _config_for_peft, notes_of_start
 from megatron_vlm.models.adapters.targets import _refuse, find_targets, find_whole, hf_modules
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
@@ -402,7 +403,7 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"peft_type": "IA3"}, "describes no LoRA adapter"),
+        ({"peft_type": "IA3"}, "describes peft_type 'IA3'; only LoRA"),
         ({"use_dora": True, "target_parameters": ["x"]}, "use_dora: True with target_parameters: peft has"),
         ({"lora_dropout": 0.1, "target_parameters": ["x"]}, "lora_dropout: 0.1 with target_parameters: peft"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices .* is not supported"),
@@ -416,9 +417,9 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changed the base weights"),
         ({"r": 0}, "r 0 is no rank; give the folder of another adapter.$"),
         ({"lora_alpha": 0}, "lora_alpha: 0 is not more than 0"),
-        ({"r": "many"}, "adapter.r: 'many' does not fit"),
-        ({"rank_pattern": [4]}, "adapter.rank_pattern: .* does not fit"),
-        ({"target_modules": [["q_proj"]]}, "adapter.target_modules: .* does not fit"),
+        ({"r": "many"}, "r is 'many', expected int; correct it"),
+        ({"rank_pattern": [4]}, "rank_pattern is .*, expected dict"),
+        ({"target_modules": [["q_proj"]]}, "target_modules is .*, expected str"),
         ({"new_in_peft_99": 1}, "new_in_peft_99 1 is not supported"),
     ],
 )
@@ -482,6 +483,7 @@ def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):
     assert "no safetensors file, or cut short" in said["cut"]
     assert "lacks 1 tensors, such as base_model" in said["lacks"]
     assert "has, and the model does not, 1 tensors, such as base_model.foreign" in said["more"]
+    assert "does module.base_model." in said["of another program"]
     assert "and must be floats of shape [4," in said["shape"]
     assert "of F8_E4M3 and must be floats of shape [4," in said["fp8"]
     assert "holds values that are not finite" in said["nan"]

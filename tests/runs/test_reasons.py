@@ -84,9 +84,14 @@ def test_an_error_of_a_file_system_is_no_bug(tmp_path):
 def test_a_damaged_generation_config_is_named(tmp_path):
     GenerationConfig(eos_token_id=1).save_pretrained(tmp_path)
     assert stop_tokens(tmp_path, Config()) == [1]
-    (tmp_path / "generation_config.json").write_text("{")
-    code, said = explained(stop_tokens, tmp_path, Config())
-    assert code == 2 and f"{tmp_path}/generation_config.json' is not a valid JSON file" in said
+    file = tmp_path / "generation_config.json"
+    wrong = {"{": " is no whole JSON", '{"eos_token_id": "</s>"}': ": eos_token_id is '</s>', expected int"}
+    for text, problem in wrong.items():
+        file.write_text(text)
+        code, said = explained(stop_tokens, tmp_path, Config())
+        assert code == 2 and said.splitlines()[-1].startswith(f"{file}{problem}")
+    file.write_text('{"eos_token_id": [1, 2], "cache_implementation": 3, "max_new_tokens": {}}')
+    assert stop_tokens(tmp_path, Config()) == [1, 2]  # what is not read is not refused
 
 
 class Config:

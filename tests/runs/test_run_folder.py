@@ -493,7 +493,8 @@ def test_a_run_folder_may_itself_be_a_link(run_dir, tmp_path):
         (
             ["checkpoints/model.pt", "train.py"],
             "other things, such as train.py",
-        ),  # a part is named as a run's
+        ),  # as a run's part
+        (["checkpoints/model.pt"], "other things, such as checkpoints/model.pt"),
         (["errors/e.txt", "thesis.docx"], "other things, such as thesis.docx"),
         (["recipe.yaml", "cake.jpg"], "other things, such as cake.jpg"),
         (["config.yaml", "weights.bin"], "other things, such as weights.bin"),

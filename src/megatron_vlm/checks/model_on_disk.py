@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm import hub
-from megatron_vlm.config import ConfigError
+from megatron_vlm.config import AdapterConfig, ConfigError
+from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.data.on_disk.paths import ROWS
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
@@ -161,7 +162,7 @@ def _processor_problems(path: Path, shown: str) -> Iterator[str]:
 
 
 def start_problems(start: str) -> Iterator[str]:
-    """Messages about a folder that is no adapter to train on."""
+    """Messages about a folder that is no adapter to train on, or one that cannot be trained."""
     path = Path(start)
     shown = f"adapter.start: {printable(start)}"
     if not path.exists():
@@ -171,6 +172,11 @@ def start_problems(start: str) -> Iterator[str]:
         if kind_of(path) == RUN:
             remedy = f"export it first: megatron-vlm export {printable(start)} OUTPUT --adapter"
         yield f"{shown} is {kind_of(path) or 'something'} without adapter_config.json; {remedy}."
+    else:
+        try:
+            settled(AdapterConfig(start=start))
+        except ConfigError as error:
+            yield str(error)
 
 
 # ---- run folders ------------------------------------------------------------------------------------------

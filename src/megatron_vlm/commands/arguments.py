@@ -152,8 +152,13 @@ def config_of_model(given: str, needs_processor: bool = True) -> RunConfig:
 
 
 def configs_of_two(checked: str, source: str) -> list[RunConfig]:
-    """`config_of_model` of both. Raises ConfigError unless they are of one model type."""
+    """`config_of_model` of both. Raises ConfigError unless they are two, and of one model type."""
     both = [config_of_model(checked, needs_processor=False), config_of_model(source)]
+    if Path(checked).is_dir() and Path(checked).resolve() == Path(source).resolve():
+        raise ConfigError(
+            f"verify: {printable(checked)} is given twice; give what it is to be compared with, such as its "
+            "export or the checkpoint that it was trained from."
+        )
     mine, theirs = (read_config(config.model.hf_path)["model_type"] for config in both)
     if mine != theirs:
         raise ConfigError(

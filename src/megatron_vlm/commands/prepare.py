@@ -7,7 +7,6 @@ import typer
 
 from megatron_vlm.checks.data_on_disk import source_problems
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import fitted
 
@@ -53,6 +52,8 @@ def prepare(
     for source in named.values() if isinstance(named, dict) else [named]:
         for problem in source_problems(source, image_root, columns, format == "hf"):
             raise ConfigError(problem)
+
+    from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
     summary = prepare_energon_dataset(
         named,

@@ -22,13 +22,11 @@ from megatron_vlm.compose.tokenizer import (
 )
 from megatron_vlm.compose.tokens import ADDED, RoleToken, assign, grown_rows, refuse_beyond
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
+from megatron_vlm.files import folder_aside, need_room, write_whole
 from megatron_vlm.messages import printable, readable_size, reading
-from megatron_vlm.models.families import load
 from megatron_vlm.models.weights.files import HFCheckpoint
-from megatron_vlm.supported import CONFIG_FILE
+from megatron_vlm.supported import GENERATION_FILE
 
-GENERATION_FILE = "generation_config.json"
 # attributes of the tokenizer where processors look for its tokens
 TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "image_end": "image_end_token"}
 
@@ -149,10 +147,7 @@ def write(plan: ComposePlan, output: Path) -> None:
     with folder_aside(output) as aside:
         need_room(output, plan.writer.nbytes)
         plan.config.save_pretrained(aside)
-        saved = json.loads(read_text(aside / CONFIG_FILE))
-        config = load(plan.model_type).portable_config(saved)
-        for name, content in ((CONFIG_FILE, config), (GENERATION_FILE, plan.generation)):
-            write_whole(aside / name, json.dumps(content, indent=2) + "\n")
+        write_whole(aside / GENERATION_FILE, json.dumps(plan.generation, indent=2) + "\n")
         _write_vocabulary(plan, aside)
         plan.writer.write(aside, COMPOSED[plan.model_type].hub_names)
 
@@ -175,14 +170,10 @@ def _write_vocabulary(plan: ComposePlan, folder: Path) -> None:
 
 def _generation_config(language: Component, by_role: dict[str, RoleToken]) -> dict[str, Any]:
     """The language model's as it stands, also with settings that Transformers would refuse to save; it ends
-    replies at the end of a turn, too. Raises ConfigError if it cannot be read."""
-    file = language.folder / GENERATION_FILE
-    config = GenerationConfig.from_model_config(part_config(language)).to_diff_dict()
-    if file.is_file() and not isinstance(config := read_json(file), dict):
-        raise ConfigError(
-            f"--language-model {printable(language.folder)}: its {GENERATION_FILE} is not a JSON object; "
-            "download it again, or remove it."
-        )
+    replies at the end of a turn, too."""
+    config = read_json(language.folder / GENERATION_FILE)
+    if config is None:
+        config = GenerationConfig.from_model_config(part_config(language)).to_diff_dict()
     ends = config.get("eos_token_id")
     if not isinstance(ends, list):
         ends = [] if ends is None else [ends]

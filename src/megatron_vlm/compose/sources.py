@@ -1,6 +1,6 @@
 """The sources that a command line asks to compose, checked as data before torch is imported."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from megatron_vlm.checks.model_on_disk import PROCESSORS, TOKENIZERS, folder_pro
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.supported import QUANTISED, any_config, resolve
+from megatron_vlm.weight_files import DESCRIPTIONS, description_problems
 
 TOWERS = {  # model type of a tower -> of the model that holds it
     "siglip2_vision_model": "lfm2_vl",
@@ -50,17 +51,23 @@ class Component:
 
 def open_tower(path: str) -> Component:
     """The checkpoint whose tower is taken; its text half, if it has one, is left. Raises ConfigError."""
-    return _open("--tower", path, tower_config, PROCESSORS, "an image processor")
+    return _open("--tower", path, tower_config, PROCESSORS, "an image processor", PROCESSORS)
 
 
 def open_language_model(path: str) -> Component:
     """The checkpoint of a language model. Raises ConfigError if it is none that can be composed."""
-    return _open("--language-model", path, language_config, TOKENIZERS, "a tokenizer")
+    return _open("--language-model", path, language_config, TOKENIZERS, "a tokenizer", DESCRIPTIONS)
 
 
 def _open(
-    option: str, path: str, read: Callable[..., dict[str, Any]], files: Iterable[str], what: str
+    option: str,
+    path: str,
+    read: Callable[..., dict[str, Any]],
+    files: Sequence[str],
+    what: str,
+    used: Sequence[str],
 ) -> Component:
+    """`files` hold `what`, and one of them is needed; none of those that are `used` may be damaged."""
     for problem in folder_problems(option, path, partial(read, named=f"{option} {printable(path)}")):
         raise ConfigError(problem)
     folder = resolve(Path(path).expanduser() if Path(path).expanduser().is_dir() else path, read)
@@ -71,6 +78,8 @@ def _open(
             f"{option} {printable(path)} has no file of {what} ({' or '.join(files)}); copy the original "
             "checkpoint's into it."
         )
+    for problem in description_problems(folder, used):
+        raise ConfigError(f"{option}: {problem}")
     return Component(folder, read(folder))
 
 
@@ -79,7 +88,7 @@ def tower_config(path: str | Path, named: str = "--tower") -> dict[str, Any]:
     config = any_config(path)
     model_type = config.get("model_type")
     vision = config.get("vision_config")
-    tower = dict(vision) if isinstance(vision, dict) else config
+    tower = config if vision is None else vision
     tower = {"model_type": WITH_TEXT_HALF.get(model_type, model_type)} | tower
     if tower["model_type"] not in TOWERS:
         remedy = f"give the checkpoint of one of {', '.join(TOWERS)}, alone or in a whole model"

@@ -1,5 +1,6 @@
 """A conversation that ends with the user's turn, as the model sees it before it answers; special tokens."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,13 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
+from megatron_vlm.config import ConfigError
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.files import read_text
 from megatron_vlm.messages import listed, printable, reading
+from megatron_vlm.supported import GENERATION_FILE
+from megatron_vlm.weight_files import description_problems
 
 MOST_LISTED = 5  # tokens that a message names
 
@@ -49,13 +54,16 @@ def processor_outputs(
 
 @reading("folder")
 def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
-    """The end-of-turn and end-of-text ids in the checkpoint's generation config, or else (as in Transformers)
-    in its config.json."""
-    from transformers import GenerationConfig
+    """The end-of-turn and end-of-text ids of the checkpoint.
 
+    They are read from its generation config, whose other values are not looked at, or else (as in
+    Transformers) from its config.json. Raises ConfigError that names a damaged file.
+    """
+    for problem in description_problems(folder, [GENERATION_FILE]):
+        raise ConfigError(problem)
     ids = hf_config.get_text_config().eos_token_id
-    if (folder / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+    if (folder / GENERATION_FILE).is_file():
+        ids = json.loads(read_text(folder / GENERATION_FILE)).get("eos_token_id")
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 

@@ -108,11 +108,6 @@ class Description(ABC):
         """Positions of a document's tokens; data workers call it."""
         return count_up(input_ids_T, visual)
 
-    @staticmethod
-    def portable_config(config: dict) -> dict:
-        """config.json (parsed) in a form that all supported versions of Transformers read."""
-        return config
-
     # --- what follows ------------------------------------------------------------------------------------
 
     @property
@@ -138,6 +133,5 @@ class Description(ABC):
             tied=self.tied,
             renames=self.renames,
             carried=self.carried_keys,
-            portable_config=self.portable_config,
             peft_experts=self.peft_experts,
         )

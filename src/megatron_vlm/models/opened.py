@@ -7,8 +7,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.config import RunConfig
+from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.job import watchdog
-from megatron_vlm.models.adapters.files import load_adapters, settled
+from megatron_vlm.models.adapters.files import load_adapters
 from megatron_vlm.models.adapters.model import add_adapters
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.description import Description

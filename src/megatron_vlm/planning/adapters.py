@@ -5,7 +5,7 @@ from collections import Counter
 from math import prod
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.models.adapters.files import settled
+from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.description import Description
 

@@ -15,8 +15,8 @@ import torch
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.models.adapters.files import settled
 from megatron_vlm.models.deepstack import extras_before
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import (

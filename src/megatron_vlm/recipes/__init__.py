@@ -10,13 +10,13 @@ from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_text
-from megatron_vlm.messages import suggestion
+from megatron_vlm.messages import odd_fields, suggestion
 from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, split_override
 from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings, merged
 from megatron_vlm.recipes.published import RECIPES, Recipe
 
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
-RUN_FILE_KEYS = ("recipe", "args", "overrides")
+RUN_FILE = {"recipe": str, "args": dict | None, "overrides": dict | None}
 
 
 def load_recipe(name: str) -> Recipe:
@@ -87,16 +87,10 @@ def _read_run_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not readable ({error.strerror}); give a file of recipes/.") from error
     if "recipe" not in written:
         return written
-    if not isinstance(written["recipe"], str):
-        raise ConfigError(
-            f"{file}: recipe: {written['recipe']!r} is no name; `megatron-vlm recipes` lists them."
-        )
     for key in written:
-        if key not in RUN_FILE_KEYS:
-            raise ConfigError(f"{file}: {key}: no such entry{suggestion(key, RUN_FILE_KEYS)}")
-    for key in ("args", "overrides"):
-        if not isinstance(written.setdefault(key, {}) or {}, dict):
-            kind = type(written[key]).__name__
-            raise ConfigError(f"{file}: {key}: expected settings as `key: value` lines, found {kind}.")
-    written["args"] = {str(name): value for name, value in (written["args"] or {}).items()}
-    return {key: value or {} for key, value in written.items()}
+        if key not in RUN_FILE:
+            raise ConfigError(f"{file}: {key}: no such entry{suggestion(key, RUN_FILE)}")
+    for problem in odd_fields(written, RUN_FILE):
+        raise ConfigError(f"{file}: {problem}; correct it: `megatron-vlm recipes` lists the recipes.")
+    arguments = {str(name): value for name, value in (written.get("args") or {}).items()}
+    return {"recipe": written["recipe"], "args": arguments, "overrides": written.get("overrides") or {}}

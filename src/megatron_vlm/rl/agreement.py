@@ -84,6 +84,7 @@ def means(
     """
     sums: dict[str, np.ndarray] = {}
     wrong: list[int] = []
+    odd: list[str] = []
     logged = [pair.double() for report in reports for pair in report.values()]
     pairs = iter(torch.stack(logged).cpu().numpy() if logged else ())  # one wait for all
     for row, report in zip(rows, reports, strict=False):  # only the last stage has reports
@@ -91,9 +92,10 @@ def means(
             sums[name] = sums.get(name, 0) + pair
             if name == "loss" and not math.isfinite(pair[0]):
                 wrong += [document.number for document in row.documents]
+                odd += row.odd_fields()
     if wrong:
-        text = f"the loss of samples {wrong} is not finite; look at their fields, or step with a lower lr."
-        failed = [*failed, ValueError(text)]
+        fields = f"; correct the fields: {', '.join(odd)}." if odd else "; step with a lower lr."
+        failed = [*failed, ValueError(f"the loss of samples {wrong} is not finite{fields}")]
     model = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
     total = {"loss": np.zeros(2)}  # there may be no samples
     for of_rank in told(sums if model == (0, 0) else {}, failed[0] if failed else None):

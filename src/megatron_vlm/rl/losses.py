@@ -115,7 +115,8 @@ def grpo_advantages(rewards_B: Tensor | Sequence[float], groups_B: Tensor | Sequ
 
     `groups_B` says which samples answer one prompt, by any integers. Equal rewards, and a group of one, give
     exactly 0. The deviation is that of a sample (n - 1), as in verl and TRL. Raises ValueError for a reward
-    that is not finite; on a GPU none is looked at, as that would wait for it.
+    that is not finite. Rewards on a GPU are not looked at, as that waits for it: `Policy.forward_backward`
+    then refuses the loss, and names the field and a sample of the group.
     """
     centred_B, numbers_B, counts_Y = _centred(rewards_B, groups_B)
     variances_Y = _group_sums(centred_B.square(), numbers_B) / (counts_Y - 1).clamp(min=1)

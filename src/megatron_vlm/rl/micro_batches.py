@@ -122,6 +122,16 @@ class MicroBatch:
         numbers = torch.tensor([document.number for document in self.documents])
         return fields | {"sample": on_device(numbers.repeat_interleave(counts), device)}
 
+    def odd_fields(self) -> list[str]:
+        """The fields for the loss with a number that is not finite, each with a sample. Waits for them."""
+        odd = []
+        for name, value_N in self.given.items():
+            wrong = (~value_N.isfinite()).nonzero().flatten()
+            if len(wrong):
+                sample = self.given["sample"][wrong[0]].item()
+                odd.append(f"{printable(name)} of sample {sample} is {value_N[wrong[0]].item()}")
+        return odd
+
 
 def documents_of(samples: Sequence[Mapping[str, Any]] | TensorBatch, needs: DataNeeds) -> list[Document]:
     """Raises ValueError for what has no length, and for one sample, or fields, in place of samples."""

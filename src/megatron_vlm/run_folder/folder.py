@@ -33,6 +33,7 @@ OWN |= {"metrics.jsonl", "loss.png", "held_out.jsonl"}
 OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
 NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may lie there before a run begins
 _STEP = re.compile(r"step_\d{8}", re.ASCII)
+_OF_CHECKPOINTS = re.compile(r"step_\d{8}(\.tmp)?|latest(\.tmp|\.old)?|best|adapter_start|\..*", re.ASCII)
 _LEFTOVER = re.compile(r"step_\d{8}\.tmp|\..+\.[0-9a-f]{8}\.partial", re.ASCII)
 
 
@@ -132,6 +133,8 @@ def check_folder(run_dir: str | Path) -> None:
     refuse_links(run_dir)
     names = os.listdir(run_dir) if Path(run_dir).is_dir() else []
     foreign = sorted(name for name in {*names} - OWN if not name.startswith(".") and not name.endswith(NOTES))
+    inside = os.listdir(checkpoints(run_dir)) if checkpoints(run_dir).is_dir() else []
+    foreign += [f"checkpoints/{name}" for name in inside if not _OF_CHECKPOINTS.fullmatch(name)]
     found = [f"{OTHERS[name]} ({name})" for name in names if name in OTHERS]
     if not found and foreign and not ("config.yaml" in names and is_used(Path(run_dir))):
         found = [f"other things, such as {printable(foreign[0])}"]

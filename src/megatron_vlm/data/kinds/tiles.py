@@ -26,16 +26,9 @@ class Tiles(OneSize):
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
         outputs = outputs_of_plan(self.processor.video_processor, plan)
-        try:
-            text = self.processor.replace_video_token(outputs, 0)
-        except NotImplementedError:  # Transformers up to 5.12
-            text = self.video_text(len(plan.times))
+        text = self.processor.replace_video_token(outputs, 0)
         times, _, height, width = outputs["pixel_values_videos"][0].shape
         return text, (times, height // self.patch_size, width // self.patch_size)
-
-    def video_text(self, frames: int) -> str:
-        """The text that the processor writes for a video, in its call alone up to 5.12."""
-        raise NotImplementedError
 
     def tiled_frames(self, frames: np.ndarray) -> Tensor:
         """Frames (T, H, W, 3), each as a tile."""
@@ -60,12 +53,6 @@ class InternVLTiles(Tiles):
 
     def of_video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
         return {"pixel_values": self.tiled_frames(frames)}
-
-    def video_text(self, frames: int) -> str:
-        processor = self.processor
-        shown = processor.image_token * processor.image_seq_length
-        frame = f"{processor.start_image_token}{shown}{processor.end_image_token}"
-        return "\n".join(f"Frame{number}: {frame}" for number in range(1, frames + 1))
 
 
 class OneVisionTiles(Tiles):
@@ -145,11 +132,6 @@ class OneVisionTiles(Tiles):
     def of_video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
         pixels = self.tiled_frames(frames)
         return {"pixel_values_videos": pixels, "video_frames": torch.tensor([len(pixels)])}
-
-    def video_text(self, frames: int) -> str:
-        # squares of two by two features are pooled; one feature ends the video
-        side = math.ceil(math.isqrt(self.processor.num_image_tokens) / 2)
-        return self.processor.video_token * (frames * side**2 + 1)
 
 
 def _square_of(height: int, width: int) -> tuple[int, int]:

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from megatron_vlm.files import open_file
+from megatron_vlm.messages import odd_fields
 
 RESTORE = "restore the file or prepare the dataset again"
 
@@ -35,15 +36,5 @@ def read_mapping(path: Any, parse: Callable[[str], Any] = json.loads, remedy: st
 
 def check_fields(path: Any, content: dict, types: dict[str, Any], remedy: str = RESTORE) -> None:
     """Raises ValueError for a field that is present and not of its type, such as `dict[str, list[str]]`."""
-    for name, wanted in types.items():
-        if name in content and not _is_of(content[name], wanted):
-            raise damaged(path, f"{name} is no {wanted}: {str(content[name])[:60]}", remedy)
-
-
-def _is_of(value: Any, wanted: Any) -> bool:
-    inner = get_args(wanted)
-    if not isinstance(value, get_origin(wanted) or wanted):
-        return False
-    if isinstance(value, dict) and inner:
-        return all(_is_of(key, inner[0]) and _is_of(item, inner[1]) for key, item in value.items())
-    return not inner or all(_is_of(item, inner[0]) for item in value)
+    for problem in odd_fields(content, types):
+        raise damaged(path, problem, remedy)

@@ -20,70 +20,16 @@ from torch import Tensor
 
 from megatron_vlm import weight_files
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
-from megatron_vlm.config_rules.adapters import adapter_problems
+from megatron_vlm.config_rules.peft_config import CONFIG, LAYERS, MOST_BYTES, READ, settled
 from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
 from megatron_vlm.models.weights.exporting import from_every_stage
-from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder.adapter_start import keep, of_run
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-READ = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "target_modules", "exclude_modules")
-LAYERS = ("layers_to_transform", "layers_pattern")  # one, or a list
-READ += ("rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save", *LAYERS)
-# what changes nothing in the adapter's numbers, whatever its value
-WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping")
-WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size")
-PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # others of peft change the base weights
-MOST_BYTES = 1 << 24  # of a config file
+WEIGHTS = "adapter_model.safetensors"
 SAMPLE = 4096  # bytes that are looked at in the middle of each tensor of a checkpoint
-
-
-def settled(adapter: AdapterConfig) -> AdapterConfig:
-    """The settings that count: the folder's in `adapter.start`, if there is one.
-
-    Raises ConfigError, which names the file, for a folder that is none of peft's, or whose adapter is of a
-    kind that cannot be trained.
-    """
-    if adapter.start is None:
-        return adapter
-    file = Path(adapter.start) / CONFIG
-    place = f"adapter.start: {printable(file)}"
-    try:
-        given = json.loads(read_file(file, MOST_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{place} cannot be read ({printable(error)}); give a folder that peft wrote."
-        ) from error
-    if not isinstance(given, dict) or given.get("peft_type") != "LORA":
-        raise ConfigError(f"{place} describes no LoRA adapter; only these are trained.")
-    if (start := given.get("init_lora_weights")) not in PLAIN_STARTS:
-        raise ConfigError(
-            f"{place}: init_lora_weights {printable(start)} changed the base weights; merge it first."
-        )
-    for key, value in given.items():
-        if key not in (*READ, *WITHOUT_EFFECT, "peft_type", "init_lora_weights") and value not in (
-            *(None, False, "none"),
-            *({}, []),
-        ):
-            raise ConfigError(
-                f"{place}: {printable(key)} {printable(value)} is not supported; train without it."
-            )
-    given |= {key: [given[key]] for key in LAYERS if type(given.get(key)) in (int, str)}
-    settings = {f"adapter.{key}": given[key] for key in READ if given.get(key) or given.get(key) == 0}
-    if "adapter.target_parameters" in settings:  # to peft, no modules are then none
-        settings.setdefault("adapter.target_modules", [])
-    try:
-        run = apply_overrides(RunConfig(), settings)
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
-    if run.adapter.r < 1:
-        raise ConfigError(f"{place}: r {run.adapter.r} is no rank; give the folder of another adapter.")
-    for problem in adapter_problems(run):
-        raise ConfigError(f"{place}: {problem}")
-    return run.adapter
 
 
 def notes_of_start(config: RunConfig) -> Iterator[str]:
@@ -163,7 +109,8 @@ def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
         if keys:
             raise ConfigError(
                 f"adapter.start: {printable(file)} {what} {len(keys)} tensors, such as "
-                f"{printable(min(keys))}; do its {CONFIG} and the model belong together?"
+                f"{printable(min(keys))}; do its {CONFIG} and the model belong together, and does "
+                f"{printable(min(stored, default=''))} begin as peft's names do, with {PREFIX}?"
             )
 
 

@@ -3,7 +3,6 @@
 Sizes with per-layer embeddings or shared keys and values (E2B, E4B) are refused, see docs/checkpoints.md.
 """
 
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -157,15 +156,7 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
         }
 
     def text_of(self, kind: str) -> Any:
-        text = self.text
-        if hasattr(text, "per_layer_config"):
-            return text.per_layer_config[kind]
-        changed = deepcopy(text)  # Transformers up to 5.12
-        if kind == FULL:
-            changed.head_dim = text.global_head_dim or text.head_dim
-            if text.attention_k_eq_v:
-                changed.num_key_value_heads = text.num_global_key_value_heads
-        return changed
+        return self.text.per_layer_config[kind]
 
     @property
     def layer_heads(self) -> tuple[Heads, ...]:
@@ -234,20 +225,6 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
             *[self.layer_rule(f"mlp.router.{o}", [f"router.{hf}"], Whole()) for o, hf in router.items()],
             *moe_rules.fused_rules(self, self.text.num_experts, "experts."),
         ]
-
-    @staticmethod
-    def portable_config(config: dict) -> dict:
-        """The config with heads of full attention as published checkpoints and versions up to 5.12 say it."""
-        config = towers.portable_config(config)
-        text = dict(config["text_config"])
-        layers = text.pop("per_layer_config", None)
-        if layers is None:
-            return config
-        own = layers.get(str(text["layer_types"].index(FULL)), {})
-        text["global_head_dim"] = own.get("head_dim", text["head_dim"])
-        if "num_key_value_heads" in own:
-            text["num_global_key_value_heads"] = own["num_key_value_heads"]
-        return config | {"text_config": text}
 
 
 def _experts(text: Any) -> dict:

@@ -73,7 +73,6 @@ class Llava(texts.LikeLlava):
     model_type = "llava"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes")
-    portable_config = staticmethod(towers.portable_config)
 
     @property
     def any_size(self) -> bool:

@@ -59,7 +59,6 @@ class Mistral3(texts.LikeLlava):
     model_type = "mistral3"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes")
-    portable_config = staticmethod(towers.portable_config)
 
     @property
     def merged_size(self) -> int:

@@ -18,7 +18,7 @@ def chosen(experts: str) -> keys.Values:
 
 def architecture(text: Any, experts: int, layers: Iterable[bool] | None = None) -> dict:
     """Fields of LanguageModelConfig for so many experts, in all layers or in some of them."""
-    # Transformers up to 5.12 has no field that switches the load-balancing loss on
+    # Transformers 5.17 has no field in all of these configs that switches the load-balancing loss on
     balances = getattr(text, "output_router_logits", False)
     return {
         "num_moe_experts": experts,

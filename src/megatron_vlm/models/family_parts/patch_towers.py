@@ -62,7 +62,7 @@ class GridVision(nn.Module):
             indices["window_index"], lengths["cu_window_seqlens"] = vision_utils.get_vision_window_index(
                 grids_N3, visual.spatial_merge_size, visual.window_size, visual.patch_size
             )
-        if hasattr(visual, "interpolation_mode"):  # transformers >= 5.17
+        if hasattr(visual, "interpolation_mode"):
             interpolation = vision_utils.get_vision_interpolation_indices_and_weights(
                 grids_N3,
                 visual.num_grid_per_side,
@@ -71,11 +71,6 @@ class GridVision(nn.Module):
                 visual.spatial_merge_size,
             )
             indices["interp_indices"], indices["interp_weights"] = interpolation
-        elif hasattr(visual, "num_grid_per_side"):
-            interpolation = vision_utils.get_vision_bilinear_indices_and_weights(
-                grids_N3, visual.num_grid_per_side, visual.spatial_merge_size
-            )
-            indices["bilinear_indices"], indices["bilinear_weights"] = interpolation
         return lengths | {name: on_device(numbers, device) for name, numbers in indices.items()}
 
 

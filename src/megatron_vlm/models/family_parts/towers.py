@@ -188,13 +188,3 @@ def merge_order(shapes_N: list[tuple[int, int]], factor: int) -> Tensor:
         orders.append(squares.flatten())
         start += rows * columns
     return torch.cat(orders)
-
-
-def portable_config(config: dict) -> dict:
-    """The config without the name of Pixtral's only rotary rule: no version of Transformers needs it, and
-    versions up to 5.12 refuse it."""
-    vision = dict(config["vision_config"])
-    rule = vision.get("rope_parameters") or {}
-    if rule.get("rope_type") == "axial":
-        vision["rope_parameters"] = {key: value for key, value in rule.items() if key != "rope_type"}
-    return config | {"vision_config": vision}

@@ -178,12 +178,12 @@ def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
     """
     text = read_text(file)
     source = json.loads(text)
-    config = weight_map.portable_config(source)
+    config = dict(source)
     if dequantised:
-        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        config.pop("quantization_config", None)
     read = CONFIG_MAPPING[source["model_type"]].from_dict(json.loads(text))
     if not weight_map.tied and read.tie_word_embeddings:
-        config = config | {"tie_word_embeddings": False}
+        config["tie_word_embeddings"] = False
     if config != source:
         write_whole(file, json.dumps(config, indent=2) + "\n")
 

@@ -298,8 +298,6 @@ class WeightMap:
     tied: bool  # the output layer is the embedding
     renames: tuple[tuple[str, str], ...] = ()  # HF key prefixes found in the wild -> the hub's own
     carried: dict[str, str] = field(default_factory=dict)  # pattern of keys -> why they are not imported
-    # config.json (parsed) -> the same in a form that all supported versions of Transformers read
-    portable_config: Callable[[dict], dict] = lambda config: config
     peft_experts: tuple[str, ...] = ()  # ends of modules' names that peft takes for experts
 
     def carries(self, key: str) -> bool:
