@@ -1,7 +1,8 @@
 """The whole way on a laptop: images, dataset, checkpoint, training, evaluation, export, and back.
 
-`make demo` runs this, `make demo FAMILY=qwen3_vl` with another family. Everything it makes lies in the
-recipe's run folder, runs/demo or runs/demo-FAMILY; the numbers are in summary.json there.
+`make demo` runs this, `make demo FAMILY=qwen3_vl` with another family. A run begins in a folder of its own,
+the recipe's runs/demo or runs/demo-FAMILY, so what it trains on lies beside that: in runs/demo-data or
+runs/demo-FAMILY-data. The numbers are in summary.json of the run's folder.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ def main() -> None:
     family = os.environ.get("FAMILY") or "gemma3"
     config = configuration(family)
     folder, processes = Path(config.run_dir), fewest_processes(config.parallel)
-    shutil.rmtree(folder, ignore_errors=True)
-    held_out = prepare_data(folder)
-    build_checkpoint(family, folder)
+    data = Path(f"{config.run_dir}-data")  # as in the recipe
+    for made in (folder, data):
+        shutil.rmtree(made, ignore_errors=True)
+    held_out = prepare_data(data)
+    build_checkpoint(family, data)
     say(f"training on {processes} processes")
     usage = timed(lambda: train(family, processes))
     say("answering the held-out questions with Megatron")

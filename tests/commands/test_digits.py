@@ -26,6 +26,7 @@ from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.models.families import FAMILIES
 from megatron_vlm.recipes import RECIPES, compose, load_recipe
+from megatron_vlm.run_folder.folder import check_folder
 
 SMALL = {"held_out_images": 297, "variants": 1, "train_pairs": 200, "held_out_pairs": 20}
 
@@ -136,13 +137,18 @@ def test_demo_recipe_is_valid_on_two_processes_and_finds_its_checkpoint(demo):
     config, _ = demo
     assert fewest_processes(config.parallel) == 2
     validate(config, 2)
-    assert config.model.hf_path == f"{config.run_dir}/start"
-    assert config.data.train_data_path == f"{config.run_dir}/dataset"
+    assert config.model.hf_path == f"{config.run_dir}-data/start"
+    assert config.data.train_data_path == f"{config.run_dir}-data/dataset"
 
 
-def test_demo_runs_in_another_folder_when_told():
-    config = load_recipe("gemma3_tiny_digits")(run_dir="elsewhere")
-    assert (config.model.hf_path, config.data.train_data_path) == ("elsewhere/start", "elsewhere/dataset")
+def test_demo_runs_in_another_folder_when_told_in_which_nothing_else_lies(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    config = load_recipe("gemma3_tiny_digits")(run_dir=str(elsewhere))
+    places = (config.model.hf_path, config.data.train_data_path)
+    assert places == (f"{elsewhere}-data/start", f"{elsewhere}-data/dataset")
+    for place in places:
+        Path(place).mkdir(parents=True)
+    check_folder(config.run_dir)  # raises for a folder that holds them
 
 
 def test_a_digit_has_as_few_visual_tokens_as_its_processor_makes(demo, encoded):

@@ -28,14 +28,14 @@ class Recipe:
     name: str
     summary: str  # a sentence
     defaults: dict[str, Any]  # its own, beside those of `RunConfig`
-    inside: Mapping[str, str] = field(default_factory=dict)  # those that are paths in the run's folder
+    beside: Mapping[str, str] = field(default_factory=dict)  # those that are paths beside the run's folder
     gpus: int = 1  # the fewest of 80 GB that its layout fits
     roomy: str = ""  # arguments that make it quicker on as many GPUs of 141 GB
 
     def __call__(self, **changes: Any) -> RunConfig:
         """The run's configuration, with `changes` in place of what the recipe says. Raises as `build`."""
         run_dir = changes.get("run_dir", f"runs/{changes.get('name', self.defaults['name'])}")
-        return build(self.defaults | {key: f"{run_dir}/{path}" for key, path in self.inside.items()}, changes)
+        return build(self.defaults | {key: f"{run_dir}-{path}" for key, path in self.beside.items()}, changes)
 
 
 # What all sizes of a family set. Qwen and GLM make more tokens of an image the more pixels it has: these are
@@ -180,8 +180,8 @@ def _demo(family: str) -> Recipe:
         "eval_every": 100,
     }
     summary = f"A tiny model that learns to read digits, for `make demo FAMILY={family}`."
-    inside = {"hf_path": "start", "train_data_path": "dataset"}
-    return Recipe(family + DEMO, summary, defaults | DEMOS.get(family, TP2), inside)
+    beside = {"hf_path": "data/start", "train_data_path": "data/dataset"}
+    return Recipe(family + DEMO, summary, defaults | DEMOS.get(family, TP2), beside)
 
 
 def _published() -> Iterator[Recipe]:
