@@ -44,6 +44,7 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     ),
     "glm4v": Supported("Glm4vForConditionalGeneration"),
     "glm46v": Supported("Glm46VForConditionalGeneration"),
+    "glmga": Supported("Glm46VForConditionalGeneration"),
     "llava": Supported("LlavaForConditionalGeneration", ("llama", "mistral", "qwen2", "qwen3"), "llama"),
     "llava_onevision": Supported("LlavaOnevisionForConditionalGeneration", ("qwen2",), "qwen2"),
     "internvl": Supported("InternVLForConditionalGeneration", ("qwen2", "qwen3"), "qwen2"),

@@ -44,6 +44,7 @@ PUBLISHED = {
     "lfm2_vl": {"image_tokens": 256, "patch_size": 16},
     "glm4v_moe": {"image_size": 2425},
     "glm46v": {},  # resizes as glm4v_moe, and so does qwen2_vl as qwen2_5_vl
+    "glmga": {},  # with another factor, which published ones may have
     "qwen2_vl": {},
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},

@@ -167,8 +167,8 @@ OWN_PARTNERS = {
     "glm4v_moe": GLM,
 }
 OWN_PARTNERS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), QWEN3_5)
-OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE) | {"llava": LLAVA, "internvl": INTERNVL}
-OWN_PARTNERS |= {"llava_onevision": ONEVISION}
+OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v", "glmga"), GLM_DENSE)
+OWN_PARTNERS |= {"llava": LLAVA, "llava_onevision": ONEVISION, "internvl": INTERNVL}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RULES = [
@@ -225,7 +225,7 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {V + "vision_use_head": REMOVED},
     ],
     **dict.fromkeys(
-        ("glm4v", "glm46v"),
+        ("glm4v", "glm46v", "glmga"),
         [
             {T + "head_dim": 16},  # what it is anyway
             {ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5},
