@@ -36,8 +36,10 @@ IN_MEMORY = [
     "gemma3",
     "mistral3",
     "qwen2_5_vl",
+    "qianfan_ocr",
 ]  # whose keys are others in Transformers' memory than on the hub
 EXACT += [("TP2", f"{family} as in memory") for family in IN_MEMORY] + [("PP2", "sharded")]
+EXACT += [("TP2", "qianfan_ocr as on the hub")]
 # how the output layer is stored, what config.json says of it: whether it is the embedding
 HEADS = {
     ("equal", True): True,
@@ -203,6 +205,12 @@ def untied(tensors):
     tensors["language_model.lm_head.weight"] = embedding.flip(0).contiguous()
 
 
+def layers_of_no_encoder(tensors):
+    """Transformers saves Qianfan-OCR's text layers as an encoder's; the hub's files do not name them so."""
+    for key in [key for key in tensors if key.startswith("language_model.model.encoder.")]:
+        tensors[key.replace(".encoder.", ".")] = tensors.pop(key)
+
+
 def with_head(source: Path, target: Path, stored: str, flag: str) -> Path:
     """A copy of a tied checkpoint with an output layer in it, and other flags in its config.json."""
 
@@ -270,6 +278,7 @@ OTHERS = {
     FP8_EXPERTS: lambda at, of: fp8_experts(of, at),
     BUFFERS: lambda at, of: rewritten(of["llava"], at, with_buffers),
     MIXED: lambda at, of: rewritten(of["qwen3_5"], at, published),
+    "qianfan_ocr as on the hub": lambda at, of: rewritten(of["qianfan_ocr"], at, layers_of_no_encoder),
     "sharded": lambda at, of: sharded(of["qwen3_vl"], at),
     PREDICTION: lambda at, of: predicted(at),
     **{
