@@ -30,10 +30,8 @@ class Operation:
     axis: int | None  # along it, each rank holds an equal part of the HF tensors; None: each holds all
 
     def views(self, param: Tensor) -> list[list[Tensor]]:
-        """This rank's part of each HF tensor, as views of its parameter: one of each block of the tensor.
-
-        Each rank holds an equal part of each block. If `param` interleaves blocks, the rows of a view take
-        two axes.
+        """This rank's part of each HF tensor, as views of its parameter: one of each block of the tensor, which
+        all have equal parts of. If `param` interleaves blocks, the rows of a view take two axes.
         """
         return [[param]]
 
@@ -52,7 +50,7 @@ class Operation:
             shapes.append(shape)
         return shapes
 
-    def load(self, param: Tensor, sources: Sequence[Slices | FusedRow | Block], rank: int, size: int) -> None:
+    def load(self, param: Tensor, sources: Sequence[Slices | FusedRow], rank: int, size: int) -> None:
         """Fill this rank's `param`, reading its part of the HF tensors; casts to its dtype and device."""
         shapes = self.hf_shapes(param, size)
         for views, source, shape in zip(self.views(param), sources, shapes, strict=True):
@@ -73,7 +71,7 @@ class Operation:
                     of_rank.view(view.shape).copy_(view)
         return whole
 
-    def part(self, source: Slices | FusedRow | Block, shape: list[int], rank: int, size: int) -> Tensor:
+    def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
         """The part that a rank holds of a whole tensor of this shape, which is cut as the weight is."""
         if self.axis is None:
             return source[...]
@@ -126,7 +124,7 @@ class Vocabulary(Operation):
     def join(self, shards: list[Tensor]) -> list[Tensor]:
         return [torch.cat(shards)[: self.entries]] * self.keys
 
-    def part(self, source: Slices | FusedRow | Block, shape: list[int], rank: int, size: int) -> Tensor:
+    def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
         held = -(-self.entries // size)
         start, stop = (min(edge * held, self.entries) for edge in (rank, rank + 1))
         rows = source[(slice(start, stop),)]
@@ -189,31 +187,19 @@ class DeltaInputs(Operation):
 
 @dataclass(frozen=True)
 class FusedRow:
-    """One of the tensors that `source` fuses along its first axis, such as one expert.
-
-    `shape` is this tensor's. If the source holds it transposed, as some checkpoints do, it is turned.
-    """
-
-    source: Slices
-    number: int
-    shape: tuple[int, int]
-
-    def __getitem__(self, index: Any) -> Tensor:
-        row = self.source[self.number]
-        return (row.t() if turned(self.source.get_shape()[1:], self.shape) else row)[index]
-
-
-@dataclass(frozen=True)
-class Block:
-    """One of the equal parts that `source` has along its first axis."""
+    """One of `count` tensors that `source` fuses along its first axis: a block of rows, or an expert of this
+    `shape`, which is turned if the source holds it transposed, as some checkpoints do."""
 
     source: Slices
     number: int
     count: int
+    shape: tuple[int, int]
 
     def __getitem__(self, index: Any) -> Tensor:
-        rows = self.source.get_shape()[0] // self.count
-        return self.source[self.number * rows : (self.number + 1) * rows][index]
+        if (height := self.source.get_shape()[0] // self.count) > 1:
+            return self.source[self.number * height : (self.number + 1) * height][index]
+        row = self.source[self.number]
+        return (row.t() if turned(self.source.get_shape()[1:], self.shape) else row)[index]
 
 
 def turned(stored: Sequence[int], shape: Sequence[int]) -> bool:
@@ -228,9 +214,8 @@ class Rule:
 
     `export=False` marks a copy of what another rule exports (tied output weights on the last stage).
     `rows` says that the only HF tensor fuses this number of parameters along its first axis, each of shape
-    `row_shape`. The last `*` of `param`, which `hf` then lacks, is the index along that axis. With `block`,
-    `param` is that one of as many equal parts, which the HF tensor has one below another.
-    """
+    `row_shape`. The last `*` of `param`, which `hf` then lacks, is the index along that axis. With `block` it
+    fuses as many blocks of rows, of which `param` is that one."""
 
     param: str
     hf: tuple[str, ...]
@@ -247,28 +232,25 @@ class Rule:
 
     def row(self, name: str) -> int | None:
         """The index of parameter `name` in the fused tensor; None if the rule fuses nothing."""
-        if self.block is not None:
+        if self.rows is None or self.block is not None:
             return self.block
-        return None if self.rows is None else int(matches(self.param, name).groups()[-1])
+        return int(matches(self.param, name).groups()[-1])
 
     def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
         """The shapes that the HF tensors of `param` must have."""
-        if self.block is not None:
-            return [[self.rows * len(param), *param.shape[1:]]]
-        if self.rows is not None:
-            return [[self.rows, *param.shape]]
-        return self.operation.hf_shapes(param, size)
+        if self.rows is None:
+            return self.operation.hf_shapes(param, size)
+        fused = param[None] if self.block is None else param
+        return [[self.rows * len(fused), *fused.shape[1:]]]
 
     def fits(self, stored: Sequence[int], needed: Sequence[int]) -> bool:
         return list(stored) == list(needed) or (self.rows is not None and turned(stored, needed))
 
-    def sources(self, name: str, stored: list[Slices]) -> Sequence[Slices | FusedRow | Block]:
-        """The tensors that the operation reads: the `stored` ones, or the parameter's part of a fused one."""
+    def sources(self, name: str, stored: list[Slices]) -> Sequence[Slices | FusedRow]:
+        """The tensors that the operation reads: the `stored` ones, or this parameter's row of a fused one."""
         if self.rows is None:
             return stored
-        if self.block is not None:
-            return [Block(source, self.block, self.rows) for source in stored]
-        return [FusedRow(source, self.row(name), self.row_shape) for source in stored]
+        return [FusedRow(source, self.row(name), self.rows, self.row_shape) for source in stored]
 
 
 def matches(wildcards: str, name: str) -> re.Match | None:

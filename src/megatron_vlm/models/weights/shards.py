@@ -77,8 +77,7 @@ class SafetensorsFile:
         return list(self._place)
 
     def write(self, name: str, value: Tensor, row: int | None = None) -> None:
-        """Write a whole tensor, or one `row` along its first axis, or as many at once as `value` has, cast to
-        the stored dtype."""
+        """Write a whole tensor, or one `row` or block along its first axis, cast to the stored dtype."""
         stored, offset = self._place[name]
         shape, given = list(stored.shape), list(value.shape)
         fits = given == shape if row is None else given[value.dim() - len(shape) + 1 :] == shape[1:]
