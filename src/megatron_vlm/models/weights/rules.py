@@ -30,8 +30,8 @@ class Operation:
     axis: int | None  # along it, each rank holds an equal part of the HF tensors; None: each holds all
 
     def views(self, param: Tensor) -> list[list[Tensor]]:
-        """This rank's part of each HF tensor, as views of its parameter: one of each block of the tensor, which
-        all have equal parts of. If `param` interleaves blocks, the rows of a view take two axes.
+        """This rank's part of each HF tensor, as views of its parameter: one of each block of the tensor, of
+        which ranks hold equal parts. If `param` interleaves blocks, the rows of a view take two axes.
         """
         return [[param]]
 
