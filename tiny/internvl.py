@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from transformers import GotOcr2ImageProcessor, InternVLConfig, InternVLProcessor, InternVLVideoProcessor
+from transformers import (
+    GotOcr2ImageProcessor,
+    InternVLConfig,
+    InternVLProcessor,
+    InternVLVideoProcessor,
+    PretrainedConfig,
+    ProcessorMixin,
+)
 
 from tiny import qwen, texts
 from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
@@ -41,7 +48,9 @@ def processor(
     )
 
 
-def config(processor: InternVLProcessor, text: dict, vision: dict) -> InternVLConfig:
+def config(
+    processor: ProcessorMixin, text: dict, vision: dict, kind: type = InternVLConfig
+) -> PretrainedConfig:
     """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model."""
     vocab = processor.tokenizer
     side = processor.image_processor.size["height"]
@@ -55,7 +64,7 @@ def config(processor: InternVLProcessor, text: dict, vision: dict) -> InternVLCo
         "patch_size": [14, 14],
     }
     patches = (vision_config | vision)["image_size"][0] // (vision_config | vision)["patch_size"][0]
-    return InternVLConfig(
+    return kind(
         **texts.whole(vocab, "qwen3", text),
         vision_config=vision_config | vision,
         image_token_id=processor.image_token_id,

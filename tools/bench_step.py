@@ -54,7 +54,8 @@ ROUNDS = 3
 ROPE = {  # of heads of 64 channels
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"mrope_section": [8, 12, 12]}),
     **dict.fromkeys(
-        ("glm4v", "glm46v", "glm4v_moe"), {"mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}
+        ("glm4v", "glm46v", "glmga", "glm4v_moe"),
+        {"mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5},
     ),
 }
 

@@ -35,13 +35,24 @@ class Supported:
     text_types: tuple[str, ...] = ()
     default_text: str | None = None
     other_texts: dict[str, str] = field(default_factory=dict)  # model_type -> why it is not supported
+    other_classes: dict[str, str] = field(default_factory=dict)  # architecture -> what to do with it
 
 
+_LIGHTON = (
+    "; Transformers has it as lighton_ocr: load the checkpoint by LightOnOcrForConditionalGeneration and "
+    "LightOnOcrProcessor, save both into a folder and give that"
+)
 _CONVOLUTIONS = ", as most layers of LFM2 are short convolutions, which are not implemented here"
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
     "gemma4": Supported("Gemma4ForConditionalGeneration"),
-    "mistral3": Supported("Mistral3ForConditionalGeneration", ("ministral3", "mistral"), "mistral"),
+    "mistral3": Supported(
+        "Mistral3ForConditionalGeneration",
+        ("ministral3", "mistral"),
+        "mistral",
+        other_classes={"LightOnOCRForConditionalGeneration": _LIGHTON},
+    ),
+    "lighton_ocr": Supported("LightOnOcrForConditionalGeneration", ("qwen3",), "qwen3"),
     "lfm2_vl": Supported(
         "Lfm2VlForConditionalGeneration",
         ("llama", "mistral", "qwen2", "qwen3"),
@@ -50,9 +61,11 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     ),
     "glm4v": Supported("Glm4vForConditionalGeneration"),
     "glm46v": Supported("Glm46VForConditionalGeneration"),
+    "glmga": Supported("Glm46VForConditionalGeneration"),
     "llava": Supported("LlavaForConditionalGeneration", ("llama", "mistral", "qwen2", "qwen3"), "llama"),
     "llava_onevision": Supported("LlavaOnevisionForConditionalGeneration", ("qwen2",), "qwen2"),
     "internvl": Supported("InternVLForConditionalGeneration", ("qwen2", "qwen3"), "qwen2"),
+    "qianfan_ocr": Supported("QianfanOCRForConditionalGeneration", ("qwen3",), "qwen3"),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_vl": Supported("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
@@ -155,9 +168,10 @@ def _problem(config: dict[str, Any]) -> str | None:
     architectures = config.get("architectures") or [known.architecture]
     if known.architecture not in architectures:
         own_code = _OWN_CODE if config.get("auto_map") else ""
+        remedies = [remedy for name, remedy in known.other_classes.items() if name in architectures]
         return (
             f"architectures {printable(architectures)} of model type {model_type!r} are not "
-            f"supported{own_code}; supported is {known.architecture}."
+            f"supported{own_code}{remedies[0] if remedies else f'; supported is {known.architecture}'}."
         )
     text = config.get("text_config") or {}
     text_type = text.get("model_type", known.default_text)

@@ -40,10 +40,13 @@ PUBLISHED = {
     "llava, siglip": {"image_size": 384},
     "llava_onevision": {"image_size": 384, "most_a_side": 6, "most_tiles": 9},
     "internvl": {"image_size": 448, "image_tokens": 256, "max_patches": 12},
+    "qianfan_ocr": {"image_size": 448, "image_tokens": 256, "max_patches": 12},
     "mistral3": {"image_size": 1540},
+    "lighton_ocr": {"image_size": 1540},
     "lfm2_vl": {"image_tokens": 256, "patch_size": 16},
     "glm4v_moe": {"image_size": 2425},
     "glm46v": {},  # resizes as glm4v_moe, and so does qwen2_vl as qwen2_5_vl
+    "glmga": {},  # with another factor, which published ones may have
     "qwen2_vl": {},
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},

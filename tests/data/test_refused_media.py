@@ -74,6 +74,7 @@ SMALL = {"size": SizeDict(shortest_edge=1, longest_edge=4 * 28**2)}
 ODD = {
     "features of many tiles resized to those of one": ("llava_onevision", {}, TILES),
     "a longest edge that leaves no pixel of the other": ("mistral3", {}, {"image_size": 28}),
+    "multiples of half an image token": ("lighton_ocr", {}, {"multiple": 14}),
     "that edge of LLaVA's Pixtral": ("llava", {}, {"tower": "pixtral", "image_size": 28}),
     "few pixels": ("qwen2_vl", SMALL, {}),
     "few pixels of GLM": ("glm4v", SMALL, {}),

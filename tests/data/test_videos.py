@@ -32,7 +32,7 @@ from megatron_vlm.overrides import apply_overrides
 from tiny.checkpoints import build_tiny_checkpoint
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"]
-FAMILIES += [pytest.param(name, marks=pytest.mark.long) for name in ("qwen2_vl", "glm46v")]
+FAMILIES += [pytest.param(name, marks=pytest.mark.long) for name in ("qwen2_vl", "glm46v", "glmga")]
 EVERY = VideoRules(fps=100)  # all frames
 
 
@@ -301,7 +301,7 @@ def test_times_by_hand(family, arguments):
         assert re.findall(r"<([0-9.]+) seconds>", text) == expected
     elif name == "glm4v_moe":  # whole seconds of the first of a pair
         assert re.findall(r"<\|end_of_image\|>(\d+)", text) == ["0", "1", "2", "0", "1", "0"]
-    elif name == "glm46v":
+    elif name in ("glm46v", "glmga"):
         expected = ["0.0", "1.0", "2.0", "0.0", "1.4", "0.0"]
         assert re.findall(r"<\|end_of_image\|>([0-9.]+) seconds", text) == expected
     elif name == "qwen2_vl":  # moments, whenever they are

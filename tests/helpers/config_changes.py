@@ -167,8 +167,9 @@ OWN_PARTNERS = {
     "glm4v_moe": GLM,
 }
 OWN_PARTNERS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), QWEN3_5)
-OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE) | {"llava": LLAVA, "internvl": INTERNVL}
-OWN_PARTNERS |= {"llava_onevision": ONEVISION}
+OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v", "glmga"), GLM_DENSE)
+OWN_PARTNERS |= {"llava": LLAVA, "llava_onevision": ONEVISION}
+OWN_PARTNERS |= dict.fromkeys(("internvl", "qianfan_ocr"), INTERNVL)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RULES = [
@@ -219,13 +220,18 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 100.0}}},
     ],
     "mistral3": [{T + "layer_types": ["full_attention"] * 4}, {T + "model_type": REMOVED}],
+    "lighton_ocr": [
+        {T + "layer_types": ["full_attention"] * 4},
+        {T + "model_type": REMOVED},
+        {"vision_feature_layer": -2},  # no field of this family's, and not read
+    ],
     "lfm2_vl": [
         {"tie_embedding": True, "tie_word_embeddings": REMOVED},
         {T + "rope_parameters": REMOVED, T + "rope_theta": 100.0},
         {V + "vision_use_head": REMOVED},
     ],
     **dict.fromkeys(
-        ("glm4v", "glm46v"),
+        ("glm4v", "glm46v", "glmga"),
         [
             {T + "head_dim": 16},  # what it is anyway
             {ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5},
@@ -247,14 +253,17 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "attention_bias": True, T + "use_sliding_window": False},
         *({T + "head_dim": width} for width in (None, 16, 15)),  # no field of Qwen2's, and read
     ],
-    "internvl": [
-        {V + "use_mean_pooling": False, V + "norm_type": "rms_norm"},
-        {V + "image_size": 56, V + "patch_size": 14},
-        {V + "image_size": [56, 28]},
-        {T + "model_type": REMOVED},
-        {T + "attention_bias": True, T + "use_sliding_window": True, T + "sliding_window": 5}
-        | {T + "layer_types": REMOVED, T + "max_window_layers": 2},
-    ],
+    **dict.fromkeys(
+        ("internvl", "qianfan_ocr"),
+        [
+            {V + "use_mean_pooling": False, V + "norm_type": "rms_norm"},
+            {V + "image_size": 56, V + "patch_size": 14},
+            {V + "image_size": [56, 28]},
+            {T + "model_type": REMOVED},
+            {T + "attention_bias": True, T + "use_sliding_window": True, T + "sliding_window": 5}
+            | {T + "layer_types": REMOVED, T + "max_window_layers": 2},
+        ],
+    ),
     "glm4v_moe": [
         {ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5},
         {

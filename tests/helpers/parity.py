@@ -76,7 +76,7 @@ INPUTS: dict[str, list[str]] = {
 }
 
 
-RENAMED = ("glm46v",)  # another family's model under a name of its own, with another processor
+RENAMED = ("glm46v", "glmga")  # another family's model under a name of its own, with another processor
 
 
 def marks(family: str) -> list:

@@ -21,6 +21,8 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "internvl35_4b": 4_732_489_216,
     "internvl35_8b": 8_528_318_464,
     "internvl35_14b": 15_119_523_840,
+    "lightonocr_1b": 1_005_647_872,
+    "qianfan_ocr_4b": 4_732_489_216,
     "glm_45v": 107_710_927_360,
     "glm_41v_9b": 10_292_777_472,
     "glm_46v_flash": 10_292_777_472,

@@ -33,6 +33,12 @@ REFUSED = {  # config.json -> the message, after "checkpoint PATH: "
         "architectures ['Mine'] of model type 'qwen2_5_vl' are not supported, and code of the checkpoint's "
         "own (auto_map) is never run; supported is Qwen2_5_VLForConditionalGeneration.",
     ),
+    "class that another family has": (
+        {"model_type": "mistral3", "architectures": ["LightOnOCRForConditionalGeneration"]},
+        "architectures ['LightOnOCRForConditionalGeneration'] of model type 'mistral3' are not supported; "
+        "Transformers has it as lighton_ocr: load the checkpoint by LightOnOcrForConditionalGeneration and "
+        "LightOnOcrProcessor, save both into a folder and give that.",
+    ),
     "other head": (
         QWEN | {"architectures": ["Qwen2_5_VLModel"]},
         "architectures ['Qwen2_5_VLModel'] of model",

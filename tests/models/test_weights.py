@@ -19,7 +19,7 @@ from weight_trips import EXPERT_LAYOUTS, LAYOUTS, all_tensors, check_equal, chec
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
-from megatron_vlm.models.weights.files import Dequantised
+from megatron_vlm.models.weights.files import Dequantised, hub_name
 from megatron_vlm.models.weights.rules import Vocabulary
 from megatron_vlm.models.weights.shards import SafetensorsFile, Stored
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
@@ -36,8 +36,10 @@ IN_MEMORY = [
     "gemma3",
     "mistral3",
     "qwen2_5_vl",
+    "qianfan_ocr",
 ]  # whose keys are others in Transformers' memory than on the hub
 EXACT += [("TP2", f"{family} as in memory") for family in IN_MEMORY] + [("PP2", "sharded")]
+EXACT += [("TP2", "qianfan_ocr as on the hub")]
 # how the output layer is stored, what config.json says of it: whether it is the embedding
 HEADS = {
     ("equal", True): True,
@@ -203,6 +205,12 @@ def untied(tensors):
     tensors["language_model.lm_head.weight"] = embedding.flip(0).contiguous()
 
 
+def layers_of_no_encoder(tensors):
+    """Transformers saves Qianfan-OCR's text layers as an encoder's; the hub's files do not name them so."""
+    for key in [key for key in tensors if key.startswith("language_model.model.encoder.")]:
+        tensors[key.replace(".encoder.", ".")] = tensors.pop(key)
+
+
 def with_head(source: Path, target: Path, stored: str, flag: str) -> Path:
     """A copy of a tied checkpoint with an output layer in it, and other flags in its config.json."""
 
@@ -270,6 +278,7 @@ OTHERS = {
     FP8_EXPERTS: lambda at, of: fp8_experts(of, at),
     BUFFERS: lambda at, of: rewritten(of["llava"], at, with_buffers),
     MIXED: lambda at, of: rewritten(of["qwen3_5"], at, published),
+    "qianfan_ocr as on the hub": lambda at, of: rewritten(of["qianfan_ocr"], at, layers_of_no_encoder),
     "sharded": lambda at, of: sharded(of["qwen3_vl"], at),
     PREDICTION: lambda at, of: predicted(at),
     **{
@@ -531,8 +540,9 @@ def add_layer(tensors):
 def shift_gate_and_up(tensors):
     """As many rows together as there should be."""
     kinds = ("0.mlp.gate_proj", "1.mlp.gate_proj", "0.mlp.shared_expert.gate_proj")
-    names = [last_norm(tensors).replace("norm", f"layers.{kind}") for kind in kinds]
-    name = next(name for name in names if name in tensors)  # the first that is for all tokens
+    text, ends = last_norm(tensors).removesuffix("norm.weight"), [f"layers.{kind}.weight" for kind in kinds]
+    names = [key for end in ends for key in tensors if key.startswith(text) and key.endswith(end)]
+    name = names[0]  # the first that is for all tokens
     gate, up = tensors[name], tensors[name.replace("gate", "up")]
     tensors[name] = torch.cat((gate, up[:2]))
     tensors[name.replace("gate", "up")] = up[2:].contiguous()
@@ -662,6 +672,7 @@ def often_refused() -> list:
 
 @pytest.mark.parametrize(("family", "change"), often_refused())
 def test_a_checkpoint_that_does_not_fit_is_refused_by_key_and_shapes(refused, sources, family, change):
-    prefix = last_norm(all_tensors(sources[family])).removesuffix("norm.weight")
+    norm = hub_name(last_norm(all_tensors(sources[family])), load(family).renames)
+    prefix = norm.removesuffix("norm.weight")
     expected = CASES[family, change].replace("FAMILY", family).replace("'K", f"'{re.escape(prefix)}")
     assert re.search(expected, refused[family, change]), refused[family, change]

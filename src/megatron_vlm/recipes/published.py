@@ -75,6 +75,9 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             "",
         ),
     ],
+    ("lighton_ocr", "."): [  # saved by Transformers: on the hub its config.json says mistral3
+        ("lightonocr_1b", "LightOnOCR 1B", 1, "LightOnOCR-2-1B", "", ""),
+    ],
     ("lfm2_vl", "."): [
         ("siglip2_llama31_8b", "SigLIP2 So400m and Llama 3.1 8B", 4, "siglip2_llama31_8b", "tp=2", "tp=1"),
         ("siglip2_qwen3_4b", "SigLIP2 So400m and Qwen3 4B", 4, "siglip2_qwen3_4b", "", ""),
@@ -97,6 +100,9 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
         ("internvl35_4b", "InternVL3.5 4B", 4, "InternVL3_5-4B-HF", "", ""),
         ("internvl35_8b", "InternVL3.5 8B", 4, "InternVL3_5-8B-HF", "tp=2", "tp=1"),
         ("internvl35_14b", "InternVL3.5 14B", 8, "InternVL3_5-14B-HF", "tp=4", ""),
+    ],
+    ("qianfan_ocr", "baidu"): [
+        ("qianfan_ocr_4b", "Qianfan-OCR 4B", 4, "Qianfan-OCR", "", ""),
     ],
     ("glm4v_moe", "zai-org"): [
         ("glm_45v", "GLM-4.5V, 106B with 128 experts", 64, "GLM-4.5V", PP8_EP8, ""),

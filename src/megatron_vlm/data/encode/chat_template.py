@@ -27,7 +27,8 @@ BEFORE, AFTER = "before the image", "after the image"  # texts that show how a t
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template's own code raises on values it does not expect, besides jinja's errors.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-PLACEHOLDER_NAMES = ("boi_token", "image_token")  # a template may write the first of two
+# a template may write the first of two, and of Qianfan-OCR the last
+PLACEHOLDER_NAMES = ("boi_token", "image_token", "image_placeholder_token")
 
 
 @dataclass

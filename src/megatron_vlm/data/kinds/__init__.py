@@ -13,6 +13,7 @@ KINDS: tuple[type[Kind], ...] = (  # the first with its sign is taken
     grid.QwenGrid,
     grid.GLMGrid,
     any_size.AnySize,
+    any_size.Unbroken,
     one_size.Cropped,
     one_size.OneSize,
 )
@@ -45,7 +46,7 @@ def why_unknown(processor: ProcessorMixin) -> str | None:
     for part in parts:
         if odd := kind.odd_settings(part):
             return f"{type(part).__name__} with {', '.join(odd)}"
-    for key in kind.alike:
+    for key in kind.alike if of_videos else ():
         if (one := parts[0].to_dict()[key]) != (other := parts[1].to_dict()[key]):
             return f"{names[0]} with {key} = {one} for images and {other} for videos"
     return None

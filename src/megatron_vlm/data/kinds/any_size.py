@@ -1,11 +1,13 @@
-"""Images of any size in whole patches, padded beside one another: Pixtral's, of Mistral 3 and LLaVA."""
+"""Images of any size in whole patches, padded beside one another: Pixtral's, of Mistral 3 and others."""
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.image_processing_utils import get_size_dict
 from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.kinds.base import Kind
 
 
@@ -22,9 +24,14 @@ class AnySize(Kind):
         """Pixels along the side of what one image token stands for."""
         return self.processor.patch_size * self.processor.spatial_merge_size
 
+    @property
+    def multiple(self) -> int:
+        """Pixels of which each side of a resized image is a multiple."""
+        return self.token_side
+
     def target(self, height: int, width: int) -> tuple[int, int]:
-        """The size of an image that is scaled to fit a square and rounded up to whole image tokens."""
-        longest, side = self.images.size["longest_edge"], self.token_side
+        """The size of an image that is scaled to fit a square and rounded up to whole multiples."""
+        longest, side = self.images.size["longest_edge"], self.multiple
         shape_only = np.broadcast_to(np.uint8(0), (3, height, width))
         return get_resize_output_image_size(shape_only, size=(longest, longest), patch_size=(side, side))
 
@@ -52,3 +59,28 @@ class AnySize(Kind):
     def frames(self, item: GenericVisualInputs) -> Tensor:
         height, width = item.image_sizes[0].tolist()
         return super().frames(item)[..., :height, :width]
+
+
+class Unbroken(AnySize):
+    """LightOnOCR's: rows without break and end tokens. Images need not be of whole image tokens: the tower's
+    merger leaves out the patches that make none."""
+
+    known = {("LightOnOcrProcessor", "PixtralImageProcessor"): None}
+
+    @property
+    def multiple(self) -> int:
+        return get_size_dict(self.images.patch_size)["height"]
+
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+        self.refuse(height, width, alone)
+        height, width = self.target(height, width)
+        tokens = (height // self.token_side) * (width // self.token_side)
+        return tokens, (height // self.patch_size) * (width // self.patch_size)
+
+    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
+        tokens, patches = self.count(height, width, alone)
+        return np.full(tokens, image_token), patches
+
+    def refuse(self, height: int, width: int, alone: bool) -> None:
+        if min(self.target(height, width)) < self.token_side:
+            raise BadSample("processor_error", f"image of {width} x {height} has no whole image token")

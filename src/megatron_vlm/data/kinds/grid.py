@@ -61,12 +61,14 @@ class QwenGrid(Patches):
     @property
     def limits(self) -> dict[str, int]:
         least, most = self.images.size["shortest_edge"], self.images.size["longest_edge"]
-        return {"factor": self.patch_size * self.images.merge_size, "min_pixels": least, "max_pixels": most}
+        multiple = self.patch_size * self.images.merge_size * getattr(self.images, "patch_expand_factor", 1)
+        return {"factor": multiple, "min_pixels": least, "max_pixels": most}
 
-    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
-        height, width = self.target(height, width)  # the processor's own count takes 0.5 ms
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+        # the processor's own count takes 0.5 ms, and GLM-GA's leaves out what multiplies its patches
+        height, width = self.target(height, width)
         patches = (height // self.patch_size) * (width // self.patch_size)
-        return np.full(patches // self.images.merge_size**2, image_token), patches
+        return patches // self.images.merge_size**2, patches
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
         outputs = outputs_of_plan(self.processor.video_processor, plan)
@@ -89,6 +91,7 @@ class GLMGrid(QwenGrid):
     known = {
         ("Glm4vProcessor", "Glm4vImageProcessor"): "Glm4vVideoProcessor",
         ("Glm46VProcessor", "Glm46VImageProcessor"): "Glm46VVideoProcessor",
+        ("Glm46VProcessor", "GlmgaImageProcessor"): "GlmgaVideoProcessor",
     }
 
     def target(self, height: int, width: int) -> tuple[int, int]:

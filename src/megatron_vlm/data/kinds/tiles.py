@@ -40,7 +40,10 @@ class InternVLTiles(Tiles):
     """The tiles of an image, and behind several the image as a whole. To the model, frames are images."""
 
     sign = "min_patches"
-    known = {("InternVLProcessor", "GotOcr2ImageProcessor"): "InternVLVideoProcessor"}
+    known = {
+        ("InternVLProcessor", "GotOcr2ImageProcessor"): "InternVLVideoProcessor",
+        ("QianfanOCRProcessor", "GotOcr2ImageProcessor"): None,
+    }
     alike = ("size", "resample", "rescale_factor", "image_mean", "image_std")
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:

@@ -125,7 +125,8 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
             targets[key] = Target(key, rule, weight, place, out, width, experts=experts, stored=stored)
     for name in names:
         if not fitting([name], targets):
-            fused = {"experts." + key.rpartition(".")[2] for r in weight_map.rules if r.rows for key in r.hf}
+            of_experts = [rule for rule in weight_map.rules if rule.rows and rule.block is None]
+            fused = {"experts." + key.rpartition(".")[2] for rule in of_experts for key in rule.hf}
             known = suggestion(name, sorted(fused)) if fused else ", whose family has no routed experts"
             raise ConfigError(
                 f"adapter.target_parameters: {printable(name)} fits no parameter of the model{known}"

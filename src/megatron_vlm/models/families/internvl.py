@@ -30,31 +30,28 @@ def _one_layer(layer: Any, hf_config: Any) -> bool:
 
 
 SQUARE = keys.Values("two equal numbers", _square)
-SECTIONS = keys.sections(
-    keys.Section(
-        ("internvl",),
-        keys.TOP
-        | {
-            "image_token_id": keys.TOKEN,
-            "projector_hidden_act": keys.NAMED,
-            "downsample_ratio": keys.Values(
-                "1 / n for a power of 2 that divides the patches of a side", _shuffles
-            ),
-            "vision_feature_layer": keys.Values("a layer of the tower, and not 0", _one_layer),
-            "vision_feature_select_strategy": keys.only("default"),
-        },
-        no_effect=("image_seq_length",),
-    ),
-    texts.sections(SUPPORTED["internvl"].text_types),
-    keys.Section(
-        ("internvl_vision",),
-        towers.TOWER
-        | keys.any_of("layer_norm_eps", "norm_type", "use_qk_norm", "attention_bias", "use_mask_token")
-        | keys.any_of("use_absolute_position_embeddings", "use_mean_pooling")
-        | {"image_size": SQUARE, "patch_size": SQUARE},
-        no_effect=("layer_scale_init_value",),
-    ),
+TOP = keys.TOP | {
+    "image_token_id": keys.TOKEN,
+    "projector_hidden_act": keys.NAMED,
+    "downsample_ratio": keys.Values("1 / n for a power of 2 that divides the patches of a side", _shuffles),
+    "vision_feature_layer": keys.Values("a layer of the tower, and not 0", _one_layer),
+    "vision_feature_select_strategy": keys.only("default"),
+}
+VISION = (
+    towers.TOWER
+    | keys.any_of("layer_norm_eps", "norm_type", "use_qk_norm", "attention_bias", "use_mask_token")
+    | keys.any_of("use_absolute_position_embeddings", "use_mean_pooling")
+    | {"image_size": SQUARE, "patch_size": SQUARE}
 )
+
+
+def sections(model_type: str, *no_effect: str) -> keys.Sections:
+    """The sections of such a family; `no_effect` are further keys of its vision_config."""
+    return keys.sections(
+        keys.Section((model_type,), TOP, no_effect=("image_seq_length",)),
+        texts.sections(SUPPORTED[model_type].text_types),
+        keys.Section((f"{model_type}_vision",), VISION, no_effect=("layer_scale_init_value", *no_effect)),
+    )
 
 
 def _patches_a_side(vision: Any) -> int:
@@ -83,7 +80,7 @@ class InternVLVision(nn.Module):
 
 class InternVL(texts.LikeLlava):
     model_type = "internvl"
-    sections = SECTIONS
+    sections = sections(model_type)
     frames_as_images = True
 
     def build_vision(self) -> nn.Module:

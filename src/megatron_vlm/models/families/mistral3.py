@@ -39,15 +39,14 @@ SECTIONS = keys.sections(
 class PixtralVision(nn.Module):
     """The HF tower and projector; all images run as one sequence in which each image sees only itself.
 
-    pixel_values (N, 3, H, W), padded right and bottom, and image_sizes (N, 2) -> features (M, D).
+    pixel_values (N, 3, H, W), padded right and bottom, and image_sizes (N, 2) -> features (M, D). `tower` is
+    the tower's config.
     """
 
-    def __init__(self, hf_config: Any):
+    def __init__(self, tower: Any, projector: nn.Module, feature_layer: int = -1):
         super().__init__()
-        self.vision_tower = use_segments(towers.hf_tower(hf_config.vision_config))
-        self.multi_modal_projector = Mistral3MultiModalProjector(hf_config)
-        layer = hf_config.vision_feature_layer
-        self.feature_layer = layer if isinstance(layer, int) else layer[0]
+        self.vision_tower = use_segments(towers.hf_tower(tower))
+        self.multi_modal_projector, self.feature_layer = projector, feature_layer
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
         sizes = towers.pixtral_sizes(image_sizes, self.vision_tower.patch_size)
@@ -66,8 +65,10 @@ class Mistral3(texts.LikeLlava):
         return self.vision.patch_size * self.hf_config.spatial_merge_size
 
     def build_vision(self) -> nn.Module:
-        vision = PixtralVision(self.hf_config)
-        if vision.feature_layer == -1:
+        layer = self.hf_config.vision_feature_layer
+        layer = layer if isinstance(layer, int) else layer[0]
+        vision = PixtralVision(self.vision, Mistral3MultiModalProjector(self.hf_config), layer)
+        if layer == -1:
             return vision
         return towers.train_what_is_used(vision, self.blank_image(0))
 

@@ -261,7 +261,7 @@ def hf_weights(
 
     def as_stored(key: str, tensor: Tensor) -> Named:
         stored = checkpoint.stored(key)
-        tensor = tensor.mT if turned(stored.shape, tensor.shape) else tensor
+        tensor = tensor.mT if turned(stored.shape, tensor.shape) else tensor.reshape(stored.shape)
         return stored.name, tensor.to(stored.dtype)
 
     of_stage = hf_tensors(chunks, weight_map.rules, checkpoint.files, value)

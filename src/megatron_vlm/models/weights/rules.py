@@ -30,10 +30,8 @@ class Operation:
     axis: int | None  # along it, each rank holds an equal part of the HF tensors; None: each holds all
 
     def views(self, param: Tensor) -> list[list[Tensor]]:
-        """This rank's part of each HF tensor, as views of its parameter: one of each block of the tensor.
-
-        Each rank holds an equal part of each block. If `param` interleaves blocks, the rows of a view take
-        two axes.
+        """This rank's part of each HF tensor, as views of its parameter: one of each block of the tensor, of
+        which ranks hold equal parts. If `param` interleaves blocks, the rows of a view take two axes.
         """
         return [[param]]
 
@@ -189,16 +187,17 @@ class DeltaInputs(Operation):
 
 @dataclass(frozen=True)
 class FusedRow:
-    """One of the tensors that `source` fuses along its first axis, such as one expert.
-
-    `shape` is this tensor's. If the source holds it transposed, as some checkpoints do, it is turned.
-    """
+    """One of `count` tensors that `source` fuses along its first axis: a block of rows, or an expert of this
+    `shape`, which is turned if the source holds it transposed, as some checkpoints do."""
 
     source: Slices
     number: int
+    count: int
     shape: tuple[int, int]
 
     def __getitem__(self, index: Any) -> Tensor:
+        if (height := self.source.get_shape()[0] // self.count) > 1:
+            return self.source[self.number * height : (self.number + 1) * height][index]
         row = self.source[self.number]
         return (row.t() if turned(self.source.get_shape()[1:], self.shape) else row)[index]
 
@@ -215,8 +214,8 @@ class Rule:
 
     `export=False` marks a copy of what another rule exports (tied output weights on the last stage).
     `rows` says that the only HF tensor fuses this number of parameters along its first axis, each of shape
-    `row_shape`. The last `*` of `param`, which `hf` then lacks, is the index along that axis.
-    """
+    `row_shape`. The last `*` of `param`, which `hf` then lacks, is the index along that axis. With `block` it
+    fuses as many blocks of rows, of which `param` is that one."""
 
     param: str
     hf: tuple[str, ...]
@@ -224,6 +223,7 @@ class Rule:
     export: bool = True
     rows: int | None = None
     row_shape: tuple[int, int] = (0, 0)
+    block: int | None = None
 
     def hf_names(self, name: str) -> list[str] | None:
         """The HF tensors of parameter `name`; None if the rule does not fit it."""
@@ -232,13 +232,16 @@ class Rule:
 
     def row(self, name: str) -> int | None:
         """The index of parameter `name` in the fused tensor; None if the rule fuses nothing."""
-        return None if self.rows is None else int(matches(self.param, name).groups()[-1])
+        if self.rows is None or self.block is not None:
+            return self.block
+        return int(matches(self.param, name).groups()[-1])
 
     def hf_shapes(self, param: Tensor, size: int) -> list[list[int]]:
         """The shapes that the HF tensors of `param` must have."""
-        if self.rows is not None:
-            return [[self.rows, *param.shape]]
-        return self.operation.hf_shapes(param, size)
+        if self.rows is None:
+            return self.operation.hf_shapes(param, size)
+        fused = param[None] if self.block is None else param
+        return [[self.rows * len(fused), *fused.shape[1:]]]
 
     def fits(self, stored: Sequence[int], needed: Sequence[int]) -> bool:
         return list(stored) == list(needed) or (self.rows is not None and turned(stored, needed))
@@ -247,7 +250,7 @@ class Rule:
         """The tensors that the operation reads: the `stored` ones, or this parameter's row of a fused one."""
         if self.rows is None:
             return stored
-        return [FusedRow(source, self.row(name), self.row_shape) for source in stored]
+        return [FusedRow(source, self.row(name), self.rows, self.row_shape) for source in stored]
 
 
 def matches(wildcards: str, name: str) -> re.Match | None:

@@ -77,11 +77,12 @@ class SafetensorsFile:
         return list(self._place)
 
     def write(self, name: str, value: Tensor, row: int | None = None) -> None:
-        """Write a whole tensor, or one `row` along its first axis, cast to the stored dtype."""
+        """Write a whole tensor, or one `row` or block along its first axis, cast to the stored dtype."""
         stored, offset = self._place[name]
-        shape = stored.shape if row is None else stored.shape[1:]
-        assert tuple(value.shape) == tuple(shape), f"{name}: {tuple(value.shape)} for {shape}"
-        offset += (row or 0) * math.prod(shape) * stored.dtype.itemsize
+        shape, given = list(stored.shape), list(value.shape)
+        fits = given == shape if row is None else given[value.dim() - len(shape) + 1 :] == shape[1:]
+        assert fits, f"{name}: {given} for {shape}"
+        offset += (row or 0) * value.numel() * stored.dtype.itemsize
         for part in _staged(value.detach(), stored.dtype):
             self._put(memoryview(part.view(torch.uint8).numpy()), offset)
             offset += part.nbytes
