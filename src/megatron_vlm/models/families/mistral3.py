@@ -50,9 +50,8 @@ class PixtralVision(nn.Module):
         self.feature_layer = layer if isinstance(layer, int) else layer[0]
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
-        sizes = towers.pixtral_sizes(image_sizes, self.vision_tower.patch_size)
-        states = self.vision_tower(pixel_values, output_hidden_states=True, **sizes).hidden_states
-        return self.multi_modal_projector(states[self.feature_layer].squeeze(0), sizes["image_sizes"])
+        states = towers.pixtral_states(self.vision_tower, pixel_values, image_sizes, self.feature_layer)
+        return self.multi_modal_projector(states.squeeze(0), image_sizes.tolist())
 
 
 class Mistral3(texts.LikeLlava):
