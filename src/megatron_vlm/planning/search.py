@@ -37,15 +37,17 @@ def planned_layouts(
     capacity: float,
     gpu: Gpu,
     to_fit: Sequence[tuple[str, ...]] = AS_IT_IS,
+    overlap: bool = False,
 ) -> list[tuple[tuple[str, ...], MemoryPlan]]:
     """Settings and plans of all layouts on `gpus` GPUs that need at most `capacity` bytes of each.
 
     They are in the order of an estimated step's time. tp stays inside a node, the batches as they are. Each
-    layout comes with the first of the changes `to_fit` with which it fits.
+    layout comes with the first of the changes `to_fit` with which it fits. With `overlap`, all that split
+    tensors have `parallel.tp_comm_overlap`.
     """
     known = KnownCosts()
     fitting = []
-    for layout in _layouts(config, description, gpus, gpu):
+    for layout in _layouts(config, description, gpus, gpu, overlap):
         for settings in ((*layout, *change) for change in to_fit):
             try:
                 plan = make_plan(apply_overrides(config, settings), description, gpus, known)
@@ -64,7 +66,9 @@ def representatives(plan: MemoryPlan) -> list[int]:
     return [stage * plan.gpus // pp for stage in sorted({0, pp - 1, plan.fullest, busiest})]
 
 
-def _layouts(config: RunConfig, description: Description, gpus: int, gpu: Gpu) -> Iterator[tuple[str, ...]]:
+def _layouts(
+    config: RunConfig, description: Description, gpus: int, gpu: Gpu, overlap: bool
+) -> Iterator[tuple[str, ...]]:
     experts = SIZES if description.has_experts else (1,)
     sizes = itertools.product(SIZES, SIZES, SIZES, experts, (1, 2), ("none", "full"))
     for tp, pp, cp, ep, vpp, recompute in sizes:
@@ -72,7 +76,12 @@ def _layouts(config: RunConfig, description: Description, gpus: int, gpu: Gpu) -
         long = cp == 1 or config.data.seq_length // cp >= FEWEST_TOKENS
         if fits and long and (vpp == 1 or pp > 1):
             layout = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp}
-            yield (*(f"parallel.{k}={v}" for k, v in layout.items()), f"model.recompute={recompute}")
+            overlaps = (f"parallel.tp_comm_overlap={str(tp > 1).lower()}",) if overlap else ()
+            yield (
+                *(f"parallel.{k}={v}" for k, v in layout.items()),
+                *overlaps,
+                f"model.recompute={recompute}",
+            )
 
 
 def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
@@ -95,8 +104,11 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
         ranks = tuple(range(0, size * apart, apart))
         return collective_seconds(Collective("", kind, ranks, int(nbytes)), gpu)
 
-    # calls of a layer in its forward and backward pass, and in the forward pass that recomputation repeats
-    exchanged = layers * (10 + 4 * again) * call("allgather", hidden, parallel.tp, 1)
+    # calls of a layer in its forward and backward pass, and in the forward pass that recomputation repeats;
+    # four run beside products anyway, the others overlapped wait for barriers alone
+    calls, gather = 6 + 4 * again, call("allgather", hidden, parallel.tp, 1)
+    waited = calls * (min(gather, parallel.tp * gpu.latency) if parallel.tp_comm_overlap else gather)
+    exchanged = layers * (waited + 4 * (1 - gpu.beside_share) * gather)
     routed = hidden // parallel.tp * architecture.get("moe_router_topk", 0)
     exchanged += layers * (4 + 2 * again) * call("alltoall", routed, parallel.ep, 1)
     all_heads = [heads_of(architecture, layer) for layer in range(architecture["num_layers"])]
