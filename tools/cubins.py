@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,8 +57,8 @@ def on_card(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def traced_gate_backwards() -> list[torch.fx.GraphModule]:
-    """The gate's backward without and with weights, for all lengths, as it is written for the compiler."""
+def traced_gate_backwards() -> list[Callable[..., Any]]:
+    """The gate's backward without and with weights, for all lengths, as the compiler would trace it."""
     given = [torch.empty(sizes, dtype=torch.bfloat16) for sizes in ((48, 80), (48, 160), 48)]
 
     def written(gradient: torch.Tensor, gate_up: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
@@ -73,10 +74,10 @@ def traced_gate_backwards() -> list[torch.fx.GraphModule]:
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
             node.kwargs = {"dtype": node.kwargs["dtype"]}  # without the CPU
         graph.recompile()
-    return graphs
+    return [partial(type(graph).forward, None) for graph in graphs]
 
 
-def cases(gate_backwards: list[torch.fx.GraphModule]) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
+def cases(gate_backwards: list[Callable[..., Any]]) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     """Functions as written, with what they are given; queries are a part of a product."""
     rows, weight, rms = on_card(TOKENS, WIDTH), on_card(WIDTH), on_card(TOKENS, 1, dtype=torch.float32)
     keys = TOKENS * GROUPS

@@ -1,12 +1,12 @@
 """Torch's private operators are those that the package was written for, or one line says what differs."""
 
 from itertools import zip_longest
+from typing import Any
 
 import torch
-from torch._ops import _OpNamespace
 
 
-def difference(operators: dict[str, str], library: _OpNamespace = torch.ops.aten) -> str | None:
+def difference(operators: dict[str, str], library: Any = torch.ops.aten) -> str | None:
     """Names the first operator that torch has with another argument, or has not; None if all are as given."""
     for name, arguments in operators.items():
         packet, _, overload = name.partition(".")
@@ -20,7 +20,7 @@ def difference(operators: dict[str, str], library: _OpNamespace = torch.ops.aten
     return None
 
 
-def check(operators: dict[str, str], library: _OpNamespace = torch.ops.aten) -> None:
+def check(operators: dict[str, str], library: Any = torch.ops.aten) -> None:
     """Raises ImportError that says which private operator is another one in this torch."""
     if changed := difference(operators, library):
         raise ImportError(f"{changed}; torch 2.11 to 2.15 work.")

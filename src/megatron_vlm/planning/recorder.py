@@ -32,6 +32,7 @@ META = torch.device("meta")
 aten = torch.ops.aten
 # among tensors of a GPU, these take index lists from the host, and copy them
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+STARTED = ("async_op", "asyncOp")  # an argument of collectives, by torch's version: the caller goes on
 # frames that are not the place of what they do
 INSIDE = ("/torch/", "/planning/", "/parallel/cpu.py", "/parallel/transfer.py")
 
@@ -82,6 +83,7 @@ class Recorder(TensorMemory):
         self._pinned: set[int] = set()  # storages of the host
         self._labels = dict(_labels())
         self._on_its_way: Collective | None = None  # started beside the product that follows
+        self._in_product = False  # of those that exchange rows
         self._symmetric = torch.empty(0, device="cpu")  # memory in which products exchange rows
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -90,7 +92,9 @@ class Recorder(TensorMemory):
             return self._exchange(func, args, kwargs)
         if func in STAND_INS:
             return self._exchanging_product(func, args, kwargs)
-        if torch.is_inference_mode_enabled():  # what is made of other operations comes whole
+        if (
+            torch.is_inference_mode_enabled() or self._in_product
+        ):  # what is made of other operations comes whole
             with self:
                 made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
@@ -210,9 +214,10 @@ class Recorder(TensorMemory):
     def _exchanging_product(self, func, args, kwargs):
         """Counts an operator of `parallel.overlapped` as it works on CUDA: besides the product it copies rows
         that others fetch, or adds up those that it fetched, in memory that it keeps."""
-        outside, self.seen = self.seen, Seen()
+        outside, self.seen, self._in_product = self.seen, Seen(), True
         with self:
             out = STAND_INS[func](*args, **kwargs)
+        self._in_product = False
         [product] = [work for work in self.seen.of(DeviceWork) if work.kind == "matmul"]
         self.seen = outside
         group = _resolve_process_group(args[-1])
@@ -239,8 +244,9 @@ class Recorder(TensorMemory):
             call = Collective(label, kind, ranks, max(sides))
             self.seen[call] += 1
             # Megatron's linears start these beside the next product, and wait for them after it
-            beside = label == "tp" and "async_op" in names and args[names.index("async_op")]
-            self._on_its_way = call if beside else None
+            given = dict(zip(names, args, strict=False))
+            beside = any(given.get(flag, True) for flag in STARTED if flag in names)
+            self._on_its_way = call if beside and label == "tp" else None
         return FakeWork().boxed() if "coalesced" in func.__name__ else func(*args, **kwargs)
 
     def _answer(self, tensor: Tensor, scalar: bool) -> Any:
