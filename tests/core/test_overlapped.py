@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config_rules.layout import layout_problems
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.models.layers import kernel_checks
 from tiny.checkpoints import build_tiny_checkpoint
@@ -138,3 +139,9 @@ def test_the_check_before_a_run_refuses_a_product_that_differs_on_a_rank():
     assert first <= LARGEST and last > 0.1
     assert refused == refused_too and "differ from plain ones by" in refused
     assert refused.endswith("parallel.tp_comm_overlap=false trains with exchanges before and after them.")
+
+
+def test_what_is_overlapped_is_sequence_parallelism():
+    [problem] = layout_problems(ParallelConfig(tp=2, sp=False, tp_comm_overlap=True), None)
+    assert problem == ("parallel: tp_comm_overlap needs sequence parallelism; turn it off, or drop sp=false.")
+    assert not list(layout_problems(ParallelConfig(tp=1, tp_comm_overlap=True), None))
