@@ -165,8 +165,10 @@ def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> No
 def pixtral_states(
     tower: PreTrainedModel, pixels: Tensor, image_sizes: Tensor, layers: int | list[int]
 ) -> Tensor:
-    """`chosen_states` (1, P, E) of Pixtral's tower for images (N, 2) in pixels, all in one sequence, whose
-    attention is `tower_attention.attend`. The sizes are on the host, see `batch.HOST_FIELDS`.
+    """The `chosen_states` (1, P, E) of Pixtral's tower for images of these sizes (N, 2) in pixels.
+
+    All patches are one sequence, whose attention is `tower_attention.attend`. The sizes are on the host, see
+    `batch.HOST_FIELDS`.
 
     Transformers' own `forward` does the same, but makes places and bounds of patches on the device, with
     copies for which the host waits. It serves where a GPU has no kernel.

@@ -294,8 +294,9 @@ def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> st
 
 
 def check_overlap(parallel: ParallelConfig, width: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Compares products that exchange rows with products of rows that were exchanged before, if a run has
-    them. Collective. Raises ConfigError, on all ranks that share a layer."""
+    """Compares products that exchange rows, if a run has them, with products without an exchange.
+
+    Collective. Raises ConfigError, on all ranks that share a layer."""
     if not (parallel.tp_comm_overlap and parallel.sequence_parallel):
         return
     group = parallel_state.get_tensor_model_parallel_group()
@@ -332,7 +333,7 @@ def overlap_error(group: dist.ProcessGroup, width: int, device: torch.device, dt
 def _without_exchange(
     of_all: Tensor, weight: Tensor, back: Tensor, gradient: Tensor, mine: slice, ranks: int
 ) -> list[Tensor]:
-    """What `overlap_error` expects. All ranks have the same numbers, so sums over ranks are multiples."""
+    """The numbers that `overlap_error` expects. All ranks have the same, so sums over ranks are multiples."""
     flat, flat_gradient = of_all.flatten(0, 1), gradient.flatten(0, 1)
     gathered = [of_all @ weight.t(), ranks * (gradient @ weight)[mine], flat_gradient.t() @ flat]
     # the gradient that scattered products get is of this rank's rows: the same rows of all ranks
