@@ -5,7 +5,8 @@ python tools/cubins.py gate head       print the rows of functions whose name be
 
 Torch traces the functions on shapes that say they are on a card, and is told of a card's properties. Nothing
 runs, so this finds what does not compile or spills, and not what is wrong. Sizes are Qwen3-VL-8B's, but the
-kernels are for any. The gate's backward is left out: its trace differentiates, and autograd wants a card.
+kernels are for any. The gate's backward differentiates, for which autograd wants a card: it is traced on a
+CPU before, into a graph of operations that name no device.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses import fake_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import silu
 from torch.utils import _triton
 from triton.backends.compiler import GPUTarget
@@ -54,8 +57,28 @@ def on_card(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def cases() -> dict[str, tuple[fused.Fused, list[Any]]]:
-    """Functions with what they are given; queries are a part of a product."""
+def traced_gate_backwards() -> list[Callable[..., Any]]:
+    """The gate's backward without and with weights, for all lengths, as the compiler would trace it."""
+    given = [torch.empty(sizes, dtype=torch.bfloat16) for sizes in ((48, 80), (48, 160), 48)]
+
+    def written(gradient: torch.Tensor, gate_up: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
+        made = feed_forward._gate_backward.written(gradient, gate_up, silu, *weights or (None,))
+        return [each for each in made if each is not None]
+
+    torch.compiler._is_compiling_flag = True
+    try:
+        graphs = [make_fx(written, tracing_mode="symbolic")(*given[:count]) for count in (2, 3)]
+    finally:
+        torch.compiler._is_compiling_flag = False
+    for graph in graphs:
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+            node.kwargs = {"dtype": node.kwargs["dtype"]}  # without the CPU
+        graph.recompile()
+    return [partial(type(graph).forward, None) for graph in graphs]
+
+
+def cases(gate_backwards: list[Callable[..., Any]]) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
+    """Functions as written, with what they are given; queries are a part of a product."""
     rows, weight, rms = on_card(TOKENS, WIDTH), on_card(WIDTH), on_card(TOKENS, 1, dtype=torch.float32)
     keys = TOKENS * GROUPS
     queries, of_head = on_card(keys, QUERIES + 2, CHANNELS)[:, :QUERIES], on_card(CHANNELS)
@@ -65,8 +88,9 @@ def cases() -> dict[str, tuple[fused.Fused, list[Any]]]:
     gate_up, of_rows = on_card(TOKENS, 2 * FFN), on_card(TOKENS)
     logits, columns = on_card(TOKENS, VOCABULARY), on_card(TOKENS, dtype=torch.int64)
     of_tokens, settings = on_card(5, TOKENS, dtype=torch.float32), (1.0, None, VOCABULARY)
-    norm, backward = fused.normed, fused._norm_backward
-    gate = feed_forward._gate
+    of_inner, (plain, weighted) = on_card(TOKENS, FFN), gate_backwards
+    norm, backward = fused.normed.written, fused._norm_backward.written
+    turned_by, gate = fused.turned.written, feed_forward._gate.written
     return {
         "norm": (norm, [rows, weight, 1e-6, False, False]),
         "norm, zero-centered": (norm, [rows, weight, 1e-6, True, False]),
@@ -76,13 +100,15 @@ def cases() -> dict[str, tuple[fused.Fused, list[Any]]]:
             backward,
             [queries.contiguous(), queries, of_head, query_rms, False, True],
         ),
-        "rotary embedding": (fused.turned, [turned, *whole, False]),
-        "rotary embedding of a part": (fused.turned, [turned, *part, False]),
-        "rotary embedding of neighbours": (fused.turned, [turned, *part, True]),
+        "rotary embedding": (turned_by, [turned, *whole, False]),
+        "rotary embedding of a part": (turned_by, [turned, *part, False]),
+        "rotary embedding of neighbours": (turned_by, [turned, *part, True]),
         "gate": (gate, [gate_up, silu, None]),
         "gate with weights": (gate, [gate_up, silu, of_rows]),
-        "head": (head._reduced, [logits, columns, True, settings]),
-        "head's backward": (head._gradient, [logits, columns, of_tokens, True, settings]),
+        "gate's backward": (plain, [of_inner, gate_up]),
+        "gate's backward, weights": (weighted, [of_inner, gate_up, of_rows]),
+        "head": (head._reduced.written, [logits, columns, True, settings]),
+        "head's backward": (head._gradient.written, [logits, columns, of_tokens, True, settings]),
     }
 
 
@@ -168,7 +194,7 @@ class NothingRuns(Exception):
     """Ends the call of a function that is compiled."""
 
 
-def compiled(function: fused.Fused, arguments: list[Any]) -> list[Any]:
+def compiled(written: Callable[..., Any], arguments: list[Any]) -> list[Any]:
     """Triton's kernels of a function as `Fused` compiles it, each with every configuration to choose from."""
     kernels: list[Any] = []
 
@@ -194,7 +220,7 @@ def compiled(function: fused.Fused, arguments: list[Any]) -> list[Any]:
     torch._dynamo.reset()
     try:
         with torch._inductor.config.patch(settings), contextlib.suppress(NothingRuns):
-            torch.compile(function.written, dynamic=True, fullgraph=True, backend=backend)(*arguments)
+            torch.compile(written, dynamic=True, fullgraph=True, backend=backend)(*arguments)
     finally:
         triton.compile = by_triton
     return kernels
@@ -220,10 +246,11 @@ def row(function: str, kernel: Any, folder: Path) -> dict[str, Any]:
 def rows(beginnings: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="cubins_") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder
+        gate_backwards = traced_gate_backwards()
         pretend_a_card()
         with cpu.standing_in(torch.device("cuda", 0)):
             with fake_tensor.FakeTensorMode():
-                given = cases()
+                given = cases(gate_backwards)
             for name, (function, arguments) in given.items():
                 if name.startswith(beginnings):
                     kernels = compiled(function, arguments)

@@ -44,6 +44,7 @@ def parameters(hf_config: PretrainedConfig) -> int:
 def layout(run: RunConfig) -> str:
     sizes = {name: getattr(run.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    parts += ["overlapped"] * (run.parallel.tp_comm_overlap and run.parallel.tp > 1)
     parts += ["recomputed"] * (run.model.recompute == "full")
     parts += ["Adam offloaded"] * run.optimizer.offload
     parts += ["bf16 gradients"] * (not run.optimizer.reduce_in_fp32)

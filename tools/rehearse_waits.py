@@ -93,16 +93,6 @@ REASONS = {
     "megatron_vlm/generation/generate.py _any_runs": Reason(
         "whether rows of any rank that shares the experts go on: once a step of all rows", 2 * NEW_TOKENS
     ),
-    "models/pixtral/modeling_pixtral.py PixtralVisionModel.forward": Reason(
-        "Transformers makes the bounds of Pixtral's images on the device, though ours are on the host: once "
-        "a call of the tower",
-        4,
-    ),
-    "models/llava_onevision/modeling_llava_onevision.py LlavaOnevisionModel.pack_image_features": Reason(
-        "Transformers brings the numbers of features to the device, which nobody reads: once a call of the "
-        "tower",
-        12,
-    ),
     "megatron_vlm/rl/agreement.py means": Reason("what the losses log, in one read", 1),
     "core/optimizer/distrib_optimizer.py DistributedOptimizer.state_dict": WRITTEN,
     "core/optimizer/optimizer.py MegatronOptimizer._extract_common_per_param_step": WRITTEN,

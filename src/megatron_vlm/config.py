@@ -108,6 +108,7 @@ class ParallelConfig:
     cp: FromOne = 1  # context
     ep: FromOne = 1  # expert; over the ranks of tensor and data parallelism
     sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
+    tp_comm_overlap: bool = False  # linears of sequence parallelism exchange rows while they multiply
     distributed_optimizer: bool = True
     vision_dp: bool | None = None  # images of a micro batch spread over tp · cp ranks; None: if several
 

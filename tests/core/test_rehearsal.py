@@ -265,6 +265,47 @@ def test_a_step_takes_as_long_as_its_counts_say():
     assert exchanging_time(Seen(gathers), gpu) == 32 * 3 / 4 / 8 + 2 * 6 / 2 / 2
 
 
+@pytest.mark.parametrize(
+    ("product", "pieces", "waited"),
+    [
+        (8, 1, 0.15 * 4),  # NCCL's kernels slow the product down
+        (2, 1, 4 - 2),  # of which no more than the product is hidden
+        (8, 4, 3 * 1),  # a latency for each piece that is exchanged
+        (2, 4, 4 - 2 * 3 / 4 + 2 * 1),  # the product of a piece goes on after the last exchange
+    ],
+)
+def test_an_exchange_is_hidden_by_the_product_beside_it(product, pieces, waited):
+    from megatron_vlm.planning.recorder import Collective, DeviceWork, Overlap, Seen
+    from megatron_vlm.planning.step_time import Gpu, exchanging_time
+
+    gpu = Gpu(peak=1, matmul_share=1, memory=1, memory_share=1, launch=0, latency=1, link=8, link_share=1)
+    call, work = Collective("tp", "allgather_base", (0, 1, 2, 3), 32), DeviceWork("matmul", product, 1)
+    assert exchanging_time(Seen({call: 1}), gpu) == 1 + 3
+    assert exchanging_time(Seen({call: 1, Overlap(work, call, pieces): 1}), gpu) == pytest.approx(waited)
+
+
+def test_what_runs_beside_products_is_counted_where_the_code_starts_it():
+    """Column-parallel linears of a layer gather and scatter beside products in their backward pass; with
+    `tp_comm_overlap` all other products exchange while they multiply. What is exchanged stays the same."""
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.planning.recorder import Overlap
+    from megatron_vlm.planning.rehearsal import rehearse
+    from megatron_vlm.planning.step_time import Gpu, exchanging_time
+
+    description, waited, exchanged = describe(config_of("gemma3")), [], []
+    layers = description.text.num_hidden_layers
+    for overlap, in_pieces in ((False, 0), (True, 6 * layers)):
+        run = run_of(ParallelConfig(tp=2, tp_comm_overlap=overlap))
+        run.model.load_weights = True
+        one, pieces = rehearse(run, description, 2), {1: 0, 2: 0}
+        for seen, count in one.micro_batch.of(Overlap).items():
+            pieces[seen.pieces] += count
+        assert pieces == {1: 4 * layers, 2: in_pieces}
+        waited.append(exchanging_time(one.micro_batch, Gpu()))
+        exchanged.append(one.collectives)
+    assert exchanged[0] == exchanged[1] and waited[1] < waited[0]
+
+
 def test_the_command_rehearses_and_searches(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the command sets it
     config = json.loads((CONFIGS / "qwen3_vl_2b.json").read_text())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from parity import OF_DATA
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
+from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 
 import rehearse_waits
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import ParallelConfig, RunConfig
 from megatron_vlm.models.families import describe
-from megatron_vlm.models.family_parts.towers import _linear_of_patches
+from megatron_vlm.models.families.llava_onevision import packed
+from megatron_vlm.models.family_parts.towers import _linear_of_patches, pixtral_states
 from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.kernels import KERNELS
 from megatron_vlm.models.opened import build_model
@@ -180,6 +184,43 @@ def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(
             torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
         else:
             assert torch.equal(mine, expected)
+
+
+def test_pixtrals_states_are_those_of_transformers_own_forward(tmp_path):
+    """To the bit, with the same attention: only where places and bounds are made differs."""
+    hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint("mistral3", tmp_path))
+    vision = describe(hf_config).build_vision()
+    tower, sizes = vision.vision_tower, torch.tensor([[28, 56], [56, 28], [84, 84]])
+    pixels, bounds = torch.randn(3, 3, 84, 84), torch.tensor([0, 8, 16, 52]) * (14 // tower.patch_size) ** 2
+    assert bounds[-1] == (sizes // tower.patch_size).prod(-1).sum()
+    whole = tower(pixels, image_sizes=sizes.tolist(), output_hidden_states=True, host_bounds=bounds)
+    assert len(whole.hidden_states) == hf_config.vision_config.num_hidden_layers + 1
+    for layer, expected in enumerate(whole.hidden_states):
+        assert torch.equal(pixtral_states(tower, pixels, sizes, layer), expected)
+
+
+@pytest.mark.parametrize("most", [1, 9])
+def test_tiles_are_laid_out_as_transformers_lays_them_out(most, tmp_path):
+    """To the bit, of images with padding below, beside or without, and of those with too many features."""
+    hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint("llava_onevision", tmp_path, most_a_side=3))
+    hf_config.vision_aspect_ratio = f"anyres_max_{most}"
+    description, found = describe(hf_config), []
+    side, sizes = description.patches_a_side, [[60, 20], [20, 60], [28, 28], [70, 80], [10, 10]]
+    counts = [description.tiles_of(size, alone=size[0] > 10) for size in sizes]
+    assert counts[-1] == 1 and max(counts) > 4
+    torch.manual_seed(0)
+    tiles = [torch.randn(count, side**2, 8, requires_grad=True) for count in counts]
+    newline = torch.randn(8, requires_grad=True)
+    for make in (
+        lambda: packed(hf_config, tiles, torch.tensor(sizes), newline),
+        lambda: LlavaOnevisionModel.pack_image_features(
+            SimpleNamespace(config=hf_config), tiles, sizes, newline, hf_config.vision_aspect_ratio
+        )[0],
+    ):
+        features = make()
+        gradients = torch.autograd.grad(sum(each.square().sum() for each in features), [*tiles, newline])
+        found.append([*features, *gradients])
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("name", OF_DATA)

@@ -23,6 +23,8 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
         yield "parallel: vision_dp spreads images over tp · cp ranks, here one; raise tp or cp, or drop it."
     if parallel.sp and parallel.tp == 1:
         yield "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; raise tp or drop sp."
+    if parallel.tp > 1 and parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        yield "parallel: tp_comm_overlap needs sequence parallelism; turn it off, or drop sp=false."
     if parallel.tp > 1 and parallel.ep > 1 and not parallel.sequence_parallel:
         yield f"parallel: tp {parallel.tp} · ep {parallel.ep} needs sequence parallelism; drop sp=false."
     if world_size is None or min(parallel.model_size, parallel.ep) < 1:

@@ -64,8 +64,10 @@ def build_model(
     if device.type == "cuda":
         problem = kernel_checks.fused_disagreement(megatron_config, device)
         kernel_checks.check("fused", problem, config.model)
-        problem = kernel_checks.weight_gradient_disagreement(device, megatron_config.params_dtype)
+        dtype, width = megatron_config.params_dtype, megatron_config.hidden_size
+        problem = kernel_checks.weight_gradient_disagreement(device, dtype)
         kernel_checks.check("weight_gradients", problem, config.model)
+        kernel_checks.check_overlap(config.parallel, width, device, dtype)
         check_delta_nets(megatron_config, device, config.model)
     vpp = config.parallel.vpp
     chunks = []

@@ -26,6 +26,7 @@ def megatron_settings(parallel: ParallelConfig) -> dict[str, int | bool | None]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.sequence_parallel,
+        "tp_comm_overlap": parallel.tp_comm_overlap,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "batch_p2p_sync": False,

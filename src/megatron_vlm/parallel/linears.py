@@ -9,6 +9,8 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, pad
 
+from megatron_vlm.parallel.overlapped import GatheredProduct, ScatteredProduct
+
 ALIGNED = 8  # channels of a row in bf16, of which torch's grouped product on CUDA takes multiples alone
 MOST_NUMBERS = 2**31 - 1  # of an operand with rows: its kernels count in 32 bits
 
@@ -17,6 +19,8 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     """Megatron's linear without `gather_output`: each rank returns its part of the outputs."""
 
     def forward(self, input_: Tensor, *args) -> tuple[Tensor, Tensor | None]:
+        if self.config.tp_comm_overlap and self.sequence_parallel and not self.explicit_expert_comm:
+            return _with_bias(self, GatheredProduct.apply(input_, self.weight, self.tp_group))
         if torch.is_grad_enabled() or self.explicit_expert_comm or args:
             return super().forward(input_, *args)
         if self.sequence_parallel:
@@ -28,6 +32,8 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     """Megatron's linear with `input_is_parallel`: each rank has its part of the inputs."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.config.tp_comm_overlap and self.sequence_parallel and not self.explicit_expert_comm:
+            return _with_bias(self, ScatteredProduct.apply(input_, self.weight, self.tp_group))
         if torch.is_grad_enabled() or self.explicit_expert_comm:
             return super().forward(input_)
         output = linear(input_, self.weight)

@@ -209,7 +209,7 @@ def searched(plan: MemoryPlan, capacity: float, settings: Sequence[str]) -> Iter
     """The layouts that fit into `capacity` bytes of each GPU, as they are rehearsed, then the quickest."""
     gpu = gpu_with(settings)
     yield f"\nSearching layouts of {plan.gpus} GPUs of {capacity / 1e9:.0f} GB ..."
-    layouts = planned_layouts(plan.config, plan.description, plan.gpus, capacity, gpu, TO_FIT)
+    layouts = planned_layouts(plan.config, plan.description, plan.gpus, capacity, gpu, TO_FIT, overlap=True)
     yield f"{len(layouts)} fit by their plans; the best are rehearsed:"
     fitting = []
     for layout, planned in layouts[:MOST_REHEARSED]:

@@ -9,27 +9,30 @@ on tensors of the host and of the device.
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_vlm.models.layers.fused import Fused
+from megatron_vlm.parallel.overlapped import STAND_INS, gathered_product
+from megatron_vlm.planning.attention_work import ATTENTION
 from megatron_vlm.planning.tensor_memory import TensorMemory
 
 META = torch.device("meta")
 aten = torch.ops.aten
 # among tensors of a GPU, these take index lists from the host, and copy them
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+STARTED = ("async_op", "asyncOp")  # an argument of collectives, by torch's version: the caller goes on
 # frames that are not the place of what they do
 INSIDE = ("/torch/", "/planning/", "/parallel/cpu.py", "/parallel/transfer.py")
 
@@ -51,11 +54,19 @@ class Collective(NamedTuple):
     nbytes: int  # of the largest side: what is reduced, gathered, sent
 
 
+class Overlap(NamedTuple):
+    """A product and the collective that runs meanwhile; both are counted besides."""
+
+    product: DeviceWork
+    call: Collective
+    pieces: int  # in which the product exchanges its rows itself; 1: a whole collective beside it
+
+
 class Seen(Counter):
-    """How often each DeviceWork, Collective and place where the host waits was seen."""
+    """How often each DeviceWork, Collective, Overlap and place where the host waits was seen."""
 
     def of(self, kind: type) -> dict[Any, int]:
-        """The counts of one kind: DeviceWork, Collective, or str for the places where the host waits."""
+        """The counts of one kind, such as DeviceWork, or str for the places where the host waits."""
         return {what: count for what, count in self.items() if isinstance(what, kind)}
 
 
@@ -71,12 +82,19 @@ class Recorder(TensorMemory):
         self._sent = WeakTensorKeyDictionary()  # small tensors that came from the host -> their numbers
         self._pinned: set[int] = set()  # storages of the host
         self._labels = dict(_labels())
+        self._on_its_way: Collective | None = None  # started beside the product that follows
+        self._in_product = False  # of those that exchange rows
+        self._symmetric = torch.empty(0, device="cpu")  # memory in which products exchange rows
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._exchange(func, args, kwargs)
-        if torch.is_inference_mode_enabled():  # what is made of other operations comes whole
+        if func in STAND_INS:
+            return self._exchanging_product(func, args, kwargs)
+        if (
+            torch.is_inference_mode_enabled() or self._in_product
+        ):  # what is made of other operations comes whole
             with self:
                 made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
@@ -105,7 +123,7 @@ class Recorder(TensorMemory):
                 self._known[key] = work, None if func._schema.arguments[0].alias_info else _shape(out)
         self.count_all(out)
         if work is not None:
-            self.seen[work] += 1
+            self._count_work(work)
         if func is aten.scatter_add_.default and not out.is_floating_point():
             self._routed = args[3].numel()
         if func is aten.ne.Tensor:
@@ -177,7 +195,7 @@ class Recorder(TensorMemory):
         if packet in ATTENTION:
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | kwargs
-            return DeviceWork("attention", ATTENTION[packet](self, given), nbytes)
+            return DeviceWork("attention", ATTENTION[packet](self.numbers, given), nbytes)
         if packet is aten._grouped_mm:
             return DeviceWork("matmul", 2.0 * args[0].numel() * args[1].shape[-1], nbytes)
         if packet in (aten.addmm, aten.addmm_):  # without an `out_dtype`, which torch 2.11 takes for a shape
@@ -187,6 +205,34 @@ class Recorder(TensorMemory):
             return DeviceWork("matmul", float(flops), nbytes)
         return DeviceWork("other", 0.0, nbytes)
 
+    def _count_work(self, work: DeviceWork) -> None:
+        self.seen[work] += 1
+        if work.kind == "matmul" and self._on_its_way:
+            self.seen[Overlap(work, self._on_its_way, pieces=1)] += 1
+            self._on_its_way = None
+
+    def _exchanging_product(self, func, args, kwargs):
+        """Counts an operator of `parallel.overlapped` as it works on CUDA: besides the product it copies rows
+        that others fetch, or adds up those that it fetched, in memory that it keeps."""
+        outside, self.seen, self._in_product = self.seen, Seen(), True
+        with self:
+            out = STAND_INS[func](*args, **kwargs)
+        self._in_product = False
+        [product] = [work for work in self.seen.of(DeviceWork) if work.kind == "matmul"]
+        self.seen = outside
+        group = _resolve_process_group(args[-1])
+        gathers = func is gathered_product
+        kind, rows = ("allgather_base", args[0]) if gathers else ("reduce_scatter_base", out)
+        call = Collective("tp", kind, tuple(dist.get_process_group_ranks(group)), group.size() * rows.nbytes)
+        moved = 2 * rows.nbytes if gathers else call.nbytes + rows.nbytes
+        self.seen.update(
+            [product, DeviceWork("other", 0.0, moved), call, Overlap(product, call, group.size())]
+        )
+        if (needed := rows.nbytes * (1 if gathers else 2)) > self._symmetric.nbytes:
+            self._symmetric = torch.empty(needed, dtype=torch.uint8, device=META)
+            self.count_all(self._symmetric)
+        return out
+
     def _exchange(self, func, args, kwargs):
         names = [argument.name for argument in func._schema.arguments]
         sides = [sum(t.nbytes for t in _on_device(side)) for side in args]
@@ -195,7 +241,12 @@ class Recorder(TensorMemory):
             kind = func.__name__.split(".")[0].strip("_")
             ranks = tuple(dist.get_process_group_ranks(group))
             label = self._labels.get(group.group_name, "all")
-            self.seen[Collective(label, kind, ranks, max(sides))] += 1
+            call = Collective(label, kind, ranks, max(sides))
+            self.seen[call] += 1
+            # Megatron's linears start these beside the next product, and wait for them after it
+            given = dict(zip(names, args, strict=False))
+            beside = any(given.get(flag, True) for flag in STARTED if flag in names)
+            self._on_its_way = call if beside and label == "tp" else None
         return FakeWork().boxed() if "coalesced" in func.__name__ else func(*args, **kwargs)
 
     def _answer(self, tensor: Tensor, scalar: bool) -> Any:
@@ -288,44 +339,3 @@ def _labels() -> Iterator[tuple[str, str]]:
     return (
         (group.group_name, label) for label, those in groups.items() for group in those if group is not None
     )
-
-
-# --- attention -------------------------------------------------------------------------------------------
-# torch's own formulas count all pairs of a batch; a segment has few of them.
-
-
-def _segments(recorder: Recorder, given: dict[str, Any]) -> float:
-    queries = np.diff(recorder.numbers(given["cum_seq_q"]))
-    keys = np.diff(recorder.numbers(given["cum_seq_k"]))
-    left, right = given["window_size_left"], given["window_size_right"]
-    pairs = sum(_pairs(n, m, left, right) for n, m in zip(queries.tolist(), keys.tolist(), strict=True))
-    return 4.0 * given["query"].shape[1] * given["query"].shape[2] * pairs
-
-
-def _pairs(queries: int, keys: int, left: int, right: int) -> float:
-    """Pairs of a segment, see `models.layers.kernels`; -1: no limit."""
-    if right < 0:
-        return queries * keys if left < 0 else queries * (queries + 1) / 2
-    limit = keys if left < 0 else min(left + 1, keys)
-    first = keys - queries + 1  # keys that the first query sees, were there no limit on the left
-    rising = max(0, min(queries, limit - first))
-    return rising * (2 * first + rising - 1) / 2 + (queries - rising) * limit
-
-
-def _scaled_dot_product(_: Recorder, given: dict[str, Any]) -> float:
-    query = given["query"]
-    key = given["key"]
-    return 4.0 * query.numel() * key.shape[-2] / (2 if given.get("is_causal") else 1)
-
-
-def _backward(forward: Callable[[Recorder, dict], float]) -> Callable[[Recorder, dict], float]:
-    """Five products of matrices where the forward has two."""
-    return lambda recorder, given: 2.5 * forward(recorder, given)
-
-
-ATTENTION: dict[Any, Callable[[Recorder, dict], float]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _scaled_dot_product,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward(_scaled_dot_product),
-    aten._flash_attention_forward: _segments,
-    aten._flash_attention_backward: _backward(_segments),
-}

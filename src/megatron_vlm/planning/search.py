@@ -17,8 +17,6 @@ SIZES = (1, 2, 4, 8, 16, 32)
 # tokens of a row that context parallelism leaves a rank at least: shorter rows are cheaper on whole ranks
 FEWEST_TOKENS = 8192
 MOST_REHEARSED = 5
-# how long a tower takes over its operations' own time: Transformers' layers are not fused (rehearsed: 1.8)
-OF_TOWER = 2
 # what a layout may change to fit, in this order: with Adam's state on the host, numbers stay the same to the
 # bit; with gradients added up in bf16 they do not
 AS_IT_IS = ((),)
@@ -37,15 +35,17 @@ def planned_layouts(
     capacity: float,
     gpu: Gpu,
     to_fit: Sequence[tuple[str, ...]] = AS_IT_IS,
+    overlap: bool = False,
 ) -> list[tuple[tuple[str, ...], MemoryPlan]]:
     """Settings and plans of all layouts on `gpus` GPUs that need at most `capacity` bytes of each.
 
     They are in the order of an estimated step's time. tp stays inside a node, the batches as they are. Each
-    layout comes with the first of the changes `to_fit` with which it fits.
+    layout comes with the first of the changes `to_fit` with which it fits. With `overlap`, all that split
+    tensors have `parallel.tp_comm_overlap`.
     """
     known = KnownCosts()
     fitting = []
-    for layout in _layouts(config, description, gpus, gpu):
+    for layout in _layouts(config, description, gpus, gpu, overlap):
         for settings in ((*layout, *change) for change in to_fit):
             try:
                 plan = make_plan(apply_overrides(config, settings), description, gpus, known)
@@ -64,7 +64,9 @@ def representatives(plan: MemoryPlan) -> list[int]:
     return [stage * plan.gpus // pp for stage in sorted({0, pp - 1, plan.fullest, busiest})]
 
 
-def _layouts(config: RunConfig, description: Description, gpus: int, gpu: Gpu) -> Iterator[tuple[str, ...]]:
+def _layouts(
+    config: RunConfig, description: Description, gpus: int, gpu: Gpu, overlap: bool
+) -> Iterator[tuple[str, ...]]:
     experts = SIZES if description.has_experts else (1,)
     sizes = itertools.product(SIZES, SIZES, SIZES, experts, (1, 2), ("none", "full"))
     for tp, pp, cp, ep, vpp, recompute in sizes:
@@ -72,7 +74,12 @@ def _layouts(config: RunConfig, description: Description, gpus: int, gpu: Gpu) -
         long = cp == 1 or config.data.seq_length // cp >= FEWEST_TOKENS
         if fits and long and (vpp == 1 or pp > 1):
             layout = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp}
-            yield (*(f"parallel.{k}={v}" for k, v in layout.items()), f"model.recompute={recompute}")
+            overlaps = (f"parallel.tp_comm_overlap={str(tp > 1).lower()}",) if overlap else ()
+            yield (
+                *(f"parallel.{k}={v}" for k, v in layout.items()),
+                *overlaps,
+                f"model.recompute={recompute}",
+            )
 
 
 def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
@@ -82,7 +89,7 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
     images = plan.config.train.micro_batch_size * costs.images_per_tower(plan.config, plan.image)
     tower = costs.vision_passes(plan.config, plan.image) * images * plan.image.flops
     work = [stage.flops for stage in plan.stages]
-    work[0] += (OF_TOWER - 1) * tower
+    work[0] += (costs.OF_TOWER - 1) * tower
     busiest = plan.stages[work.index(max(work))]
     micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
     value = DTYPES[plan.config.model.dtype].itemsize
@@ -95,8 +102,11 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
         ranks = tuple(range(0, size * apart, apart))
         return collective_seconds(Collective("", kind, ranks, int(nbytes)), gpu)
 
-    # calls of a layer in its forward and backward pass, and in the forward pass that recomputation repeats
-    exchanged = layers * (10 + 4 * again) * call("allgather", hidden, parallel.tp, 1)
+    # calls of a layer in its forward and backward pass, and in the forward pass that recomputation repeats;
+    # four run beside products anyway, the others overlapped wait for barriers alone
+    calls, gather = 6 + 4 * again, call("allgather", hidden, parallel.tp, 1)
+    waited = calls * (min(gather, parallel.tp * gpu.latency) if parallel.tp_comm_overlap else gather)
+    exchanged = layers * (waited + 4 * (1 - gpu.beside_share) * gather)
     routed = hidden // parallel.tp * architecture.get("moe_router_topk", 0)
     exchanged += layers * (4 + 2 * again) * call("alltoall", routed, parallel.ep, 1)
     all_heads = [heads_of(architecture, layer) for layer in range(architecture["num_layers"])]

@@ -2,16 +2,16 @@
 
 An operation takes as long as its arithmetic or its traffic with memory, whichever is longer; a collective its
 latency and its bytes over the slowest link, by the ring algorithm. Functions that CUDA runs compiled
-(`models.layers.fused`) count as what their kernels read and write. Nothing else is fused, and nothing
-overlaps but the reduction of gradients with the last backward (gathering parameters overlaps in a run, too).
-All stages take as long as the slowest.
+(`models.layers.fused`) count as what their kernels read and write. Nothing else is fused. All stages take as
+long as the slowest. What overlaps is what the code overlaps, see `hidden_time`, and the reduction of
+gradients with the last backward (gathering parameters overlaps in a run, too).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vlm.config import derived
-from megatron_vlm.planning.recorder import Collective, DeviceWork, Seen
+from megatron_vlm.planning.recorder import Collective, DeviceWork, Overlap, Seen
 from megatron_vlm.planning.rehearsal import Rehearsal
 
 
@@ -30,6 +30,7 @@ class Gpu:
     memory_share: float = 0.8
     link_share: float = 0.8
     host: float = 50e9  # bytes a second to the host's memory, and from it
+    beside_share: float = 0.85  # of its speed that a product keeps while NCCL's kernels run beside it
     launch: float = 3e-6  # seconds that the smallest operation takes
     latency: float = 20e-6  # seconds that the smallest collective takes
 
@@ -94,7 +95,30 @@ def _seconds(work: DeviceWork, gpu: Gpu) -> float:
 
 
 def exchanging_time(seen: Seen, gpu: Gpu) -> float:
-    return sum(count * collective_seconds(call, gpu) for call, count in seen.of(Collective).items())
+    """Seconds that a rank waits for collectives."""
+    whole = sum(count * collective_seconds(call, gpu) for call, count in seen.of(Collective).items())
+    return whole - sum(count * hidden_time(overlap, gpu) for overlap, count in seen.of(Overlap).items())
+
+
+def hidden_time(overlap: Overlap, gpu: Gpu) -> float:
+    """Seconds of a collective in which its rank works on a product.
+
+    Megatron's linears start two collectives of the backward pass beside products
+    (`LinearWithGradAccumulationAndAsyncCommunication`; `CUDA_DEVICE_MAX_CONNECTIONS` is 1, so that they start
+    first). NCCL's kernels take some of the multiprocessors meanwhile.
+
+    torch's operators for `tp_comm_overlap` make as many pieces as there are ranks. One piece needs no
+    exchange and is multiplied beside the first copy; then each is multiplied beside the next copy, and a
+    barrier goes before each copy (`_pipelined_multi_all_gather_and_consume` and
+    `_pipelined_produce_and_all2all` in torch/distributed/_symmetric_memory). The first barrier is the
+    collective's own latency. It is assumed that copies are as fast as NCCL's and take nothing from products,
+    and that a piece is multiplied as fast as the whole.
+    """
+    whole, product = collective_seconds(overlap.call, gpu), _seconds(overlap.product, gpu)
+    if overlap.pieces == 1:
+        return min(gpu.beside_share * whole, product)
+    hidden = min(whole - gpu.latency, product * (1 - 1 / overlap.pieces))
+    return hidden - (overlap.pieces - 2) * gpu.latency
 
 
 def collective_seconds(call: Collective, gpu: Gpu) -> float:

@@ -11,7 +11,7 @@ from megatron_vlm.overrides import apply_overrides
 ARGUMENTS_OF_GROUP = {
     "": ("name", "run_dir"),
     "model.": ("hf_path", "load_weights", "dtype", "freeze", "fallbacks", "recompute"),
-    "parallel.": ("tp", "pp", "vpp", "cp", "ep", "sp"),
+    "parallel.": ("tp", "pp", "vpp", "cp", "ep", "sp", "tp_comm_overlap"),
     "data.": (
         *("dataset_type", "train_data_path", "valid_data_path"),
         *("seq_length", "max_pixels", "num_workers"),

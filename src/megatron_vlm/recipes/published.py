@@ -200,6 +200,8 @@ def _published() -> Iterator[Recipe]:
             defaults = OF_FAMILY.get(family, {}) | {"name": name, "hf_path": f"{organisation}/{checkpoint}"}
             defaults |= {"warmup_steps": 50, "global_batch_size": 64, "save_every": 500}
             defaults |= dict(argument.split("=") for argument in layout.split())
+            if "tp" in defaults:
+                defaults["tp_comm_overlap"] = True
             cards = f"{gpus} GPU{'s' * (gpus > 1)} of 80 GB and up" + f" (of 141 GB: {roomy})" * bool(roomy)
             yield Recipe(name, f"{title}, for {cards}.", defaults, gpus=gpus, roomy=roomy)
 

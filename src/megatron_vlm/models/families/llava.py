@@ -61,11 +61,11 @@ class LlavaVision(nn.Module):
         self.first = int(hf_config.vision_feature_select_strategy == "default")
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> Tensor:
-        more = {}
-        if image_sizes is not None:
-            more = towers.pixtral_sizes(image_sizes, self.vision_tower.patch_size)
         pixels = pixel_values.to(self.multi_modal_projector.linear_1.weight.dtype)
-        states_NPE = towers.chosen_states(self.vision_tower, pixels, self.feature_layers, **more)
+        if image_sizes is None:
+            states_NPE = towers.chosen_states(self.vision_tower, pixels, self.feature_layers)
+        else:
+            states_NPE = towers.pixtral_states(self.vision_tower, pixels, image_sizes, self.feature_layers)
         return self.multi_modal_projector(states_NPE[:, self.first :]).flatten(0, 1)
 
 

@@ -4,21 +4,27 @@ The only image of a conversation is one tile with all of it, then rows of tiles,
 end of each row of features. An image among others is one tile. So is a frame, whose features are pooled.
 """
 
-from types import SimpleNamespace
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionModel,
     LlavaOnevisionMultiModalProjector,
+    get_anyres_image_grid_shape,
     image_size_to_num_patches,
+    unpad_image,
 )
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.supported import SUPPORTED
+
+LEAST_SHRINKING = 1.1  # of a side, as in Transformers: features of larger images are shrunk
 
 
 def _whole_tiles(pinpoints: Any, hf_config: Any) -> bool:
@@ -77,7 +83,7 @@ class OneVision(nn.Module):
         features = []
         if pixel_values is not None:
             tiles = self._of_tiles(pixel_values).split(image_tiles.tolist())
-            features += packed(self, tiles, image_sizes, self.image_newline)
+            features += packed(self.config, tiles, image_sizes, self.image_newline)
         if pixel_values_videos is not None:
             pooled = LlavaOnevisionModel.apply_pooling(self, self._of_tiles(pixel_values_videos))
             for frames in pooled.split(video_frames.tolist()):
@@ -91,14 +97,35 @@ class OneVision(nn.Module):
         return self.multi_modal_projector(towers.chosen_states(self.vision_tower, pixels, layers))
 
 
-def packed(
-    holder: Any, tiles: tuple[Tensor, ...], image_sizes: Tensor, newline: Tensor | None
-) -> list[Tensor]:
-    """The features (M, D) of each image: Transformers' own function makes them of its tiles' (tiles, patches,
-    D). `holder` has the `config`."""
-    ratio = holder.config.vision_aspect_ratio
-    features, _ = LlavaOnevisionModel.pack_image_features(holder, tiles, image_sizes.tolist(), newline, ratio)
-    return features
+def packed(hf_config: Any, tiles: Sequence[Tensor], image_sizes: Tensor, newline: Tensor) -> list[Tensor]:
+    """The features (M, D) of each image: its tiles' (tiles, patches, D), with `newline` (D,) after rows.
+    They are what Transformers' `pack_image_features` makes, which also copies their numbers to the
+    device, and the host waits for it."""
+    return [
+        _in_rows(hf_config, of_image, size, newline)
+        if len(of_image) > 1
+        else torch.cat((of_image[0], newline[None].to(of_image)))
+        for of_image, size in zip(tiles, image_sizes.tolist(), strict=True)
+    ]
+
+
+def _in_rows(hf_config: Any, tiles: Tensor, size: list[int], newline: Tensor) -> Tensor:
+    """The first tile's features, and the others' in the rows of the image, without its padding; shrunk where
+    there are too many."""
+    tile = hf_config.vision_config.image_size
+    side = tile // hf_config.vision_config.patch_size
+    grid = get_anyres_image_grid_shape(size, hf_config.image_grid_pinpoints, tile)
+    # (rows of tiles, columns of tiles, rows, columns, D) -> (D, rows of the image, columns of the image)
+    image_DHW = tiles[1:].unflatten(0, grid).unflatten(2, (side, side)).permute(4, 0, 2, 1, 3)
+    image_DHW = unpad_image(image_DHW.flatten(3, 4).flatten(1, 2), size)
+    height, width = image_DHW.shape[1:]
+    most = int(hf_config.vision_aspect_ratio.removeprefix("anyres_max_"))
+    ratio = math.sqrt(height * width / (most * side**2))
+    if ratio > LEAST_SHRINKING:
+        shrunk = [int(height // ratio), int(width // ratio)]
+        image_DHW = interpolate(image_DHW[None], shrunk, mode="bilinear")[0]
+    ends_DH1 = newline[:, None, None].expand(*image_DHW.shape[:2], 1).to(image_DHW)
+    return torch.cat((tiles[0], torch.cat((image_DHW, ends_DH1), dim=-1).flatten(1).t()))
 
 
 class LlavaOnevision(texts.LikeLlava):
@@ -143,8 +170,7 @@ class LlavaOnevision(texts.LikeLlava):
             tiles = [torch.empty(n, side**2, 1, device="meta") for n in visual.image_tiles.tolist()]
             newline = torch.empty(1, device="meta")
             try:
-                holder = SimpleNamespace(config=self.hf_config)
-                features = packed(holder, tiles, visual.image_sizes, newline)
+                features = packed(self.hf_config, tiles, visual.image_sizes, newline)
             except (ArithmeticError, RuntimeError) as error:  # resized to none, or tiles of other canvases
                 sizes = ", ".join(f"{width} x {height}" for height, width in visual.image_sizes.tolist())
                 raise ValueError(

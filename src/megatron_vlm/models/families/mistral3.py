@@ -49,9 +49,8 @@ class PixtralVision(nn.Module):
         self.multi_modal_projector, self.feature_layer = projector, feature_layer
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
-        sizes = towers.pixtral_sizes(image_sizes, self.vision_tower.patch_size)
-        states = self.vision_tower(pixel_values, output_hidden_states=True, **sizes).hidden_states
-        return self.multi_modal_projector(states[self.feature_layer].squeeze(0), sizes["image_sizes"])
+        states = towers.pixtral_states(self.vision_tower, pixel_values, image_sizes, self.feature_layer)
+        return self.multi_modal_projector(states.squeeze(0), image_sizes.tolist())
 
 
 class Mistral3(texts.LikeLlava):

@@ -1,7 +1,7 @@
 """Towers that several families hold: CLIP's and SigLIP's for images of one size, Pixtral's for any size."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
 from transformers import AutoModel, PreTrainedModel
+from transformers.models.pixtral import modeling_pixtral
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys
+from megatron_vlm.models.layers.tower_attention import uses_segments
+from megatron_vlm.parallel.transfer import on_device
 
 TOWER = keys.VISION | {
     **keys.any_of("num_hidden_layers", "tie_last_hidden_states"),
@@ -110,7 +113,10 @@ def _linear_of_patches(convolution: nn.Conv2d | nn.Conv3d, pixels: Tensor) -> Te
 
 def chosen_states(tower: PreTrainedModel, pixels: Tensor, layers: int | list[int], **sizes: Any) -> Tensor:
     """The hidden states (N, P, E) of a layer, or of several side by side."""
-    states = tower(pixels, output_hidden_states=True, **sizes).hidden_states
+    return _chosen(tower(pixels, output_hidden_states=True, **sizes).hidden_states, layers)
+
+
+def _chosen(states: Sequence[Tensor], layers: int | list[int]) -> Tensor:
     layers = [layers] if isinstance(layers, int) else layers
     return torch.cat([states[layer] for layer in layers], dim=-1)
 
@@ -156,12 +162,40 @@ def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> No
         raise ValueError(f"images of {width} x {height} pixels, and the tower takes {side} x {side}")
 
 
-def pixtral_sizes(image_sizes: Tensor, patch_size: int) -> dict[str, Any]:
-    """Arguments of Pixtral's tower, whose attention is `tower_attention.attend`, for images (N, 2) in pixels:
-    they stay on the host, see `batch.HOST_FIELDS`."""
-    patches = (image_sizes // patch_size).prod(-1)
-    bounds = nn.functional.pad(patches.cumsum(0), (1, 0))
-    return {"image_sizes": image_sizes.tolist(), "host_bounds": bounds}
+def pixtral_states(
+    tower: PreTrainedModel, pixels: Tensor, image_sizes: Tensor, layers: int | list[int]
+) -> Tensor:
+    """The `chosen_states` (1, P, E) of Pixtral's tower for images of these sizes (N, 2) in pixels.
+
+    All patches are one sequence, whose attention is `tower_attention.attend`. The sizes are on the host, see
+    `batch.HOST_FIELDS`.
+
+    Transformers' own `forward` does the same, but makes places and bounds of patches on the device, with
+    copies for which the host waits. It serves where a GPU has no kernel.
+    """
+    if not uses_segments(tower):
+        return chosen_states(tower, pixels, layers, image_sizes=image_sizes.tolist())
+    shapes_N2 = image_sizes // tower.patch_size
+    maps = tower.patch_conv(pixels.to(tower.patch_conv.weight.dtype))
+    both = zip(maps, shapes_N2.tolist(), strict=True)
+    patches = [one[:, :rows, :columns].flatten(1).t() for one, (rows, columns) in both]
+    states = [tower.ln_pre(torch.cat(patches)[None])]
+    places = on_device(_pixtral_places(tower.config, shapes_N2.tolist()), pixels.device)
+    tables = tower.patch_positional_embedding(states[0], places)
+    bounds = nn.functional.pad(shapes_N2.prod(-1).cumsum(0), (1, 0))
+    for layer in tower.transformer.layers:
+        states.append(layer(states[-1], None, position_embeddings=tables, host_bounds=bounds))
+    return _chosen(states, layers)
+
+
+def _pixtral_places(vision: Any, shapes: list[list[int]]) -> Tensor:
+    """Where each patch lies in its image, as the tower's rotary embedding takes it: (P, 2) rows and columns;
+    numbers (P,) before Transformers 5.13, which made a table of all places."""
+    pairs = [torch.cartesian_prod(*map(partial(torch.arange, device="cpu"), shape)) for shape in shapes]
+    places_P2 = torch.cat(pairs)
+    if not hasattr(modeling_pixtral, "position_ids_in_meshgrid"):
+        return places_P2
+    return places_P2[:, 0] * (vision.image_size // vision.patch_size) + places_P2[:, 1]
 
 
 def blank_of_any_size(vision: Any, multiple: int, pixels: int) -> dict[str, Tensor]:

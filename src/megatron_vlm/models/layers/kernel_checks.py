@@ -8,10 +8,12 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.config import ConfigError, ModelConfig
+from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
 from megatron_vlm.models.layers.attention_sizes import RECURRENT
@@ -20,6 +22,7 @@ from megatron_vlm.models.layers.fused import Fused, compiled_on, norm, of_channe
 from megatron_vlm.models.layers.kernels import KERNELS
 from megatron_vlm.models.layers.tower_attention import heads, kernels, use_sdpa, view_of
 from megatron_vlm.parallel import weight_gradients
+from megatron_vlm.parallel.overlapped import GatheredProduct, ScatteredProduct
 from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
 
 FOR_CUDA = ("flash", "cudnn")  # in 16 bits
@@ -33,6 +36,8 @@ SLOWER = {
     "delta_nets": "these in plain PyTorch: slower, with more memory",
     "weight_gradients": "gradients that are made first and then added: slower",
 }
+OVERLAP = "parallel.tp_comm_overlap: products that exchange rows"
+WITHOUT = "parallel.tp_comm_overlap=false trains with exchanges before and after them."
 
 
 def attention_backends(
@@ -283,3 +288,53 @@ def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> st
         expected += grad.t().double() @ x.double()
     error = _difference(found, expected)
     return None if error <= LARGEST[torch.float32] else f"they differ by {error:.1e}"
+
+
+# --- products that exchange rows ---------------------------------------------------------------------------
+
+
+def check_overlap(parallel: ParallelConfig, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Compares products that exchange rows, if a run has them, with products without an exchange.
+
+    Collective. Raises ConfigError, on all ranks that share a layer."""
+    if not (parallel.tp_comm_overlap and parallel.sequence_parallel):
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+    try:
+        error = overlap_error(group, width, device, dtype)
+    except (RuntimeError, NotImplementedError) as problem:
+        line = str(problem).splitlines()[0]
+        raise ConfigError(f"{OVERLAP} do not run here ({line}); {WITHOUT}") from problem
+    worst = torch.tensor(error, device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group)
+    if not worst.item() <= LARGEST[dtype]:
+        raise ConfigError(f"{OVERLAP} differ from plain ones by {worst.item():.1e}; {WITHOUT}")
+
+
+def overlap_error(group: dist.ProcessGroup, width: int, device: torch.device, dtype: torch.dtype) -> float:
+    """The largest difference of results and gradients, of the largest number: on few rows and on many."""
+    random, error = _random(device, dtype), 0.0
+    for rows in (64, 2048):
+        weight, back = random(256, width), random(width, 256)
+        of_all, gradient = random(group.size() * rows, 1, width), random(group.size() * rows, 1, 256)
+        mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
+        found = _with_gradients(
+            [of_all[mine], weight, gradient], lambda x, w: GatheredProduct.apply(x, w, group)
+        )
+        found += _with_gradients(
+            [gradient, back, of_all[mine]], lambda x, w: ScatteredProduct.apply(x, w, group)
+        )
+        wide = [x.float() for x in (of_all, weight, back, gradient)]
+        expected = _without_exchange(*wide, mine, group.size())
+        error = max(error, *map(_difference, found, expected))
+    return error
+
+
+def _without_exchange(
+    of_all: Tensor, weight: Tensor, back: Tensor, gradient: Tensor, mine: slice, ranks: int
+) -> list[Tensor]:
+    """The numbers that `overlap_error` expects. All ranks have the same, so sums over ranks are multiples."""
+    flat, flat_gradient = of_all.flatten(0, 1), gradient.flatten(0, 1)
+    gathered = [of_all @ weight.t(), ranks * (gradient @ weight)[mine], flat_gradient.t() @ flat]
+    # the gradient that scattered products get is of this rank's rows: the same rows of all ranks
+    return [*gathered, ranks * (gradient @ back.t())[mine], of_all @ back, flat.t() @ flat_gradient]

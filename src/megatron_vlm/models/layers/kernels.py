@@ -14,7 +14,6 @@ and each call's backward gives its part of the gradients.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_vlm.parallel.operators import check, difference
 from megatron_vlm.parallel.transfer import on_device
 
 QUERIES_AT_ONCE = 512  # of a segment with a mask: so the largest mask is linear in the length of a row
@@ -52,27 +52,7 @@ CUDNN = {
     "attn_bias cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
 }
 
-
-def difference(operators: dict[str, str]) -> str | None:
-    """Names the first operator that torch has with another argument, or has not; None if all are as given."""
-    for name, arguments in operators.items():
-        packet, _, overload = name.partition(".")
-        operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        given, known = arguments.split(), operator._schema.arguments if operator else ()
-        theirs = [each.name for each in known if each.name in given or not each.has_default_value()]
-        for ours, other in zip_longest(given, theirs, fillvalue="nothing"):
-            if ours != other:
-                return f"aten.{name} of torch {torch.__version__} has {other} where {ours} is given"
-    return None
-
-
-def check() -> None:
-    """Raises ImportError that says which private operator is another one in this torch."""
-    if changed := difference(PRIVATE):
-        raise ImportError(f"{changed}; torch 2.11 to 2.15 work.")
-
-
-check()
+check(PRIVATE)
 NO_CUDNN = difference(CUDNN)
 aten = torch.ops.aten
 on_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -1,0 +1,147 @@
+"""With `tp_comm_overlap`, linears exchange rows while they multiply: logits and gradients are the same."""
+
+from dataclasses import replace
+from typing import Any
+
+import parity
+import saved_cases
+import torch
+import torch.distributed as dist
+
+from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config_rules.layout import layout_problems
+from megatron_vlm.models.hf import open_source
+from megatron_vlm.models.layers import kernel_checks
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ranks that share a layer, settings
+    "fp32": (4, {}),
+    "added in the product": (4, {}),  # gradients of weights, as on CUDA
+    "recomputed": (2, {"recompute": "full"}),
+    "frozen": (2, {"freeze": ["language_model"]}),
+    "adapters": (2, {"adapter": AdapterConfig(r=4, target_modules="all-linear")}),
+}
+MICRO_BATCHES = 2
+LARGEST = 1e-6  # difference, of the largest number of a tensor; measured: 0
+LINEARS = {"gathered": 2, "scattered": 2}  # of a layer: q k v, gate and up; output, down
+
+
+def every_case(path: str, file: str) -> dict[str, dict[str, float]]:
+    """By case: the largest difference, and how often the overlapped products were called."""
+    from megatron_vlm.parallel import overlapped, setup, weight_gradients
+
+    setup.init_distributed(ParallelConfig(tp=2), seed=1)
+    case, calls, found = saved_cases.read(file), {}, {}
+    counted(overlapped, calls)
+    for name, (tp, settings) in CASES.items():
+        layout = ParallelConfig(tp=tp, distributed_optimizer=False)
+        if name == "added in the product":
+            weight_gradients.DEVICES.append("cpu")
+        else:
+            expected = outcome(path, case, layout, **settings)
+        assert not calls
+        ours = outcome(path, case, replace(layout, tp_comm_overlap=True), **settings)
+        weight_gradients.DEVICES[:] = ["cuda", "meta"]
+        found[name] = {"difference": differences(ours, expected), **calls}
+        calls.clear()
+    return found
+
+
+def counted(overlapped: Any, calls: dict[str, int]) -> None:
+    def counting(name: str, product: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return product(*args, **options)
+
+        return call
+
+    for name in LINEARS:
+        setattr(overlapped, f"{name}_product", counting(name, getattr(overlapped, f"{name}_product")))
+
+
+def outcome(
+    path: str, case: dict, parallel: ParallelConfig, adapter: AdapterConfig | None = None, **model: Any
+) -> dict[str, torch.Tensor]:
+    """Logits, by micro batch, and gradients, by name."""
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.train import starting_model
+    from megatron_vlm.training.evaluate import logits_of
+
+    run = RunConfig(run_dir="none", parallel=parallel, adapter=adapter or AdapterConfig())
+    run.model = ModelConfig(hf_path=path, **{"dtype": "fp32", **model})
+    setup.reset_layout(parallel, seed=1)
+    ddp = starting_model(run, open_source(path))
+    for chunk in ddp:
+        chunk.zero_grad_buffer()
+    parity.backward(ddp, [parity.on_device(row) for row in case["rows"]])
+    trained = {name: p.main_grad.clone() for name, p in ddp[0].named_parameters() if p.requires_grad}
+    logits = logits_of(ddp, [parity.on_device(row) for row in case["rows"]])
+    return trained | {f"logits {number}": each for number, each in enumerate(logits)}
+
+
+def differences(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == expected.keys() and len(expected) > 2 * MICRO_BATCHES
+    assert all(each.any() for name, each in expected.items() if name.startswith("logits"))
+    return max(
+        ((ours[key] - each).abs().max() / each.abs().max().clamp_min(1e-12)).item()
+        for key, each in expected.items()
+    )
+
+
+def test_logits_and_gradients_are_those_without_overlap(tmp_path):
+    """On two and four ranks; with biases, frozen, with adapters, and recomputed."""
+    source = open_source(
+        build_tiny_checkpoint("qwen2_vl", tmp_path / "model", text={"num_key_value_heads": 4})
+    )
+    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
+    assert len(rows) == MICRO_BATCHES
+    torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / "case.pt")
+    layers = source.description.text.num_hidden_layers
+    for rank in run_distributed(4, every_case, str(tmp_path / "model"), str(tmp_path / "case.pt")):
+        assert list(rank) == list(CASES)
+        for name, found in rank.items():
+            assert found["difference"] <= LARGEST, name
+            passes = 3 if name == "recomputed" else 2  # one of them for the logits
+            calls = {kind: count * passes for kind, count in LINEARS.items()}
+            calls["gathered"] += LINEARS["scattered"]  # the gradients of outputs
+            if name in ("frozen", "adapters"):  # else the weights' gradients hide the exchange
+                calls["scattered"] += LINEARS["gathered"]
+            for kind, of_layer in calls.items():
+                assert found[kind] == of_layer * layers * MICRO_BATCHES, (name, kind)
+
+
+def errors(planted: bool) -> tuple[float, str]:
+    """The error of the products of two ranks, and what the check before a run says of a CPU."""
+    from megatron.core import parallel_state
+
+    from megatron_vlm.parallel import overlapped, setup
+
+    layout, device = ParallelConfig(tp=2, tp_comm_overlap=True), torch.device("cpu")
+    setup.init_distributed(layout, seed=1)
+    if planted:  # the last rank forgets what the others computed
+        plain = overlapped.scattered_product
+        forgets = dist.get_rank() == 1
+        overlapped.scattered_product = lambda x, *rest: plain(x, *rest) / (2 if forgets else 1)
+    group = parallel_state.get_tensor_model_parallel_group()
+    error = kernel_checks.overlap_error(group, 96, device, torch.float32)
+    try:
+        kernel_checks.check_overlap(layout, 96, device, torch.float32)
+    except ConfigError as refused:
+        return error, str(refused)
+    return error, ""
+
+
+def test_the_check_before_a_run_refuses_a_product_that_differs_on_a_rank():
+    for error, refused in run_distributed(2, errors, False):
+        assert error <= LARGEST and not refused
+    (first, refused), (last, refused_too) = run_distributed(2, errors, True)
+    assert first <= LARGEST and last > 0.1
+    assert refused == refused_too and "differ from plain ones by" in refused
+    assert refused.endswith("parallel.tp_comm_overlap=false trains with exchanges before and after them.")
+
+
+def test_what_is_overlapped_is_sequence_parallelism():
+    [problem] = layout_problems(ParallelConfig(tp=2, sp=False, tp_comm_overlap=True), None)
+    assert problem == ("parallel: tp_comm_overlap needs sequence parallelism; turn it off, or drop sp=false.")
+    assert not list(layout_problems(ParallelConfig(tp=1, tp_comm_overlap=True), None))
