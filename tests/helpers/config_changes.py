@@ -148,7 +148,7 @@ EMBEDDED = V + "mm_embed_dim"
 GEMMA4_UNIFIED = {key: GEMMA4[key] for key in GEMMA4 if key.startswith(T) or key.endswith("_token_id")} | {
     EMBEDDED: [{EMBEDDED: 96, V + "output_proj_dims": 96}, {EMBEDDED: 96}],
     V + "output_proj_dims": [{V + "output_proj_dims": 96}],
-    V + "mm_posemb_size": [{V + "mm_posemb_size": 320}, {V + "mm_posemb_size": 4}],
+    V + "mm_posemb_size": [{V + "mm_posemb_size": 320}],
     "audio_config": [{"audio_config": None}],
 }
 LAYERS = (
