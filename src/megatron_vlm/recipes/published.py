@@ -63,7 +63,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
         ("gemma4_26b_a4b", "Gemma 4 26B with 128 experts", 16, "gemma-4-26B-A4B-it", PP2_EP8, ""),
     ],
     ("gemma4_unified", "google"): [  # tp does not divide its one key/value head of full attention
-        ("gemma4_12b", "Gemma 4 12B", 8, "gemma-4-12B-it", "pp=4", ""),
+        ("gemma4_12b", "Gemma 4 12B", 8, "gemma-4-12B-it", "pp=2 recompute=full", "recompute=none"),
     ],
     ("mistral3", "mistralai"): [
         ("ministral3_3b", "Ministral3 3B", 2, "Ministral-3-3B-Instruct-2512", "", ""),

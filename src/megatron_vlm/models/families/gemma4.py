@@ -48,7 +48,7 @@ TEXT = (
     | {
         "layer_types": keys.LAYER_TYPES,
         "pad_token_id": keys.Values("a token of the vocabulary", _stands_for_media),
-        "use_bidirectional_attention": keys.only("vision"),
+        "use_bidirectional_attention": keys.only("vision", None),
         "final_logit_softcapping": keys.Values("null or above 0", lambda cap, _: cap is None or cap > 0),
         "num_kv_shared_layers": keys.Values(
             "0 (keys and values of another layer are not implemented)", lambda layers, _: layers == 0
@@ -147,7 +147,7 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
     groups = Description.groups | {"projector": ("vision.embed_vision.",)}
     vision_keys = {"vision_tower.**": "model.vision_tower.**", "embed_vision.**": "model.embed_vision.**"}
     has_experts = True
-    bidirectional_images = "windows"
+    blocks = "windows"  # `bidirectional_images`, if config.json asks for them
     peft_experts = ("router.proj",)
 
     @property
@@ -161,6 +161,10 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
             "own_layer_spec": gemma4_layers.layer_spec,
             **(_experts(text) if self.routes else {}),
         }
+
+    @property
+    def bidirectional_images(self) -> bool | str:
+        return self.text.use_bidirectional_attention == "vision" and self.blocks
 
     @property
     def routes(self) -> bool:

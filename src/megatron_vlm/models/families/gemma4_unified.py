@@ -61,7 +61,7 @@ class Gemma4Unified(gemma4.Gemma4):
         "embed_vision.multimodal_embedder.**": "model.embed_vision.**",
     }
     has_experts = False
-    bidirectional_images = "whole"
+    blocks = "whole"
     peft_experts = ()
     merge_size = 1
 
