@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import cycle, islice
 
-from transformers import Gemma4Config
+from transformers import Gemma4Config, ProcessorMixin
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.gemma4.image_processing_gemma4 import Gemma4ImageProcessor
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
@@ -66,12 +66,11 @@ def processor(
     )
 
 
-def config(processor: Gemma4Processor, text: dict, vision: dict) -> Gemma4Config:
-    """`text` and `vision` override the toy sizes; `layer_types` repeats the pattern unless given."""
-    vocab, images = processor.tokenizer, processor.image_processor
-    ids = vocab.convert_tokens_to_ids
+def text_config(processor: ProcessorMixin, text: dict) -> dict:
+    """The toy sizes of the text model without experts, and `text` over them."""
+    vocab = processor.tokenizer
     layers = text.get("num_hidden_layers", len(LAYER_PATTERN))
-    text_config = {
+    return {
         "vocab_size": -(-len(vocab) // 64) * 64,
         "hidden_size": 64,
         # 1 / sqrt(hidden_size): with 0.02 the router's scores are nearly equal, and rounding chooses experts
@@ -89,14 +88,36 @@ def config(processor: Gemma4Processor, text: dict, vision: dict) -> Gemma4Config
         "layer_types": list(islice(cycle(LAYER_PATTERN), layers)),
         "final_logit_softcapping": 4.0,
         "use_bidirectional_attention": "vision",
+        "pad_token_id": vocab.pad_token_id,
+        "bos_token_id": vocab.bos_token_id,
+        "eos_token_id": vocab.eos_token_id,
+        **text,
+    }
+
+
+def whole_config(processor: ProcessorMixin) -> dict:
+    """The top level of config.json."""
+    vocab = processor.tokenizer
+    ids = vocab.convert_tokens_to_ids
+    return {
+        **{f"{name}_id": ids(marker) for name, marker in MARKERS.items() if name != "eoa_token"},
+        "eoa_token_index": ids(MARKERS["eoa_token"]),
+        "video_token_id": ids(VIDEO),
+        "tie_word_embeddings": True,
+        "eos_token_id": [vocab.eos_token_id, ids(END)],
+        "pad_token_id": vocab.pad_token_id,
+    }
+
+
+def config(processor: Gemma4Processor, text: dict, vision: dict) -> Gemma4Config:
+    """`text` and `vision` override the toy sizes; `layer_types` repeats the pattern unless given."""
+    images = processor.image_processor
+    experts = {
         "hidden_size_per_layer_input": 0,
         "enable_moe_block": True,
         "num_experts": 8,
         "top_k_experts": 2,
         "moe_intermediate_size": 48,
-        "pad_token_id": vocab.pad_token_id,
-        "bos_token_id": vocab.bos_token_id,
-        "eos_token_id": vocab.eos_token_id,
     }
     vision_config = {
         "hidden_size": 48,
@@ -112,14 +133,9 @@ def config(processor: Gemma4Processor, text: dict, vision: dict) -> Gemma4Config
         "standardize": True,
     }
     return Gemma4Config(
-        text_config={"model_type": "gemma4_text", **text_config, **text},
+        text_config={"model_type": "gemma4_text", **text_config(processor, experts | text)},
         vision_config={"model_type": "gemma4_vision", **vision_config, **vision},
-        **{f"{name}_id": ids(marker) for name, marker in MARKERS.items() if name != "eoa_token"},
-        eoa_token_index=ids(MARKERS["eoa_token"]),
-        video_token_id=ids(VIDEO),
-        tie_word_embeddings=True,
-        eos_token_id=[vocab.eos_token_id, ids(END)],
-        pad_token_id=vocab.pad_token_id,
+        **whole_config(processor),
     )
 
 

@@ -46,6 +46,7 @@ _CONVOLUTIONS = ", as most layers of LFM2 are short convolutions, which are not 
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
     "gemma4": Supported("Gemma4ForConditionalGeneration"),
+    "gemma4_unified": Supported("Gemma4UnifiedForConditionalGeneration"),
     "mistral3": Supported(
         "Mistral3ForConditionalGeneration",
         ("ministral3", "mistral"),

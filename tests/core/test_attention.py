@@ -44,13 +44,15 @@ def blocks_of(lengths: list[int], rng: np.random.Generator) -> list[tuple[int, i
     return blocks
 
 
-def plans(lengths: list[int], blocks, ranks: int, windows) -> list[AttentionPlan]:
-    placement = Placement(lengths, blocks, ranks)
+def plans(
+    lengths: list[int], blocks, ranks: int, windows, bidirectional: bool | str = True
+) -> list[AttentionPlan]:
+    placement = Placement(lengths, blocks, ranks, bidirectional)
     longest = max(map(len, placement.tokens)) + 3  # with padding
     return [AttentionPlan(placement, rank, longest, windows, CPU) for rank in range(ranks)]
 
 
-def may_see(lengths, blocks, window) -> torch.Tensor:
+def may_see(lengths, blocks, window, bidirectional) -> torch.Tensor:
     """The rule, token by token."""
     document = np.repeat(np.arange(len(lengths)), lengths)
     starts = np.cumsum([0, *lengths])
@@ -61,19 +63,21 @@ def may_see(lengths, blocks, window) -> torch.Tensor:
     for q in range(len(document)):
         for k in range(starts[document[q]], starts[document[q] + 1]):
             near = window is None or q - k < window
-            seen[q, k] = near and (k <= q or block[q] == block[k] > 0)
+            together = block[q] == block[k] > 0 and (window is not None or bidirectional != "windows")
+            seen[q, k] = near and (k <= q or together) or (together and bidirectional == "whole")
     return torch.from_numpy(seen)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_mask_is_the_rule(ranks, window):
+@pytest.mark.parametrize("bidirectional", [True, "windows", "whole"])
+def test_the_mask_is_the_rule(bidirectional, ranks, window):
     rng = np.random.default_rng(ranks)
     for _ in range(5):
         lengths = rng.integers(1, 30, rng.integers(1, 5)).tolist()
         blocks = blocks_of(lengths, rng)
-        rule = may_see(lengths, blocks, window)
-        for plan in plans(lengths, blocks, ranks, [window]):
+        rule = may_see(lengths, blocks, window, bidirectional)
+        for plan in plans(lengths, blocks, ranks, [window], bidirectional):
             held, view = len(plan.places), plan.views[window]
             ours = mask(plan, view)
             keys = np.concatenate((plan.places, view.received))
@@ -93,9 +97,10 @@ def test_documents_equal_the_mask_with_all_gradients(name, ranks, h, h_kv, width
     total = sum(lengths)
     torch.manual_seed(0)
     q, k, v = (torch.randn(total, n, width, dtype=torch.float64) for n in (h, h_kv, h_kv))
-    for blocks in ([], blocks_of(lengths, rng)):
+    drawn = blocks_of(lengths, rng)
+    for blocks, bidirectional in (([], False), (drawn, True), (drawn, "whole")):
         for window in (None, 5, 600):
-            for plan in plans(lengths, blocks, ranks, [window]):
+            for plan in plans(lengths, blocks, ranks, [window], bidirectional):
                 view = plan.views[window]
                 rows = np.zeros(plan.length, int)
                 rows[: len(plan.places)] = plan.places

@@ -9,6 +9,7 @@ from megatron_vlm.data.conversation.chatml import (
     place_media,
 )
 from megatron_vlm.data.conversation.turns import is_trained, last_reply_alone
+from megatron_vlm.data.records.normalise import normalise
 
 
 def text(value):
@@ -152,6 +153,19 @@ def test_what_cannot_be_read_says_why(record, reason):
     with pytest.raises(BadSample) as bad:
         cook_chatml_sample(record)
     assert bad.value.reason == reason
+
+
+def test_audio_is_refused_with_what_to_do():
+    turn = {"role": "user", "content": "<audio>What do you hear?"}
+    reply = {"role": "assistant", "content": "A dog."}
+    for kind in ("audio", "audio_url", "input_audio"):
+        with pytest.raises(BadSample, match="turn 0 has audio.*; leave the record out, or write it"):
+            cook_chatml_sample([turn | {"content": [{"type": kind}, text("What?")]}, reply])
+    with pytest.raises(BadSample, match="the record, under 'audios', has audio.*; leave the record out"):
+        normalise({"messages": [turn, reply], "audios": ["dog.wav"]})
+    # text about a tag, and audio that no turn asks for
+    assert normalise({"messages": [turn, reply]})[0] == {"messages": [turn, reply]}
+    assert normalise({"messages": [reply], "audios": ["dog.wav"]})[0] == {"messages": [reply]}
 
 
 def test_images_without_placeholder_go_before_the_first_user_text():

@@ -36,6 +36,7 @@ from tiny.distributed import run_distributed
 PUBLISHED = {
     "gemma3": {"image_size": 896, "image_tokens": 256},
     "gemma4": {"image_tokens": 280, "patch_size": 16, "pooled": 3},
+    "gemma4_unified": {"image_tokens": 280, "patch_size": 16, "pooled": 3},
     "llava": {"image_size": 336},
     "llava, siglip": {"image_size": 384},
     "llava_onevision": {"image_size": 384, "most_a_side": 6, "most_tiles": 9},
@@ -51,7 +52,10 @@ PUBLISHED = {
     "qwen2_5_vl": {"image_size": 3584},
     "qwen3_vl": {"image_size": 4096},
 }
-TOWERS = {"gemma4": {"position_embedding_size": 10_240}}  # as published, for images of published sizes
+TOWERS = {  # as published, for images of published sizes
+    "gemma4": {"position_embedding_size": 10_240},
+    "gemma4_unified": {"mm_posemb_size": 1120},
+}
 TINY_FIRST = {"gemma4", "llava_onevision", "internvl"}  # in `make test`
 LATER = {"llava", "llava, siglip"}
 VARIANTS = {"llava, siglip": {"tower": "siglip_vision_model", "strategy": "full"}}

@@ -79,13 +79,17 @@ ODD = {
     "few pixels": ("qwen2_vl", SMALL, {}),
     "few pixels of GLM": ("glm4v", SMALL, {}),
     "pooled patches": ("gemma4", {}, {"pooled": 3, "patch_size": 16}),
+    "joined patches": ("gemma4_unified", {}, {"pooled": 3, "patch_size": 16}),
     "few more tokens than the fewest": ("lfm2_vl", {}, {"image_tokens": 8}),
     "tiles of long images": ("lfm2_vl", {}, {"image_tokens": 8, "splitting": True}),
     "many tiles at least": ("internvl", {"min_patches": 3}, {}),
     "crops wider than the image": ("llava", {"size": SizeDict(shortest_edge=20)}, {}),
 }
 NEVER_DROPS = ("few pixels", "few pixels of GLM", "pooled patches", "many tiles at least")
-NEVER_DROPS += ("crops wider than the image",)
+NEVER_DROPS += (
+    "joined patches",
+    "crops wider than the image",
+)
 
 
 @pytest.mark.parametrize("name", ODD)

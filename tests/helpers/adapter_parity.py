@@ -133,11 +133,12 @@ def peft_model(path: Path | str, settings: dict[str, Any], seed: int = 7) -> Any
 
 
 def named_for_peft(settings: dict[str, Any], description: Any) -> dict[str, Any]:
-    """The settings with whole names of modules, where peft would take ends of names for experts.
+    """The settings with whole names of modules, where peft would take ends of names for experts, or "all" for
+    linears that are carried and not trained.
 
     It replaces a regex, too, by the last parts of the names that it fits.
     """
-    if not description.peft_experts:
+    if not (description.peft_experts or description.carried_keys):
         return settings
     wanted = AdapterConfig(**settings)
     if settings["target_modules"] == "all-linear":

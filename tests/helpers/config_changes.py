@@ -144,6 +144,13 @@ GEMMA4 = {
     V + "num_attention_heads": [{V + "num_attention_heads": 2, V + "num_key_value_heads": 2}],
     V + "num_key_value_heads": [{V + "num_key_value_heads": 2}],
 }
+EMBEDDED = V + "mm_embed_dim"
+GEMMA4_UNIFIED = {key: GEMMA4[key] for key in GEMMA4 if key.startswith(T) or key.endswith("_token_id")} | {
+    EMBEDDED: [{EMBEDDED: 96, V + "output_proj_dims": 96}, {EMBEDDED: 96}],
+    V + "output_proj_dims": [{V + "output_proj_dims": 96}],
+    V + "mm_posemb_size": [{V + "mm_posemb_size": 320}],
+    "audio_config": [{"audio_config": None}],
+}
 LAYERS = (
     "linear linear linear linear",
     "full full full full",
@@ -161,6 +168,7 @@ QWEN3_5 = {
 }
 OWN_PARTNERS = {
     "gemma4": GEMMA4,
+    "gemma4_unified": GEMMA4_UNIFIED,
     "qwen2_vl": QWEN2,
     "qwen2_5_vl": QWEN2_5,
     "mistral3": MISTRAL3,
@@ -218,6 +226,14 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "hidden_size_per_layer_input": None},
         {T + "top_k_experts": 1, T + "moe_intermediate_size": 42},  # torch's products take multiples of 8
         {T + "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 100.0}}},
+    ],
+    "gemma4_unified": [
+        {T + "per_layer_config": {"1": {"head_dim": 64}, "3": {"head_dim": 64}}},
+        {T + "per_layer_config": {"1": {"head_dim": 64}}},  # layers of a type differ
+        # as published: keys of Gemma 4 that its class does not have
+        {T + "enable_moe_block": True, T + "num_experts": 4, T + "hidden_size_per_layer_input": 16},
+        {V + "model_patch_size": 8, V + "num_soft_tokens": 280},
+        {V + "model_patch_size": 12},
     ],
     "mistral3": [{T + "layer_types": ["full_attention"] * 4}, {T + "model_type": REMOVED}],
     "lighton_ocr": [

@@ -83,7 +83,7 @@ class Convolutions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-PATCH_LINEARS = ("lfm2_vl", "gemma4")  # Transformers has linears there
+PATCH_LINEARS = ("lfm2_vl", "gemma4", "gemma4_unified")  # Transformers has linears there
 
 
 def test_towers_cut_patches_by_linears(description):
@@ -151,7 +151,8 @@ def features_and_gradients(vision: torch.nn.Module, visual: GenericVisualInputs)
 
 # images or tiles of one size, so a batch of them needs no segments
 ONE_SIZE = ("gemma3", "llava", "llava_onevision", "internvl", "qianfan_ocr")
-SEGMENTED = [family for family in OF_DATA if family.values[0] not in ONE_SIZE]
+WITHOUT_ATTENTION = ("gemma4_unified",)
+SEGMENTED = [family for family in OF_DATA if family.values[0] not in (*ONE_SIZE, *WITHOUT_ATTENTION)]
 
 
 @pytest.mark.parametrize("name", SEGMENTED)

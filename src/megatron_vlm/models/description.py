@@ -37,7 +37,8 @@ class Description(ABC):
     images_or_videos = False
     # the frames of a video are images to the model, and to its tokens
     frames_as_images = False
-    # tokens of one image see each other in both directions; "windows": only in layers with a sliding window
+    # tokens of one image see each other in both directions; "windows": only in layers with a sliding window;
+    # "whole": also those that are further apart than a layer's window
     bidirectional_images: bool | str = False
     # ends of names that peft takes for this family's experts and router, wherever they are in the model
     # (0.21, `transformers_weight_conversion._convert_peft_config_moe`)

@@ -95,7 +95,7 @@ class StreamLayout:
         self.kinds = np.concatenate([np.empty(0, np.int64), *(kinds(ids[each]) for each in documents)])
         lengths = [each.stop - each.start for each in documents]
         blocks = _blocks(lengths, self.kinds > 0) if bidirectional_images else []
-        self.placement = Placement(lengths, blocks, ranks, bidirectional_images == "windows")
+        self.placement = Placement(lengths, blocks, ranks, bidirectional_images)
 
     @property
     def longest(self) -> int:

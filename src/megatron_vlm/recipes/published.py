@@ -45,7 +45,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe"), {"max_pixels": 1280 * 28**2}),
     "glm4v": {"max_pixels": 1280 * 28**2, "tp": 2, "pp": 2},  # its attention has two key/value heads
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), {"max_pixels": 1280 * 32**2}),
-    "gemma4": {"fallbacks": ["attention"]},  # no kernel has heads of 512 channels
+    # no kernel has heads of 512 channels
+    **dict.fromkeys(("gemma4", "gemma4_unified"), {"fallbacks": ["attention"]}),
     "llava_onevision": {"seq_length": 8192},
 }
 
@@ -61,6 +62,9 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
     ("gemma4", "google"): [
         ("gemma4_31b", "Gemma 4 31B, dense", 16, "gemma-4-31B-it", "tp=4 pp=2 recompute=full", ""),
         ("gemma4_26b_a4b", "Gemma 4 26B with 128 experts", 16, "gemma-4-26B-A4B-it", PP2_EP8, ""),
+    ],
+    ("gemma4_unified", "google"): [  # tp does not divide its one key/value head of full attention
+        ("gemma4_12b", "Gemma 4 12B", 8, "gemma-4-12B-it", "pp=2 recompute=full", "recompute=none"),
     ],
     ("mistral3", "mistralai"): [
         ("ministral3_3b", "Ministral3 3B", 2, "Ministral-3-3B-Instruct-2512", "", ""),
@@ -167,6 +171,8 @@ TP2 = {"tp": 2, "micro_batch_size": 32}  # two processes share every layer
 EP2 = {"ep": 2, "micro_batch_size": 16}  # two processes share the experts and the data
 DEMOS: dict[str, dict[str, Any]] = {  # the others: TP2
     "gemma4": {**EP2, "seq_length": 256},  # its processor makes at least 64 tokens of a digit
+    # as Gemma 4; there is no tower, so its text model needs longer
+    "gemma4_unified": {**TP2, "seq_length": 256, "steps": 1000},
     "glm4v_moe": {**EP2, "lr": 1e-3},  # at 2e-3 it learns more slowly
     "qwen3_vl_moe": EP2,
 }

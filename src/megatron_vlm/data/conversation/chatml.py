@@ -22,6 +22,7 @@ from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeh
 
 WRAPPERS = (*TURNS, "conversation")
 PART_TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+AUDIO_TYPES = ("audio", "audio_url", "input_audio")
 PLACEHOLDER = re.compile(r"<(image|video)>")
 # What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
 INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
@@ -253,6 +254,8 @@ def _part(part: Any, index: int) -> dict:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     name = part.get("type") if isinstance(part, dict) else None
+    if name in AUDIO_TYPES:
+        raise audio(f"turn {index}")
     kind = PART_TYPES.get(name) if isinstance(name, str) else None
     if kind is None or (kind == "text" and not isinstance(part.get("text"), str)):
         known = ", ".join(PART_TYPES)
@@ -260,6 +263,14 @@ def _part(part: Any, index: int) -> dict:
     if kind == "text":
         return {"type": "text", "text": part["text"]}
     return {"type": kind} | named_limits(kind, part)
+
+
+def audio(place: str) -> BadSample:
+    """Says that a sample has audio there."""
+    return BadSample(
+        "bad_conversation",
+        f"{place} has audio, which no model is trained on; leave the record out, or write it as text",
+    )
 
 
 def _split_placeholders(text: str) -> list[dict]:

@@ -10,6 +10,7 @@ KINDS: tuple[type[Kind], ...] = (  # the first with its sign is taken
     tiles.InternVLTiles,
     native.NaFlex,
     native.Pooled,
+    native.Joined,
     grid.QwenGrid,
     grid.GLMGrid,
     any_size.AnySize,

@@ -84,11 +84,12 @@ class Pooled(Native):
     def target(self, height: int, width: int) -> tuple[int, int]:
         pooled = self.images.pooling_kernel_size
         most = self.images.max_soft_tokens * pooled**2
-        return get_aspect_ratio_preserving_size(height, width, self.patch_size, most, pooled)
+        return get_aspect_ratio_preserving_size(height, width, self.images.patch_size, most, pooled)
 
     def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
         tokens, _ = self.told(height, width)
-        return tokens, tokens * self.images.pooling_kernel_size**2
+        pixels = tokens * (self.images.patch_size * self.images.pooling_kernel_size) ** 2
+        return tokens, pixels // self.patch_size**2
 
     def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         outputs = dict(outputs)
@@ -97,3 +98,13 @@ class Pooled(Native):
             outputs["pixel_values"] = outputs["pixel_values"][positions[..., 0] >= 0]
             outputs["image_grid_thw"] = pad((positions.amax(1) + 1).flip(-1), (1, 0), value=1)
         return outputs
+
+
+class Joined(Pooled):
+    """The images of Gemma 4 12B: the patches of a square are one patch already, and each becomes a token."""
+
+    known = {("Gemma4UnifiedProcessor", "Gemma4UnifiedImageProcessor"): None}
+
+    @property
+    def patch_size(self) -> int:
+        return self.images.patch_size * self.images.pooling_kernel_size

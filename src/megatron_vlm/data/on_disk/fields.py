@@ -8,6 +8,7 @@ CHOSEN, REJECTED = "chosen", "rejected"
 REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
 REJECTIONS = (REJECTED, REJECTED_REPLY, REJECTED_TURNS)
 MEDIA = {"image": ("images", "image"), "video": ("videos", "video")}
+AUDIO = ("audios", "audio")  # no model is trained on it
 # Names of one kind; a column that is mapped to one of them hides the others
 GROUPS = (TURNS + PLAIN, *MEDIA.values(), ("system",), ("tools",), (CHOSEN,), REJECTIONS)
 FIELDS = tuple(name for group in GROUPS for name in group)

@@ -30,7 +30,7 @@ of these forms, a list of images, or `{"frames": [images]}` with such a list and
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample, audio, cook_chatml_sample
 from megatron_vlm.data.conversation.limits import LIMITS, limits_beside, named_limits
 from megatron_vlm.data.conversation.turns import DOCUMENT, sole
 from megatron_vlm.data.media.files import read_media
@@ -52,6 +52,8 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
     media = {kind: _listed(record.get(sole(record, names))) for kind, names in fields.MEDIA.items()}
     name = named_turns(record)
     turns, rejected = chosen_and_rejected(record, name)
+    if (heard := next(filter(record.get, fields.AUDIO), None)) and "<audio>" in str(turns):
+        raise audio(f"the record, under {heard!r},")
     if isinstance(record.get("texts"), list) and not name:  # None stands where a document has no image
         media["image"] = [image for image in media["image"] if image is not None]
     beside = {key: record[key] for key in BESIDE if record.get(key) is not None}

@@ -62,7 +62,7 @@ def find_targets(adapter: AdapterConfig, description: Description) -> list[Targe
         of_text = [name for name, place in places.items() if place[1].startswith("language_model.")]
         names = _but(weight_map.peft_experts, of_text)
     elif isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
-        names = linears
+        names = [name for name in linears if not weight_map.carries(keys[name])]
     else:
         _check_names("adapter.target_modules", wanted, modules, linears)
         names = outside_saved(adapter.modules_to_save, fitting(wanted, filter(None, modules)))

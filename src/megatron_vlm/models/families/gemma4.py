@@ -35,47 +35,53 @@ def _partial(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
     return factor in (None, 1) or rule_and_text[0].get("rope_type") in ("default", "proportional")
 
 
+TOP = keys.TOP | keys.any_of("video_token_id", "audio_token_id") | {"image_token_id": keys.TOKEN}
+MARKERS = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index")
+TEXT = (
+    keys.text("hidden_activation")
+    | keys.any_of("sliding_window", "attention_bias", "attention_k_eq_v")
+    | keys.any_of("global_head_dim", "num_global_key_value_heads")
+    # what Transformers makes of other keys, and how it may be asked for them
+    | keys.any_of("kv_sharing_modes", "per_layer_attributes", "allow_global_per_layer_attribute_access")
+    | keys.any_of("serialize_explicit_per_layer_config")
+    | {
+        "layer_types": keys.LAYER_TYPES,
+        "pad_token_id": keys.Values("a token of the vocabulary", _stands_for_media),
+        "use_bidirectional_attention": keys.only("vision", None),
+        "final_logit_softcapping": keys.Values("null or above 0", lambda cap, _: cap is None or cap > 0),
+        "num_kv_shared_layers": keys.Values(
+            "0 (keys and values of another layer are not implemented)", lambda layers, _: layers == 0
+        ),
+    }
+)
+EXPERTS_AND_EMBEDDINGS = keys.any_of("enable_moe_block", "num_experts", "output_router_logits") | {
+    "moe_intermediate_size": keys.SIZE,
+    "top_k_experts": keys.Values("1 to num_experts", _chosen),
+    "hidden_size_per_layer_input": keys.Values(
+        "0 (embeddings of each layer's own are not implemented)", lambda size, _: not size
+    ),
+}
+ROPE = keys.ROPE | {
+    "rope_type": keys.only("default", "proportional", "linear", "llama3", "yarn"),
+    "partial_rotary_factor": keys.Values(
+        '1, or any where rope_type is "proportional", or "default", which ignores it', _partial
+    ),
+}
+BY_LAYER = ("head_dim", "num_key_value_heads")
 SECTIONS = keys.sections(
     keys.Section(
         ("gemma4",),
-        keys.TOP
-        | keys.any_of("video_token_id", "audio_token_id")
-        | {"image_token_id": keys.TOKEN}
+        TOP
         | {"audio_config": keys.Values("null (audio is not trained)", lambda audio, whole: audio is None)},
-        no_effect=("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"),
+        no_effect=MARKERS,
     ),
     keys.Section(
         ("gemma4_text",),
-        keys.text("hidden_activation")
-        | keys.any_of("sliding_window", "attention_bias", "attention_k_eq_v", "enable_moe_block")
-        | keys.any_of("num_experts", "global_head_dim", "num_global_key_value_heads")
-        # what Transformers makes of other keys, and how it may be asked for them
-        | keys.any_of("kv_sharing_modes", "per_layer_attributes", "allow_global_per_layer_attribute_access")
-        | keys.any_of("serialize_explicit_per_layer_config", "output_router_logits")
-        | {
-            "layer_types": keys.LAYER_TYPES,
-            "moe_intermediate_size": keys.SIZE,
-            "pad_token_id": keys.Values("a token of the vocabulary", _stands_for_media),
-            "use_bidirectional_attention": keys.only("vision"),
-            "final_logit_softcapping": keys.Values("null or above 0", lambda cap, _: cap is None or cap > 0),
-            "top_k_experts": keys.Values("1 to num_experts", _chosen),
-            "hidden_size_per_layer_input": keys.Values(
-                "0 (embeddings of each layer's own are not implemented)", lambda size, _: not size
-            ),
-            "num_kv_shared_layers": keys.Values(
-                "0 (keys and values of another layer are not implemented)", lambda layers, _: layers == 0
-            ),
-        },
+        TEXT | EXPERTS_AND_EMBEDDINGS,
         no_effect=("vocab_size_per_layer_input", "use_double_wide_mlp"),
-        rope=keys.ROPE
-        | {
-            "rope_type": keys.only("default", "proportional", "linear", "llama3", "yarn"),
-            "partial_rotary_factor": keys.Values(
-                '1, or any where rope_type is "proportional", or "default", which ignores it', _partial
-            ),
-        },
+        rope=ROPE,
         rope_by_layer=True,
-        by_layer=("head_dim", "num_key_value_heads"),
+        by_layer=BY_LAYER,
     ),
     keys.Section(
         ("gemma4_vision",),
@@ -104,7 +110,7 @@ class Gemma4Vision(nn.Module):
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         shapes_N = [(rows, columns) for _, rows, columns in image_grid_thw.tolist()]
         device = pixel_values.device
-        positions = [_positions(rows, columns) for rows, columns in shapes_N]
+        positions = [positions_of(rows, columns) for rows, columns in shapes_N]
         positions_P2 = on_device(torch.cat(positions), device)
         padding_1P = torch.zeros(1, len(positions_P2), dtype=torch.bool, device=device)
         hidden_1PE = self.vision_tower.patch_embedder(pixel_values[None], positions_P2[None], padding_1P)
@@ -127,7 +133,7 @@ class Gemma4Vision(nn.Module):
         return torch.cat([encoder(image, None, places).last_hidden_state[0] for image, places in images])
 
 
-def _positions(rows: int, columns: int) -> Tensor:
+def positions_of(rows: int, columns: int) -> Tensor:
     """(rows * columns, 2): the column and the row of each patch, on the host."""
     with torch.device("cpu"):
         numbers = torch.arange(rows * columns)
@@ -140,7 +146,7 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
     groups = Description.groups | {"projector": ("vision.embed_vision.",)}
     vision_keys = {"vision_tower.**": "model.vision_tower.**", "embed_vision.**": "model.embed_vision.**"}
     has_experts = True
-    bidirectional_images = "windows"
+    blocks = "windows"  # `bidirectional_images`, if config.json asks for them
     peft_experts = ("router.proj",)
 
     @property
@@ -152,8 +158,17 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
             "logit_softcap": text.final_logit_softcapping,
             "layer_heads": self.layer_heads,
             "own_layer_spec": gemma4_layers.layer_spec,
-            **(_experts(text) if text.enable_moe_block else {}),
+            **(_experts(text) if self.routes else {}),
         }
+
+    @property
+    def bidirectional_images(self) -> bool | str:
+        return self.text.use_bidirectional_attention == "vision" and self.blocks
+
+    @property
+    def routes(self) -> bool:
+        """Whether its layers have experts."""
+        return self.has_experts and self.text.enable_moe_block
 
     def text_of(self, kind: str) -> Any:
         return self.text.per_layer_config[kind]
@@ -175,8 +190,13 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
     def merge_size(self) -> int:
         return self.vision.pooling_kernel_size
 
+    @property
+    def positions_of_patches(self) -> int:
+        """The most patches side by side that the tower has positions for."""
+        return self.vision.position_embedding_size
+
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
-        places = self.vision.position_embedding_size
+        places = self.positions_of_patches
         if (most := int(visual.image_grid_thw.max())) > places:
             raise ValueError(f"{most} patches side by side, and the tower has {places} positions")
         return super().visual_tokens(visual)
@@ -210,7 +230,7 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
 
     def feed_forward_rules(self) -> list[Rule]:
         """Rules for the dense feed-forward, and for any experts with their router and their norms."""
-        if not self.text.enable_moe_block:
+        if not self.routes:
             return super().feed_forward_rules()
         router = {"weight": "proj.weight", "scale": "scale", "per_expert_scale": "per_expert_scale"}
         norms = {

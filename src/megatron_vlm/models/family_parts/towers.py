@@ -50,10 +50,14 @@ class GridFamily(Description):
     def merge_size(self) -> int:
         """The patches along each side of a feature."""
 
+    @property
+    def patch_size(self) -> int:
+        """The pixels along each side of a patch."""
+        return self.vision.patch_size
+
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
-        vision = self.vision
-        side = self.merge_size * max(1, round(pixels**0.5 / (vision.patch_size * self.merge_size)))
-        width = 3 * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+        side = self.merge_size * max(1, round(pixels**0.5 / (self.patch_size * self.merge_size)))
+        width = 3 * getattr(self.vision, "temporal_patch_size", 1) * self.patch_size**2
         return {
             "pixel_values": torch.zeros(side**2, width),
             "image_grid_thw": torch.tensor([[1, side, side]]),
@@ -61,7 +65,7 @@ class GridFamily(Description):
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         """The number of merged patches of each item."""
-        width = 3 * self.vision.patch_size**2  # of a patch of one moment, as raw ones are
+        width = 3 * self.patch_size**2  # of a patch of one moment, as raw ones are
         widths = (width, width * getattr(self.vision, "temporal_patch_size", 1))
         for pixels in (visual.pixel_values, visual.pixel_values_videos):
             if pixels is not None and pixels.shape[-1] not in widths:

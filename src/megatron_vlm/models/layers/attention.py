@@ -52,24 +52,23 @@ class CoreAttention(MegatronModule):
 
 
 class Attend(torch.autograd.Function):
-    """A kernel over the segments of a view, joined with one over what is later in image blocks.
+    """A kernel over the segments of a view, joined with one over each of `View.more`.
 
-    The two see different keys. Their contexts are joined by their shares of the softmax, which follow from
-    both log-sum-exps, and each gets its part of the gradient from the joined context and log-sum-exp.
+    They see different keys. Their contexts are joined by their shares of the softmax, which follow from all
+    log-sum-exps, and each gets its part of the gradient from the joined context and log-sum-exp.
     """
 
     @staticmethod
     def forward(ctx, query, key, value, view: View, kernel: Kernel, scale: float) -> Tensor:
         context, log_sum = kernel.forward(query, key, value, view.segments, scale)
-        if view.later is not None:
-            queries, keys, segments = view.later
-            later, later_sum = kernel.forward(query[queries], key[keys], value[keys], segments, scale)
-            earlier_sum = log_sum[:, queries]
-            both_sum = torch.logaddexp(earlier_sum, later_sum)
-            earlier_share, later_share = (
-                (part - both_sum).exp().t()[..., None].to(context.dtype) for part in (earlier_sum, later_sum)
+        for queries, keys, segments in view.more:
+            other, other_sum = kernel.forward(query[queries], key[keys], value[keys], segments, scale)
+            sum_so_far = log_sum[:, queries]
+            both_sum = torch.logaddexp(sum_so_far, other_sum)
+            share_so_far, other_share = (
+                (part - both_sum).exp().t()[..., None].to(context.dtype) for part in (sum_so_far, other_sum)
             )
-            context[queries] = context[queries] * earlier_share + later * later_share
+            context[queries] = context[queries] * share_so_far + other * other_share
             log_sum[:, queries] = both_sum
         ctx.save_for_backward(query, key, value, context, log_sum)
         ctx.view, ctx.kernel, ctx.scale = view, kernel, scale
@@ -80,12 +79,11 @@ class Attend(torch.autograd.Function):
         query, key, value, context, log_sum = ctx.saved_tensors
         view, kernel, scale = ctx.view, ctx.kernel, ctx.scale
         grads = kernel.backward(gradient, (query, key, value), (context, log_sum), view.segments, scale)
-        if view.later is not None:
-            queries, keys, segments = view.later
+        for queries, keys, segments in view.more:
             inputs = query[queries], key[keys], value[keys]
             outputs = context[queries], log_sum[:, queries].contiguous()
-            later = kernel.backward(gradient[queries], inputs, outputs, segments, scale)
-            for grad, rows, more in zip(grads, (queries, keys, keys), later, strict=True):
+            others = kernel.backward(gradient[queries], inputs, outputs, segments, scale)
+            for grad, rows, more in zip(grads, (queries, keys, keys), others, strict=True):
                 grad.index_add_(0, rows, more)
         return *grads, None, None, None
 
@@ -120,9 +118,10 @@ def mask(plan: AttentionPlan, view: View) -> Tensor:
     distance = keys[: plan.length, None] - keys[None]
     same_document = documents[: plan.length, None] == documents[None]
     in_block = (blocks[: plan.length, None] == blocks[None]) & (blocks[None] > 0)
-    seen = same_document & ((distance >= 0) | (in_block & (view.later is not None)))
+    in_block = in_block & placement.has_blocks(view.window)
+    seen = same_document & ((distance >= 0) | in_block)
     if view.window is not None:
-        seen &= distance < view.window
+        seen &= (distance < view.window) | (in_block & (placement.bidirectional == "whole"))
     is_padding = keys < 0
     seen &= ~is_padding[: plan.length, None] & ~is_padding[None]
     seen[np.arange(plan.length), np.arange(plan.length)] = True

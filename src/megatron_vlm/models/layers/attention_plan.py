@@ -3,7 +3,8 @@
 A query may see a key exactly if both lie in the same document and
   - the key is not later, or both lie in the same bidirectional block (an image's tokens, for Gemma3; for
     Gemma4 only in layers with a sliding window), and
-  - in a layer with a sliding window, the key is less than `window` positions back.
+  - in a layer with a sliding window, the key is less than `window` positions back; for Gemma4's 12B, also
+    any that lies in the same block.
 
 The plan goes from block to layer as Megatron's `packed_seq_params`, which activation recomputation hands on
 unchanged, so no layer makes anything again.
@@ -37,12 +38,12 @@ class Placement:
         lengths: Sequence[int],
         blocks: Sequence[tuple[int, int, int]],
         ranks: int,
-        blocks_of_windows: bool = False,
+        bidirectional: bool | str = True,
     ):
         self.ends = np.cumsum(lengths, dtype=np.int64)
         self.starts = self.ends - np.asarray(lengths, dtype=np.int64)
         self.blocks = blocks
-        self.blocks_of_windows = blocks_of_windows
+        self.bidirectional = bidirectional  # `Description.bidirectional_images`
         self.pieces = place(lengths, ranks, blocks)
         self.tokens = [self.places(pieces) for pieces in self.pieces]
         tokens = sum(lengths)
@@ -54,7 +55,11 @@ class Placement:
 
     def has_blocks(self, window: int | None) -> bool:
         """Whether blocks are bidirectional in layers with this window."""
-        return window is not None or not self.blocks_of_windows
+        return window is not None or self.bidirectional != "windows"
+
+    def behind(self, length: int, window: int | None) -> int:
+        """How many of a block's tokens see tokens of it that are further back than this window."""
+        return max(0, length - (window or length)) if self.bidirectional == "whole" else 0
 
     def places(self, pieces: Sequence[Piece]) -> np.ndarray:
         runs = [np.arange(start, stop) + self.starts[document] for document, start, stop in pieces]
@@ -75,8 +80,9 @@ class View:
     """The view of a layer's queries. Its keys are this rank's tokens, then those from `exchange`, then all of
     them in `order`; None leaves them as they are.
 
-    `later` are rows of queries, rows of keys and segments of what `segments` leaves out: in a block of n
-    tokens, the first n - 1 see what follows them among the last n - 1.
+    `more` are rows of queries, rows of keys and segments of what `segments` leaves out. In a block of n
+    tokens, the first n - 1 see what follows them among the last n - 1. Where it is longer than the window and
+    is seen whole, its last n - window see what is further back among the first n - window.
     """
 
     segments: Segments
@@ -84,7 +90,7 @@ class View:
     received: np.ndarray  # the places of what `exchange` brings
     exchange: Exchange | None = None
     order: Tensor | None = None
-    later: tuple[Tensor, Tensor, Segments] | None = None
+    more: tuple[tuple[Tensor, Tensor, Segments], ...] = ()
 
 
 class AttentionPlan:
@@ -129,13 +135,13 @@ class AttentionPlan:
         left = None if window is None else window - 1
         segments = Segments(np.array(queries), np.array(keys), left, 0, self.device)
         if sum(map(len, self.placement.pieces)) == len(self.placement.starts):  # no document is cut
-            return View(segments, window, np.empty(0, np.int64), later=self._later(window, None))
+            return View(segments, window, np.empty(0, np.int64), more=self._more(window, None))
         received, exchange = self._exchange(window)
         slots = self.local.copy()
         slots[received] = self.length + np.arange(len(received))
         order = np.concatenate((slots[self.placement.places(seen)], padding))
         order_here = on_device(order, self.device)
-        return View(segments, window, received, exchange, order_here, self._later(window, order))
+        return View(segments, window, received, exchange, order_here, self._more(window, order))
 
     def _seen(self, rank: int, window: int | None) -> list[Piece]:
         """For each piece of a rank, the run of keys that its queries see."""
@@ -165,24 +171,37 @@ class AttentionPlan:
         received = np.bincount(owner[mine], minlength=len(foreign)).tolist()
         return mine, Exchange(on_device(np.concatenate(sent), self.device), list(map(len, sent)), received)
 
-    def _later(self, window: int | None, order: np.ndarray | None) -> tuple[Tensor, Tensor, Segments] | None:
-        """See `View.later`. No block is cut, so its keys are this rank's own."""
+    def _more(
+        self, window: int | None, order: np.ndarray | None
+    ) -> tuple[tuple[Tensor, Tensor, Segments], ...]:
+        """See `View.more`. No block is cut, so its keys are this rank's own."""
+        if not self.placement.has_blocks(window):
+            return ()
         blocks = [
-            (self.local[self.placement.starts[document] + start], stop - start - 1)
+            (self.local[self.placement.starts[document] + start], stop - start)
             for document, start, stop in self.placement.blocks
         ]
-        blocks = [(row, length) for row, length in blocks if row >= 0 and length]
-        if not (blocks and self.placement.has_blocks(window)):
+        blocks = [(row, length) for row, length in blocks if row >= 0]
+        later = [(row, row + 1, length - 1) for row, length in blocks]
+        behind = [(row, self.placement.behind(length, window)) for row, length in blocks]
+        behind = [(row + (window or 0), row, length) for row, length in behind]
+        both = (self._runs(later, order, 0, None), self._runs(behind, order, None, 0))
+        return tuple(part for part in both if part is not None)
+
+    def _runs(
+        self, runs: list[tuple[int, int, int]], order: np.ndarray | None, left: int | None, right: int | None
+    ) -> tuple[Tensor, Tensor, Segments] | None:
+        """Rows of queries and of keys, and a segment for each of `runs` (first query, first key, length)."""
+        runs = [run for run in runs if run[2]]
+        if not runs:
             return None
-        queries = np.concatenate([np.arange(row, row + length) for row, length in blocks])
-        keys = queries + 1
+        queries, keys = (
+            np.concatenate([np.arange(run[side], run[side] + run[2]) for run in runs]) for side in (0, 1)
+        )
         if order is not None:
             row_of = np.empty(order.max() + 1, np.int64)
             row_of[order] = np.arange(len(order))
             keys = row_of[keys]
-        lengths = np.array([length for _, length in blocks])
-        return (
-            on_device(queries, self.device),
-            on_device(keys, self.device),
-            Segments(lengths, lengths, 0, None, self.device),
-        )
+        lengths = np.array([length for *_, length in runs])
+        segments = Segments(lengths, lengths, left, right, self.device)
+        return on_device(queries, self.device), on_device(keys, self.device), segments

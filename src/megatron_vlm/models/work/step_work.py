@@ -72,11 +72,14 @@ class StepWork:
         """Over all layers, of pairs of a token and one that it sees, in an image block also a later one."""
         placement = layout.placement
         lengths = placement.ends - placement.starts
-        later = sum((stop - start) * (stop - start - 1) / 2 for _, start, stop in placement.blocks)
-        return sum(
-            flops * (costs.pairs_seen(lengths, window).sum() + placement.has_blocks(window) * later)
-            for window, flops in self._per_pair.items()
-        )
+        blocks = [stop - start for _, start, stop in placement.blocks]
+        later = sum(costs.pairs_seen(length - 1, None) for length in blocks)
+
+        def pairs(window: int | None) -> float:
+            behind = sum(costs.pairs_seen(placement.behind(length, window), None) for length in blocks)
+            return costs.pairs_seen(lengths, window).sum() + placement.has_blocks(window) * later + behind
+
+        return sum(flops * pairs(window) for window, flops in self._per_pair.items())
 
 
 def tower_flops(config: RunConfig, description: Description) -> tuple[float, float]:
@@ -90,4 +93,4 @@ def tower_flops(config: RunConfig, description: Description) -> tuple[float, flo
         for _ in range(costs.reference_passes(config)):
             vision(**visual.as_model_kwargs())
     products, attention = operations()
-    return products / description.tower_units(image), attention / description.tower_pairs(image)
+    return products / description.tower_units(image), attention / max(1, description.tower_pairs(image))

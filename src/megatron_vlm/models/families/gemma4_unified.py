@@ -1,0 +1,85 @@
+"""Gemma 4 12B: Gemma 4's text model without experts, and no tower: patches go through one dense layer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedVisionEmbedder
+
+from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.description import Description
+from megatron_vlm.models.families import gemma4
+from megatron_vlm.models.family_parts import keys
+from megatron_vlm.parallel.transfer import on_device
+
+SECTIONS = keys.sections(
+    keys.Section(("gemma4_unified",), gemma4.TOP | keys.any_of("audio_config"), no_effect=gemma4.MARKERS),
+    keys.Section(
+        ("gemma4_unified_text",),
+        gemma4.TEXT,
+        no_effect=("use_double_wide_mlp",),  # of layers that share keys and values, and there are none
+        rope=gemma4.ROPE,
+        rope_by_layer=True,
+        by_layer=gemma4.BY_LAYER,
+    ),
+    keys.Section(
+        ("gemma4_unified_vision",),
+        keys.sizes("patch_size", "pooling_kernel_size", "mm_embed_dim", "mm_posemb_size")
+        | keys.any_of("rms_norm_eps")
+        | {"output_proj_dims": keys.Values("mm_embed_dim", lambda size, vision: size == vision.mm_embed_dim)},
+    ),
+)
+
+
+class Gemma4UnifiedVision(nn.Module):
+    """The HF embedder of patches: pixel_values (P, F) and image_grid_thw (N, 3), on the host, -> (P, D)."""
+
+    def __init__(self, hf_config: Any):
+        super().__init__()
+        self.embed_vision = Gemma4UnifiedVisionEmbedder(hf_config.vision_config, hf_config.text_config)
+
+    def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        positions = [gemma4.positions_of(rows, columns) for _, rows, columns in image_grid_thw.tolist()]
+        positions_P2 = on_device(torch.cat(positions), pixel_values.device)
+        return self.embed_vision(pixel_values, positions_P2).pooler_output
+
+
+class Gemma4Unified(gemma4.Gemma4):
+    model_type = "gemma4_unified"
+    sections = SECTIONS
+    groups = Description.groups | {
+        "tower": ("vision.embed_vision.patch_", "vision.embed_vision.pos_"),
+        "projector": ("vision.embed_vision.multimodal_embedder.",),
+    }
+    renames = (  # Transformers' names
+        (r"^model\.embed_vision\.multimodal_embedder\.", "model.embed_vision."),
+        (r"^model\.embed_vision\.(patch|pos)_", r"model.vision_embedder.\1_"),
+    )
+    vision_keys = {
+        "embed_vision.patch_**": "model.vision_embedder.patch_**",
+        "embed_vision.pos_**": "model.vision_embedder.pos_**",
+        "embed_vision.multimodal_embedder.**": "model.embed_vision.**",
+    }
+    has_experts = False
+    blocks = "whole"
+    peft_experts = ()
+    merge_size = 1
+
+    @property
+    def carried_keys(self) -> dict[str, str]:
+        return {"model.embed_audio.**": "audio, which is not trained"}
+
+    def build_vision(self) -> nn.Module:
+        return Gemma4UnifiedVision(self.hf_config)
+
+    @property
+    def patch_size(self) -> int:
+        return self.vision.model_patch_size
+
+    @property
+    def positions_of_patches(self) -> int:
+        return self.vision.mm_posemb_size
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        """Patches do not see each other."""
+        return 0
