@@ -47,6 +47,7 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     "llava": Supported("LlavaForConditionalGeneration", ("llama", "mistral", "qwen2", "qwen3"), "llama"),
     "llava_onevision": Supported("LlavaOnevisionForConditionalGeneration", ("qwen2",), "qwen2"),
     "internvl": Supported("InternVLForConditionalGeneration", ("qwen2", "qwen3"), "qwen2"),
+    "smolvlm": Supported("SmolVLMForConditionalGeneration", ("llama",), "llama"),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_vl": Supported("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),

@@ -168,7 +168,11 @@ OWN_PARTNERS = {
 }
 OWN_PARTNERS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), QWEN3_5)
 OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE) | {"llava": LLAVA, "internvl": INTERNVL}
-OWN_PARTNERS |= {"llava_onevision": ONEVISION}
+SMOLVLM = {
+    T + "num_attention_heads": [{T + "num_attention_heads": 8}],
+    "scale_factor": [{"scale_factor": factor} for factor in (1, 3, 0)],
+}
+OWN_PARTNERS |= {"llava_onevision": ONEVISION, "smolvlm": SMOLVLM}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RULES = [
@@ -255,6 +259,13 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "attention_bias": True, T + "use_sliding_window": True, T + "sliding_window": 5}
         | {T + "layer_types": REMOVED, T + "max_window_layers": 2},
     ],
+    "smolvlm": [
+        {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {T + "attention_bias": True, "tie_word_embeddings": True},
+        {T + "mlp_bias": True},
+        {T + "model_type": REMOVED},
+        {"pad_token_id": 7},
+    ],
     "glm4v_moe": [
         {ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5},
         {
@@ -327,7 +338,7 @@ NOT_ALONE = {
     *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
     *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
     *("vision_config.pooling_kernel_size", "downsample_factor", "image_token_id"),
-    *("vision_feature_select_strategy", "downsample_ratio"),
+    *("vision_feature_select_strategy", "downsample_ratio", "scale_factor"),
     *("vision_aspect_ratio", "image_grid_pinpoints"),  # images then have other numbers of features
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs

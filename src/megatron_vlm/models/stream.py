@@ -191,3 +191,21 @@ def misfit(
         if (placeholders := int((kinds_T == kind).sum())) != sum(features):
             return f"{placeholders} placeholders for {sum(features)} features of its {name}"
     return None
+
+
+def first_items(
+    kinds: Kinds,
+    visual_tokens: Callable[[GenericVisualInputs], list[int]],
+    input_ids_T: Any,
+    visual: GenericVisualInputs | None,
+) -> GenericVisualInputs | None:
+    """The images and videos, or their pieces, of a document that was cut to these ids behind a whole one."""
+    if visual is None:
+        return None
+    visual = GenericVisualInputs(**visual.normalized_for_model())
+    counts, kinds_T = visual_tokens(visual), kinds(input_ids_T)
+    items, images, kept = visual.items(), len(counts) - visual.videos, []
+    for kind, part in ((IMAGE, slice(images)), (VIDEO, slice(images, None))):
+        ends, placeholders = np.cumsum(counts[part]), (kinds_T == kind).sum()
+        kept += items[part][: int(np.searchsorted(ends, placeholders, side="right"))]
+    return GenericVisualInputs.cat(kept)

@@ -97,6 +97,11 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
         ("internvl35_8b", "InternVL3.5 8B", 4, "InternVL3_5-8B-HF", "tp=2", "tp=1"),
         ("internvl35_14b", "InternVL3.5 14B", 8, "InternVL3_5-14B-HF", "tp=4", ""),
     ],
+    ("smolvlm", "HuggingFaceTB"): [
+        ("smolvlm2_256m", "SmolVLM2 256M", 1, "SmolVLM2-256M-Video-Instruct", "", ""),
+        ("smolvlm2_500m", "SmolVLM2 500M", 1, "SmolVLM2-500M-Video-Instruct", "", ""),
+        ("smolvlm2_2b", "SmolVLM2 2.2B", 1, "SmolVLM2-2.2B-Instruct", "", ""),
+    ],
     ("glm4v_moe", "zai-org"): [
         ("glm_45v", "GLM-4.5V, 106B with 128 experts", 64, "GLM-4.5V", PP8_EP8, ""),
     ],
