@@ -41,6 +41,8 @@ PUBLISHED = {
     "llava_onevision": {"image_size": 384, "most_a_side": 6, "most_tiles": 9},
     "internvl": {"image_size": 448, "image_tokens": 256, "max_patches": 12},
     "smolvlm": {"image_size": 512, "image_tokens": 64, "most_a_side": 4},
+    "minicpmv4_6": {"image_size": 448, "most_slices": 9},
+    "minicpmv4_7": {},  # cuts as minicpmv4_6
     "mistral3": {"image_size": 1540},
     "lfm2_vl": {"image_tokens": 256, "patch_size": 16},
     "glm4v_moe": {"image_size": 2425},
@@ -156,7 +158,7 @@ PROCESSORS = [
     for name, published in PUBLISHED.items()
     for at, sizes in {"tiny": {}, "published": published}.items()
     for soon in [name not in LATER and (at == "tiny") == (name in TINY_FIRST)]
-    if sizes or at == "tiny"
+    if (sizes or at == "tiny") and name.split(",")[0] in TINY_FAMILIES  # in this Transformers
 ]
 OF_TEMPLATES = [  # which know nothing of sizes
     pytest.param(*each.values, id=each.id, marks=pytest.mark.soak if each.values[0][1] else ())
@@ -352,6 +354,7 @@ def test_settings_and_classes_that_are_not_known_go_to_the_processor(make, reaso
             "VideoProcessor with do_center_crop = True",
         ),
         ("internvl", "video_processor", {"image_mean": [0.5] * 3}, "with image_mean = "),
+        ("minicpmv4_6", "video_processor", {"stack_frames": 2}, "stack_frames = 2"),
         ("smolvlm", "image_processor", {"resample": 0}, "resample = 0"),
         ("smolvlm", "video_processor", {"rescale_factor": 1.0}, "with rescale_factor = "),
         (

@@ -166,7 +166,15 @@ OWN_PARTNERS = {
     "mistral3": MISTRAL3,
     "glm4v_moe": GLM,
 }
+MINICPM = {
+    **{key: [{key: layer} for layer in (0, 2, 3)] for key in ("insert_layer_id", V + "insert_layer_id")},
+    **{key: [{key: [1, 4]}] for key in ("merge_kernel_size", V + "window_kernel_size")},
+    "merger_times": [{"merger_times": 2}],
+    **{key: [{key: 500}] for key in ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")},
+    "newline_id": [{"newline_id": 501}],
+}
 OWN_PARTNERS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), QWEN3_5)
+OWN_PARTNERS |= dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), QWEN3_5 | MINICPM)
 OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v"), GLM_DENSE) | {"llava": LLAVA, "internvl": INTERNVL}
 SMOLVLM = {
     T + "num_attention_heads": [{T + "num_attention_heads": 8}],
@@ -302,7 +310,7 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "mlp_only_layers": [0, 1, 2, 3]},
     ],
     **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe"),
+        ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7"),
         [
             {T + "layer_types": REMOVED, T + "full_attention_interval": 2},
             {T + "linear_num_key_heads": 2, T + "linear_num_value_heads": 6, T + "linear_conv_kernel_dim": 2},
@@ -338,7 +346,7 @@ NOT_ALONE = {
     *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
     *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
     *("vision_config.pooling_kernel_size", "downsample_factor", "image_token_id"),
-    *("vision_feature_select_strategy", "downsample_ratio", "scale_factor"),
+    *("vision_feature_select_strategy", "downsample_ratio", "scale_factor", "downsample_mode"),
     *("vision_aspect_ratio", "image_grid_pinpoints"),  # images then have other numbers of features
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs

@@ -203,9 +203,12 @@ def first_items(
     if visual is None:
         return None
     visual = GenericVisualInputs(**visual.normalized_for_model())
-    counts, kinds_T = visual_tokens(visual), kinds(input_ids_T)
-    items, images, kept = visual.items(), len(counts) - visual.videos, []
+    counts = visual_tokens(visual)
+    kinds_T = kinds(input_ids_T)
+    items = visual.items()
+    images = len(items) - visual.videos
+    kept = []
     for kind, part in ((IMAGE, slice(images)), (VIDEO, slice(images, None))):
-        ends, placeholders = np.cumsum(counts[part]), (kinds_T == kind).sum()
-        kept += items[part][: int(np.searchsorted(ends, placeholders, side="right"))]
+        ends = np.cumsum(counts[part])
+        kept += items[part][: int(np.searchsorted(ends, (kinds_T == kind).sum(), side="right"))]
     return GenericVisualInputs.cat(kept)

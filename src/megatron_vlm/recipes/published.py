@@ -147,6 +147,8 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             "",
         ),
     ],
+    ("minicpmv4_6", "openbmb"): [("minicpmv46_1b", "MiniCPM-V 4.6, 1.3B", 1, "MiniCPM-V-4.6", "", "")],
+    ("minicpmv4_7", "openbmb"): [("minicpmv47_1b", "MiniCPM-V 4.7, 1.3B", 1, "MiniCPM-V-4.7-1B", "", "")],
     ("qwen3_5", "Qwen"): [
         ("qwen35_08b", "Qwen3.5 0.8B", 1, "Qwen3.5-0.8B", "", ""),
         ("qwen35_2b", "Qwen3.5 2B", 1, "Qwen3.5-2B", "", ""),

@@ -69,8 +69,8 @@ class ChatTemplate:
         self._next_turn, self._mask_thinking = self._token_that_ends_replies(), mask_thinking
 
     def _with_control_tokens(self, video: str) -> str:
-        """A pattern of a video with the control tokens right before and after it, but those of other media:
-        so no cut leaves it without its end."""
+        """A pattern of a video with the control tokens right before and after it, but not of other media.
+        So no cut leaves a video without its end."""
         others = "|".join([*self._image_patterns, re.escape(video)])
         around = f"(?:(?!{others})(?:{self._control_tokens.pattern}))?"
         return f"{around}{re.escape(video)}{around}"

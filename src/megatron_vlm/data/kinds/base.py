@@ -93,8 +93,10 @@ class Kind:
         raise NotImplementedError
 
     def label(self, number: int, token: str) -> str:
-        """What the processor writes before the text of `of_size` or `of_plan`: of the image or video of a
-        conversation with this number, from 0; `token` is the one that stands for it in the template."""
+        """The text that numbers a conversation's image or video, before the text of `of_size` or `of_plan`.
+
+        `number` counts from 0; `token` stands for the image or video in the template.
+        """
         return ""
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:

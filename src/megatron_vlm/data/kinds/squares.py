@@ -36,8 +36,8 @@ class Squares(Tiles):
 
     def told(self, height: int, width: int) -> tuple[int, int] | None:
         rows, columns = self._squares(height, width)
-        pieces, of_piece = rows * columns + 1, getattr(self.processor, "image_seq_len", None)
-        return of_piece and (of_piece * pieces, pieces)
+        tokens = getattr(self.processor, "image_seq_len", None)  # of a square
+        return tokens and (tokens * (rows * columns + 1), rows * columns + 1)
 
     def of_size(self, height: int, width: int) -> tuple[str, int]:
         rows, columns = self._squares(height, width)
@@ -45,7 +45,8 @@ class Squares(Tiles):
         return text, self.count(height, width, True)[1]
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
-        frames, side = len(plan.times), self.size[0] // self.patch_size
+        frames = len(plan.times)
+        side = self.size[0] // self.patch_size
         outputs = {"pixel_values": torch.empty(1, frames), "video_metadata": [VideoMetadata(**plan.metadata)]}
         return self.processor.replace_video_token(outputs, 0), (frames, side, side)
 
@@ -61,7 +62,8 @@ class Squares(Tiles):
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         rows, columns = self._squares(*image.shape[:2])
-        side, squares = self.size[0], []
+        side = self.size[0]
+        squares = []
         image = self._resized(image, self.images.size)
         if rows:
             image = self._resized(image, SizeDict(height=rows * side, width=columns * side))
@@ -79,7 +81,8 @@ class Squares(Tiles):
         shown as a whole alone."""
         if not self.images.do_image_splitting:
             return 0, 0
-        shape_only, side = np.broadcast_to(np.uint8(0), (3, height, width)), self.size[0]
+        side = self.size[0]
+        shape_only = np.broadcast_to(np.uint8(0), (3, height, width))
         height, width = get_resize_output_image_size(shape_only, self.images.size["longest_edge"])
         ratio = width / height
         if width >= height:

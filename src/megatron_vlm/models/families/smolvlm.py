@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
 
-from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.supported import SUPPORTED
 
 
 def _shuffles(factor: Any, hf_config: Any) -> bool:
     """Whether squares of whole patches become one feature."""
-    return factor > 0 == _patches_a_side(hf_config.vision_config) % factor
+    vision = hf_config.vision_config
+    return factor > 0 == vision.image_size // vision.patch_size % factor
 
 
 SECTIONS = keys.sections(
@@ -33,10 +34,6 @@ SECTIONS = keys.sections(
 )
 
 
-def _patches_a_side(vision: Any) -> int:
-    return vision.image_size // vision.patch_size
-
-
 class SmolVLMVision(nn.Module):
     """The HF tower and projector: squares as pixel_values (N, 3, H, W) -> features (M, D)."""
 
@@ -49,7 +46,7 @@ class SmolVLMVision(nn.Module):
         tower = self.vision_tower
         pixels = pixel_values.to(self.multi_modal_projector.modality_projection.proj.weight.dtype)
         patches = [length // tower.patch_size for length in pixels.shape[-2:]]
-        whole = torch.ones(len(pixels), *patches, dtype=torch.bool, device=pixels.device)
+        whole = torch.ones((len(pixels), *patches), dtype=torch.bool, device=pixels.device)
         # not the tower itself: it asks the device whether any patch is padding
         states_NPE = tower.encoder(tower.embeddings(pixels, whole), attention_mask=None).last_hidden_state
         return self.multi_modal_projector(tower.post_layernorm(states_NPE)).flatten(0, 1)
@@ -76,10 +73,19 @@ class SmolVLM(texts.HoldsTexts):
         return {"pixel_values": torch.zeros(squares, self.vision.num_channels, side, side)}
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
-        """The number of features of each square."""
-        towers.refuse_other_sizes(visual.pixel_values, self.vision)
-        features_a_side = _patches_a_side(self.vision) // self.hf_config.scale_factor
+        """The number of features of each square, of whatever size."""
+        features_a_side = self._patches_a_side(visual.pixel_values) // self.hf_config.scale_factor
         return [features_a_side**2] * len(visual.pixel_values)
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
-        return len(visual.pixel_values) * _patches_a_side(self.vision) ** 4
+        return len(visual.pixel_values) * self._patches_a_side(visual.pixel_values) ** 4
+
+    def _patches_a_side(self, pixels: Tensor) -> int:
+        height, width = pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:]
+        factor = self.hf_config.scale_factor
+        side = height // self.vision.patch_size
+        if side != width // self.vision.patch_size or side % factor:
+            raise ValueError(
+                f"images of {width} x {height} pixels, and features are of {factor} patches a side"
+            )
+        return side

@@ -53,7 +53,8 @@ class GridFamily(Description):
         width = 3 * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
         return {
             "pixel_values": torch.zeros(side**2, width),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
+            # the host reads it, also while a model is built on the meta device
+            "image_grid_thw": torch.tensor([[1, side, side]], device="cpu"),
         }
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
