@@ -114,7 +114,7 @@ FAMILY = TinyFamily(
         "text": {**DEMO_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
         "vision": DEMO_TOWER,
     },
-    published={"image_size": 512, "image_tokens": 64, "most_a_side": 4},
+    published={"image_size": 384, "image_tokens": 81, "most_a_side": 4},
     variants={
         "one feature of a square, tied": {
             "image_tokens": 1,

@@ -40,7 +40,7 @@ PUBLISHED = {
     "llava, siglip": {"image_size": 384},
     "llava_onevision": {"image_size": 384, "most_a_side": 6, "most_tiles": 9},
     "internvl": {"image_size": 448, "image_tokens": 256, "max_patches": 12},
-    "smolvlm": {"image_size": 512, "image_tokens": 64, "most_a_side": 4},
+    "smolvlm": {"image_size": 384, "image_tokens": 81, "most_a_side": 4},
     "minicpmv4_6": {"image_size": 448, "most_slices": 9},
     "minicpmv4_7": {},  # cuts as minicpmv4_6
     "mistral3": {"image_size": 1540},

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6Merger
+from transformers import PreTrainedModel
+from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6Merger, MiniCPMV4_6VisionModel
 from transformers.vision_utils import get_vision_nearest_position_ids
 
 from megatron_vlm.batch import GenericVisualInputs, count_up
@@ -46,9 +47,10 @@ class SlicedVision(nn.Module):
     Patches (P, F) and grids (N, 3), on the host -> features (M, D).
     """
 
-    def __init__(self, hf_config: Any, merger: nn.Module):
+    def __init__(self, hf_config: Any, tower: type[PreTrainedModel], merger: type[nn.Module]):
         super().__init__()
-        self.vision_tower, self.merger = use_segments(towers.hf_tower(hf_config.vision_config)), merger
+        self.vision_tower = use_segments(towers.tower_of_class(tower, hf_config.vision_config))
+        self.merger = merger(hf_config)
         self.windows_after = hf_config.insert_layer_id if hf_config.downsample_mode == "16x" else None
 
     def forward(
@@ -105,7 +107,7 @@ def _in_squares(hidden_PE: Tensor, sizes_N2: Tensor) -> Tensor:
 class MiniCPMV46(qwen3_5.Qwen35):
     model_type = "minicpmv4_6"
     sections = SECTIONS
-    merger: type[nn.Module] = MiniCPMV4_6Merger
+    parts: tuple[type, type] = (MiniCPMV4_6VisionModel, MiniCPMV4_6Merger)
     vision_keys = {"vision_tower.**": "model.vision_tower.**", "merger.**": "model.merger.**"}
     groups = llama.LlamaFamily.groups | {"projector": ("vision.merger.",)}
 
@@ -120,8 +122,8 @@ class MiniCPMV46(qwen3_5.Qwen35):
         return SIDE**2 if self.hf_config.downsample_mode == "16x" else SIDE
 
     def build_vision(self) -> nn.Module:
-        vision = SlicedVision(self.hf_config, self.merger(self.hf_config))
-        return towers.train_what_is_used(vision, self.blank_image(0))
+        tower, merger = self.parts
+        return towers.train_what_is_used(SlicedVision(self.hf_config, tower, merger), self.blank_image(0))
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         """The number of features of each piece."""

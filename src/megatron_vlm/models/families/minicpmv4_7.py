@@ -3,7 +3,11 @@
 from typing import Any
 
 from torch import Tensor
-from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Merger, MiniCPMV4_7Model
+from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import (
+    MiniCPMV4_7Merger,
+    MiniCPMV4_7Model,
+    MiniCPMV4_7VisionModel,
+)
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families import minicpmv4_6, qwen3_5
@@ -37,7 +41,7 @@ class Canvas:
 class MiniCPMV47(minicpmv4_6.MiniCPMV46):
     model_type = "minicpmv4_7"
     sections = SECTIONS
-    merger = MiniCPMV4_7Merger
+    parts = (MiniCPMV4_7VisionModel, MiniCPMV4_7Merger)
 
     def rotary(self) -> Rotary:
         return self.mrope.rotary(self.text)

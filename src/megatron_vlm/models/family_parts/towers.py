@@ -86,6 +86,11 @@ def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
     return with_patches_by_linears(tower)
 
 
+def tower_of_class(tower_class: type[PreTrainedModel], vision: Any) -> PreTrainedModel:
+    """`hf_tower` for a class of which `AutoModel` does not know, or not in every Transformers."""
+    return with_patches_by_linears(tower_class._from_config(deepcopy(vision), attn_implementation="sdpa"))
+
+
 def with_patches_by_linears(tower: PreTrainedModel) -> PreTrainedModel:
     """The tower, whose convolutions that cut images into patches run as linears, with the same weights: some
     GPUs take 10 to 1000 times as long for one in bf16 and three dimensions (pytorch #174051). On a CPU they
