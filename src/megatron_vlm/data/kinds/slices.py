@@ -38,7 +38,7 @@ class Sliced(Patches):
 
     def label(self, number: int, token: str) -> str:
         processor = self.processor
-        wanted = processor.use_image_id  # None: as the image processor says
+        wanted = getattr(processor, "use_image_id", None)  # None, or no field up to 5.17: as its images' says
         if not (processor.default_use_image_id if wanted is None else wanted):
             return ""
         return processor._prepend_local_ids([token * (number + 1)], [""] * (number + 1), token)[-1]
