@@ -167,7 +167,7 @@ OWN_PARTNERS = {
     "glm4v_moe": GLM,
 }
 MINICPM = {
-    **{key: [{key: layer} for layer in (0, 2, 3)] for key in ("insert_layer_id", V + "insert_layer_id")},
+    "insert_layer_id": [{"insert_layer_id": layer} for layer in (0, 2, 3)],
     **{key: [{key: [1, 4]}] for key in ("merge_kernel_size", V + "window_kernel_size")},
     "merger_times": [{"merger_times": 2}],
     **{key: [{key: 500}] for key in ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")},
@@ -351,7 +351,7 @@ NOT_ALONE = {
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs
 WITHOUT_A_TRACE = {
-    *("image_token_index", "video_token_id", "audio_token_id"),
+    *("image_token_index", "video_token_id", "audio_token_id", "image_start_id"),
     *("video_start_token_id", "video_end_token_id", "tie_word_embeddings"),
     *(T + "max_position_embeddings", T + "pad_token_id", T + "tie_word_embeddings", T + "layer_types"),
     *(T + "router_aux_loss_coef", T + "output_router_logits", T + "use_sliding_window"),

@@ -33,11 +33,12 @@ TOP = patch_towers.TOP | {
     "merger_times": keys.only(1),  # as the processor counts tokens
 }
 NO_EFFECT = ("image_size", "drop_vision_last_layer", "patch_size")
-VISION = towers.TOWER | keys.any_of("layer_norm_eps", "insert_layer_id") | {"window_kernel_size": SQUARE}
+VISION = towers.TOWER | keys.any_of("layer_norm_eps") | {"window_kernel_size": SQUARE}
+OF_WHOLE = ("insert_layer_id",)  # Transformers takes the whole model's
 SECTIONS = keys.sections(
     keys.Section(("minicpmv4_6",), TOP, no_effect=NO_EFFECT),
     qwen3_5.TEXT_SECTION,
-    keys.Section(("minicpmv4_6_vision",), VISION),
+    keys.Section(("minicpmv4_6_vision",), VISION, no_effect=OF_WHOLE),
 )
 
 
