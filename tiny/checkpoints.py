@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from megatron_vlm.supported import SUPPORTED
+from megatron_vlm.supported import SUPPORTED, too_old
 from tiny.corpus import default_corpus
 from tiny.family import TinyFamily
 
-TINY_FAMILIES: dict[str, TinyFamily] = {name: import_module(f"tiny.{name}").FAMILY for name in SUPPORTED}
+TINY_FAMILIES: dict[str, TinyFamily] = {
+    name: import_module(f"tiny.{name}").FAMILY for name in SUPPORTED if not too_old(name)
+}
 
 
 def build_tiny_checkpoint(

@@ -200,7 +200,7 @@ def qwen3_moe_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Q
 
 def qwen3_5_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Qwen3_5Config:
     """`text` and `vision` override the toy sizes; three gated delta nets, then one attention."""
-    text_config = _qwen3_5_text(processor) | text
+    text_config = qwen3_5_text(processor) | text
     return _config(Qwen3_5Config, processor, text_config, _qwen3_5_vision(text) | vision)
 
 
@@ -212,13 +212,13 @@ def qwen3_5_moe_config(processor: Qwen3VLProcessor, text: dict, vision: dict) ->
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 32,
     }
-    text_config = _qwen3_5_text(processor) | experts | text
+    text_config = qwen3_5_text(processor) | experts | text
     del text_config["intermediate_size"]
     vision_config = _qwen3_5_vision(text) | vision
     return _config(Qwen3_5MoeConfig, processor, text_config, vision_config, tied=False)
 
 
-def _qwen3_5_text(processor: Qwen3VLProcessor) -> dict:
+def qwen3_5_text(processor: Qwen3VLProcessor) -> dict:
     rope = {
         "rope_type": "default",
         "rope_theta": 1e7,

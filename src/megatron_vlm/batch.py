@@ -220,6 +220,10 @@ def check(batch: Batch) -> Batch:
     return batch
 
 
+def _all_items(ids: Any, visual: GenericVisualInputs | None) -> GenericVisualInputs | None:
+    raise TypeError("a document is cut, and DataNeeds has no first_items")
+
+
 @dataclass(frozen=True)
 class DataNeeds:
     """The needs that a model has of its data.
@@ -230,6 +234,7 @@ class DataNeeds:
     of_processor      makes them of the processor's outputs if those have another form; else changes nothing
     frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens are image tokens
     misfit            says why the model cannot take a document (ids, visual inputs); None if it can
+    first_items       gives the images and videos of a document that was cut to the ids, behind a whole one
 
     Raises TypeError for an unknown visual key.
     """
@@ -240,6 +245,7 @@ class DataNeeds:
     of_processor: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     frames_as_images: bool = False
     misfit: Callable[[Any, GenericVisualInputs | None], str | None] = lambda ids, visual: None
+    first_items: Callable[[Any, GenericVisualInputs | None], GenericVisualInputs | None] = _all_items
 
     def __post_init__(self) -> None:
         GenericVisualInputs(**dict.fromkeys(self.visual_keys))

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Supported:
     default_text: str | None = None
     other_texts: dict[str, str] = field(default_factory=dict)  # model_type -> why it is not supported
     other_classes: dict[str, str] = field(default_factory=dict)  # architecture -> what to do with it
+    since: str = ""  # the first Transformers that has it, if the package also allows older ones
 
 
 _LIGHTON = (
@@ -43,6 +45,7 @@ _LIGHTON = (
     "LightOnOcrProcessor, save both into a folder and give that"
 )
 _CONVOLUTIONS = ", as most layers of LFM2 are short convolutions, which are not implemented here"
+_QWEN3_5 = ("qwen3_5_text",)
 SUPPORTED = {  # by HF model_type, which is also the name of the file in models/families
     "gemma3": Supported("Gemma3ForConditionalGeneration"),
     "gemma4": Supported("Gemma4ForConditionalGeneration"),
@@ -67,12 +70,15 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     "llava_onevision": Supported("LlavaOnevisionForConditionalGeneration", ("qwen2",), "qwen2"),
     "internvl": Supported("InternVLForConditionalGeneration", ("qwen2", "qwen3"), "qwen2"),
     "qianfan_ocr": Supported("QianfanOCRForConditionalGeneration", ("qwen3",), "qwen3"),
+    "smolvlm": Supported("SmolVLMForConditionalGeneration", ("llama",), "llama"),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_vl": Supported("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": Supported("Qwen3VLMoeForConditionalGeneration"),
     "qwen3_5_moe": Supported("Qwen3_5MoeForConditionalGeneration"),
+    "minicpmv4_6": Supported("MiniCPMV4_6ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0]),
+    "minicpmv4_7": Supported("MiniCPMV4_7ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0], since="5.18"),
     "qwen3_5": Supported("Qwen3_5ForConditionalGeneration"),
 }
 _FP8 = "fp8"  # the only quant_method that import reads, see `models.weights.files`
@@ -166,6 +172,8 @@ def _problem(config: dict[str, Any]) -> str | None:
     if model_type not in SUPPORTED:
         return unsupported(model_type, config)
     known = SUPPORTED[model_type]
+    if older := too_old(model_type):
+        return older
     architectures = config.get("architectures") or [known.architecture]
     if known.architecture not in architectures:
         own_code = _OWN_CODE if config.get("auto_map") else ""
@@ -182,6 +190,22 @@ def _problem(config: dict[str, Any]) -> str | None:
             f"{known.other_texts.get(text_type, '')}; supported: {', '.join(known.text_types)}."
         )
     return _quantised(config) or _quantised(text)
+
+
+def too_old(model_type: str) -> str | None:
+    """The message that the installed Transformers is older than this family; None if it has it."""
+    since = SUPPORTED[model_type].since
+    installed = version("transformers")
+    if not since or _major_minor(installed) >= _major_minor(since):
+        return None
+    return (
+        f"model type {model_type!r} is in Transformers since {since}, and {installed} is installed; "
+        f"pip install 'transformers>={since}'."
+    )
+
+
+def _major_minor(release: str) -> list[int]:
+    return [int(number) for number in release.split(".")[:2]]
 
 
 def unsupported(model_type: Any, config: dict[str, Any] | None = None) -> str:

@@ -24,6 +24,7 @@ OFTEN = (
     "llava15_7b",
     "internvl35_1b",
     "llava_onevision_05b",
+    "smolvlm2_256m",
 )
 OTHERS = tuple(name for name in PARAMETERS if name not in OFTEN)
 RECIPES = [pytest.param(name, OFTEN, marks=pytest.mark.long) for name in OFTEN]

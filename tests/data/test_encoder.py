@@ -4,6 +4,7 @@ import multiprocessing
 import tarfile
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from megatron.energon import WorkerConfig, get_savable_loader, get_val_dataset
@@ -18,9 +19,10 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.encode.document import first_images
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, join_documents
 from megatron_vlm.models.families import describe
+from megatron_vlm.models.positions import kinds_by_token
+from megatron_vlm.models.stream import first_items
 from tiny.checkpoints import build_tiny_checkpoint
 
 
@@ -205,14 +207,16 @@ def test_the_last_reply_alone_is_trained_if_that_is_asked_for(processor):
 # ------------------------------------------------------------------------------------------ over length
 
 
-def test_truncation_keeps_whole_images_at_every_length(processor):
+def test_truncation_keeps_whole_images_at_every_length(processor, tiny_gemma3):
+    needs = describe(AutoConfig.from_pretrained(tiny_gemma3)).data_needs
     turns = [*conversation(1), *conversation(2, "And these?", "A one and a two."), *conversation(0)]
     whole = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)).encode_sample(
         sample(turns, images=3)
     )
     kept, dropped_lengths = set(), 0
     for length in range(1, len(whole.input_ids) + 1):
-        encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=length, over_length="truncate"))
+        data = DataConfig(seq_length=length, over_length="truncate")
+        encoder = HFEncoderVLMTaskEncoder(processor, data, needs)
         try:
             cut = encoder.encode_sample(sample(turns, images=3))
         except SkipSample:
@@ -229,23 +233,38 @@ def test_truncation_keeps_whole_images_at_every_length(processor):
     assert kept == {1, 2, 3} and dropped_lengths > 16
 
 
+IMAGE, VIDEO = 7, 8
+
+
+def of_first(visual, counts, images=0, videos=0):
+    """What is left of images and videos with these numbers of features behind so many placeholders."""
+    ids = np.array([1] + [IMAGE] * images + [2] + [VIDEO] * videos)
+    return first_items(lambda ids: kinds_by_token(ids, IMAGE, VIDEO), lambda visual: counts, ids, visual)
+
+
 def test_patch_layouts_are_cut_by_their_grids():
     grid = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 2]])
     visual = GenericVisualInputs(pixel_values=torch.arange(44.0)[:, None], image_grid_thw=grid)
-    first = first_images(visual, 2, [4, 4, 4])
+    first = of_first(visual, [6, 1, 4], images=7)
     assert first.image_grid_thw.equal(grid[:2]) and first.pixel_values.equal(visual.pixel_values[:28])
 
 
-def test_a_layout_that_cannot_be_cut_is_a_drop():
-    crops = GenericVisualInputs(pixel_values=torch.zeros(7, 3, 2, 2))
-    with pytest.raises(BadSample, match="over_length"):
-        first_images(crops, 1, [4, 8])
-
-
 def test_tiles_are_cut_by_the_tokens_of_their_images():
-    tiles = GenericVisualInputs(pixel_values=torch.arange(9.0)[:, None])
-    first = first_images(tiles, 2, [4, 20, 12])  # 1, 5 and 3 tiles of 4 tokens
-    assert first.pixel_values.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    tiles = GenericVisualInputs(pixel_values=torch.arange(6.0)[:, None])
+    first = of_first(tiles, [4, 4, 2, 2, 9, 9], images=12)  # an image of four tiles, then one of two
+    assert first.pixel_values.flatten().tolist() == [0, 1, 2, 3]
+    assert of_first(tiles, [4, 4, 2, 2, 9, 9]) is None
+
+
+def test_videos_are_cut_by_their_own_tokens():
+    visual = GenericVisualInputs(
+        pixel_values=torch.arange(2.0)[:, None],
+        pixel_values_videos=torch.arange(6.0)[:, None],
+        video_grid_thw=torch.tensor([[1, 1, 3], [1, 1, 2], [1, 1, 1]]),
+    )
+    first = of_first(visual, [5, 5, 3, 2, 1], images=5, videos=5)
+    assert first.pixel_values.flatten().tolist() == [0]
+    assert first.pixel_values_videos.flatten().tolist() == [0, 1, 2, 3, 4]
 
 
 # ------------------------------------------------------------------------------------------------ drops

@@ -26,13 +26,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "adapter with DoRA": {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "use_dora": True},
     "adapter with DoRA on q and v": {
         "r": 4,
-        "target_modules": r".*language_model\.layers\.\d+\.\w+_attn\.([qv]_proj|in_proj_qkv)",
+        "target_modules": r".*(language|text)_model\.layers\.\d+\.\w+_attn\.([qv]_proj|in_proj_qkv)",
         "use_dora": True,
     },
     "adapter on late layers": {
         "r": 4,
         "use_rslora": True,
-        "target_modules": r".*language_model\.layers\.[^0]\.(\w+_attn\.([qv]|out)|mlp\.down)_proj",
+        "target_modules": r".*(language|text)_model\.layers\.[^0]\.(\w+_attn\.([qv]|out)|mlp\.down)_proj",
     },
 }
 WITH_MODULES = "adapter and modules"
@@ -42,7 +42,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {  # of families that have some
         "r": 3,
         "lora_alpha": 6,
         # of the language model alone, as the q_proj of a Gemma 4 tower is no linear
-        "target_modules": r".*language_model\.layers\.[0-3]\.\w+_attn\.(q_proj|in_proj_z)",
+        "target_modules": r".*(language|text)_model\.layers\.[0-3]\.\w+_attn\.(q_proj|in_proj_z)",
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
         "rank_pattern": {"down_proj": 4},
         "alpha_pattern": {"gate_up_proj": 9},
@@ -150,7 +150,8 @@ def named_for_peft(settings: dict[str, Any], description: Any) -> dict[str, Any]
 
 def modules_to_save(description: Any) -> list[str]:
     """Some of tower, projector and language model, also such as tensor parallelism cuts."""
-    names = ["multi_modal_projector", "visual.merger", "language_model.norm"]
+    names = ["multi_modal_projector", "connector", "visual.merger", "model.merger"]
+    names += ["language_model.norm", "text_model.norm"]
     names += ["layers.1.self_attn", "layers.1.linear_attn"]
     names += [] if description.has_experts else ["layers.0.mlp"]
     names += [] if description.hf_config.tie_word_embeddings else ["embed_tokens", "lm_head"]

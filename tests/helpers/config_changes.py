@@ -174,10 +174,22 @@ OWN_PARTNERS = {
     "mistral3": MISTRAL3,
     "glm4v_moe": GLM,
 }
+MINICPM = {
+    "insert_layer_id": [{"insert_layer_id": layer} for layer in (0, 2, 3)],
+    **{key: [{key: [1, 4]}] for key in ("merge_kernel_size", V + "window_kernel_size")},
+    "merger_times": [{"merger_times": 2}],
+    **{key: [{key: 500}] for key in ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")},
+    "newline_id": [{"newline_id": 501}],
+}
 OWN_PARTNERS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), QWEN3_5)
+OWN_PARTNERS |= dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), QWEN3_5 | MINICPM)
 OWN_PARTNERS |= dict.fromkeys(("glm4v", "glm46v", "glmga"), GLM_DENSE)
-OWN_PARTNERS |= {"llava": LLAVA, "llava_onevision": ONEVISION}
 OWN_PARTNERS |= dict.fromkeys(("internvl", "qianfan_ocr"), INTERNVL)
+SMOLVLM = {
+    T + "num_attention_heads": [{T + "num_attention_heads": 8}],
+    "scale_factor": [{"scale_factor": factor} for factor in (1, 3, 0)],
+}
+OWN_PARTNERS |= {"llava": LLAVA, "llava_onevision": ONEVISION, "smolvlm": SMOLVLM}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RULES = [
@@ -280,6 +292,13 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
             | {T + "layer_types": REMOVED, T + "max_window_layers": 2},
         ],
     ),
+    "smolvlm": [
+        {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {T + "attention_bias": True, "tie_word_embeddings": True},
+        {T + "mlp_bias": True},
+        {T + "model_type": REMOVED},
+        {"pad_token_id": 7},
+    ],
     "glm4v_moe": [
         {ROPE + "partial_rotary_factor": REMOVED, T + "partial_rotary_factor": 0.5},
         {
@@ -316,7 +335,7 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         {T + "mlp_only_layers": [0, 1, 2, 3]},
     ],
     **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe"),
+        ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7"),
         [
             {T + "layer_types": REMOVED, T + "full_attention_interval": 2},
             {T + "linear_num_key_heads": 2, T + "linear_num_value_heads": 6, T + "linear_conv_kernel_dim": 2},
@@ -352,12 +371,12 @@ NOT_ALONE = {
     *("vision_config.in_channels", "vision_config.num_channels", "vision_config.out_hidden_size"),
     *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
     *("vision_config.pooling_kernel_size", "downsample_factor", "image_token_id"),
-    *("vision_feature_select_strategy", "downsample_ratio"),
+    *("vision_feature_select_strategy", "downsample_ratio", "scale_factor", "downsample_mode"),
     *("vision_aspect_ratio", "image_grid_pinpoints"),  # images then have other numbers of features
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs
 WITHOUT_A_TRACE = {
-    *("image_token_index", "video_token_id", "audio_token_id"),
+    *("image_token_index", "video_token_id", "audio_token_id", "image_start_id"),
     *("video_start_token_id", "video_end_token_id", "tie_word_embeddings"),
     *(T + "max_position_embeddings", T + "pad_token_id", T + "tie_word_embeddings", T + "layer_types"),
     *(T + "router_aux_loss_coef", T + "output_router_logits", T + "use_sliding_window"),

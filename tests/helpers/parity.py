@@ -254,7 +254,10 @@ AROUND_A_CHUNK = {"packed: documents around a chunk": ["1", "2", "63", "64", "65
 
 
 def packed_of(family: str) -> dict[str, list[str]]:
-    return PACKED | (AROUND_A_CHUNK if family in ("qwen3_5", "qwen3_5_moe") else {})
+    from megatron_vlm.models.families import load
+    from megatron_vlm.models.families.qwen3_5 import Qwen35
+
+    return PACKED | (AROUND_A_CHUNK if issubclass(load(family), Qwen35) else {})
 
 
 def takes_videos(family: Any) -> bool:
@@ -362,6 +365,11 @@ def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
     """What a processor gives that pads images to one number of patches or tiles, of all rows; see
     `megatron_vlm.data.kinds`."""
     ready = ("pixel_values", "pixel_values_videos")
+    sizes = ("target_sizes", "target_sizes_videos")
+    if any(key in out for out in outputs for key in sizes):  # patches side by side
+        axes = dict.fromkeys(ready, -1) | dict.fromkeys(sizes, 0)
+        parts = {key: [out[key] for out in outputs if key in out] for key in axes}
+        return {key: torch.cat(tensors, axes[key]) for key, tensors in parts.items() if tensors}
     counted = ("image_position_ids", "image_sizes", "batch_num_images")
     keys = (*ready, "pixel_attention_mask", "spatial_shapes", *counted)
     padded = any(out[key].dim() == 5 for out in outputs for key in ready if key in out)

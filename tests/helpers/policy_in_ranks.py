@@ -106,7 +106,8 @@ def with_given_experts(model) -> tuple[dict[str, Any], list[dict[int, torch.Tens
         taken[-1][layer] = experts.sort(-1).values.short()
         return logits, weights, experts
 
-    for layer, module in enumerate(model.model.language_model.layers):
+    text = getattr(model.model, "language_model", None) or model.model.text_model
+    for layer, module in enumerate(text.layers):
         if (gate := getattr(module.mlp, "gate", getattr(module, "router", None))) is not None:
             gate.register_forward_hook(partial(take, layer))
     return given, taken

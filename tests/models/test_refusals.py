@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from places import ROOT
+from programs import OLDEST
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.supported import SUPPORTED, config_file, read_config, resolve
@@ -243,6 +245,21 @@ def test_a_name_that_is_nowhere(hub):
         FileNotFoundError, match="^checkpoint me/none: neither a folder nor in the hub's cache"
     ):
         read_config("me/none")
+
+
+@pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+def test_a_family_that_the_installed_transformers_lacks_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "minicpmv4_7"}')
+    program = "import sys; from megatron_vlm.supported import read_config; read_config(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(OLDEST), *sys.path])},
+    )
+    last = done.stderr.splitlines()[-1]
+    assert "model type 'minicpmv4_7' is in Transformers since 5.18, and 5.1" in last
+    assert last.endswith("is installed; pip install 'transformers>=5.18'.")
 
 
 @pytest.mark.parametrize(

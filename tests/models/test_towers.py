@@ -150,7 +150,7 @@ def features_and_gradients(vision: torch.nn.Module, visual: GenericVisualInputs)
 
 
 # images or tiles of one size, so a batch of them needs no segments
-ONE_SIZE = ("gemma3", "llava", "llava_onevision", "internvl", "qianfan_ocr")
+ONE_SIZE = ("gemma3", "llava", "llava_onevision", "internvl", "qianfan_ocr", "smolvlm")
 WITHOUT_ATTENTION = ("gemma4_unified",)
 SEGMENTED = [family for family in OF_DATA if family.values[0] not in (*ONE_SIZE, *WITHOUT_ATTENTION)]
 

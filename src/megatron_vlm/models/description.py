@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.positions import kinds_by_token
-from megatron_vlm.models.stream import misfit
+from megatron_vlm.models.stream import first_items, misfit
 from megatron_vlm.models.weights.rules import Rule, WeightMap
 
 
@@ -124,6 +124,7 @@ class Description(ABC):
             images_or_videos=self.images_or_videos,
             frames_as_images=self.frames_as_images,
             misfit=partial(misfit, self.visual_kinds, self.visual_tokens),
+            first_items=partial(first_items, self.visual_kinds, self.visual_tokens),
         )
 
     @property

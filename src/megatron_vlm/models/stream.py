@@ -191,3 +191,24 @@ def misfit(
         if (placeholders := int((kinds_T == kind).sum())) != sum(features):
             return f"{placeholders} placeholders for {sum(features)} features of its {name}"
     return None
+
+
+def first_items(
+    kinds: Kinds,
+    visual_tokens: Callable[[GenericVisualInputs], list[int]],
+    input_ids_T: Any,
+    visual: GenericVisualInputs | None,
+) -> GenericVisualInputs | None:
+    """The images and videos, or their pieces, of a document that was cut to these ids behind a whole one."""
+    if visual is None:
+        return None
+    visual = GenericVisualInputs(**visual.normalized_for_model())
+    counts = visual_tokens(visual)
+    kinds_T = kinds(input_ids_T)
+    items = visual.items()
+    images = len(items) - visual.videos
+    kept = []
+    for kind, part in ((IMAGE, slice(images)), (VIDEO, slice(images, None))):
+        ends = np.cumsum(counts[part])
+        kept += items[part][: int(np.searchsorted(ends, (kinds_T == kind).sum(), side="right"))]
+    return GenericVisualInputs.cat(kept)

@@ -108,6 +108,11 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
     ("qianfan_ocr", "baidu"): [
         ("qianfan_ocr_4b", "Qianfan-OCR 4B", 4, "Qianfan-OCR", "", ""),
     ],
+    ("smolvlm", "HuggingFaceTB"): [
+        ("smolvlm2_256m", "SmolVLM2 256M", 1, "SmolVLM2-256M-Video-Instruct", "", ""),
+        ("smolvlm2_500m", "SmolVLM2 500M", 1, "SmolVLM2-500M-Video-Instruct", "", ""),
+        ("smolvlm2_2b", "SmolVLM2 2.2B", 1, "SmolVLM2-2.2B-Instruct", "", ""),
+    ],
     ("glm4v_moe", "zai-org"): [
         ("glm_45v", "GLM-4.5V, 106B with 128 experts", 64, "GLM-4.5V", PP8_EP8, ""),
     ],
@@ -153,6 +158,8 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             "",
         ),
     ],
+    ("minicpmv4_6", "openbmb"): [("minicpmv46_1b", "MiniCPM-V 4.6, 1.3B", 1, "MiniCPM-V-4.6", "", "")],
+    ("minicpmv4_7", "openbmb"): [("minicpmv47_1b", "MiniCPM-V 4.7, 1.3B", 1, "MiniCPM-V-4.7-1B", "", "")],
     ("qwen3_5", "Qwen"): [
         ("qwen35_08b", "Qwen3.5 0.8B", 1, "Qwen3.5-0.8B", "", ""),
         ("qwen35_2b", "Qwen3.5 2B", 1, "Qwen3.5-2B", "", ""),

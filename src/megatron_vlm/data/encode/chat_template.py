@@ -60,15 +60,21 @@ class ChatTemplate:
         self._tokenizer = processor.tokenizer
         self._control_tokens = _control_tokens(processor)
         self._image_patterns = [re.escape(token) for token in placeholder_tokens(processor)]
-        # with the control tokens right before and after a video: so no cut leaves it without its end
-        control, video = self._control_tokens.pattern, getattr(processor, "video_token", None)
-        self._video_patterns = [f"(?:{control})?{re.escape(video)}(?:{control})?"] if video else []
+        video = getattr(processor, "video_token", None)
+        self._video_patterns = [self._with_control_tokens(video)] if video else []
         self._tells_replies = bool(GENERATION_TAG.search(self.text))
         if not self._tells_replies:
             self._probe_template()
         self._next_turn, self._mask_thinking = None, False
         self._no_content = self._what_is_no_content()
         self._next_turn, self._mask_thinking = self._token_that_ends_replies(), mask_thinking
+
+    def _with_control_tokens(self, video: str) -> str:
+        """A pattern of a video with the control tokens right before and after it, but not of other media.
+        So no cut leaves a video without its end."""
+        others = "|".join([*self._image_patterns, re.escape(video)])
+        around = f"(?:(?!{others})(?:{self._control_tokens.pattern}))?"
+        return f"{around}{re.escape(video)}{around}"
 
     def __call__(
         self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0

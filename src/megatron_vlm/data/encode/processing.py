@@ -6,7 +6,8 @@ the bit.
 
 Ids need only the sizes of media. The processor is asked once, with a small image, what it writes for an image
 and how many of those tokens it counts. From then on, a text with every image as short as possible is
-tokenized, and each image then grows to the count of tokens for its size.
+tokenized, and each image then grows to the count of tokens for its size. A video, and an image of a processor
+that writes more than one run of tokens for it, is tokenized with one token for each run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import functools
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -40,6 +41,9 @@ PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
 ]
+
+
+Grow = Callable[[np.ndarray], np.ndarray]  # of the short ids of an image or a video its whole ones
 
 
 class HFProcessor:
@@ -159,7 +163,8 @@ class SizeEncoder:
         self._ids = self._kind.ids if known else functools.partial(Kind.ids, self._kind)
         self._processor = self._kind.processor
         self._kind.check_counts()
-        self._short_image, self._image_id, self._counted = self._probe()
+        if not self._kind.writes_by_size:
+            self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
         self, prompt: RenderedChat, sizes: list[tuple[int, int]], plans: list[VideoPlan]
@@ -167,24 +172,18 @@ class SizeEncoder:
         """The text in tokens. `sizes` are (width, height). Raises BadSample if the processor refuses any."""
         alone = len(sizes) == 1
         try:
-            images = [self._ids(height, width, alone, self._image_id) for width, height in sizes]
-            videos = [self._video(plan) for plan in plans]
+            images = [self._image(size, number, alone) for number, size in enumerate(sizes)]
+            videos = [self._video(plan, number) for number, plan in enumerate(plans)]
         except REFUSALS as error:
             raise refused_by_processor(error) from error
-        texts = [self._short_image] * len(images)
+        texts = [text for text, *_ in images]
         texts += [
             prompt.text[start:stop].replace(self._processor.video_token, text)
             for (start, stop), (text, _, _) in zip(prompt.videos, videos, strict=True)
         ]
         short = self._encode_text.tokenize(with_media(prompt, texts))
-        grown = [
-            self._with_image(short.input_ids[start:stop], image_ids)
-            for (start, stop), (image_ids, _) in zip(short.images, images, strict=True)
-        ]
-        grown += [
-            self._with_runs(short.input_ids[start:stop], runs)
-            for (start, stop), (_, runs, _) in zip(short.videos, videos, strict=True)
-        ]
+        places = zip([*short.images, *short.videos], [*images, *videos], strict=True)
+        grown = [grow(short.input_ids[start:stop]) for (start, stop), (_, grow, _) in places]
         media, lengths = [*short.images, *short.videos], list(map(len, grown))
         untrained = [np.zeros(length, np.float32) for length in lengths]
         return EncodedText(
@@ -192,7 +191,7 @@ class SizeEncoder:
             np.concatenate(_replaced(short.weights, media, untrained)),
             _moved(short.images, media, lengths),
             _moved(short.videos, media, lengths),
-            [patches for _, patches in images],
+            [patches for *_, patches in images],
             [grid for *_, grid in videos],
         )
 
@@ -226,7 +225,21 @@ class SizeEncoder:
                 return int(max(found, key=counts.__getitem__))
         raise AssertionError("an image has tokens")
 
-    def _with_image(self, short_ids: np.ndarray, image_ids: np.ndarray) -> np.ndarray:
+    def _image(self, size: tuple[int, int], number: int, alone: bool) -> tuple[str, Grow, int]:
+        """(the image's text with one token per run, what makes its ids of that text's, its raw patches)"""
+        width, height = size
+        if self._kind.writes_by_size:
+            text, patches = self._kind.of_size(height, width)
+            return *self._by_runs(self._kind.label(number, self._processor.image_token) + text), patches
+        ids, patches = self._ids(height, width, alone, self._image_id)
+        return self._short_image, functools.partial(self._with_image, ids), patches
+
+    def _video(self, plan: VideoPlan, number: int) -> tuple[str, Grow, Grid]:
+        """(the video's text with one token per run, what makes its ids of that text's, its grid)"""
+        text, grid = self._kind.of_plan(plan)
+        return *self._by_runs(self._kind.label(number, self._processor.video_token) + text), grid
+
+    def _with_image(self, image_ids: np.ndarray, short_ids: np.ndarray) -> np.ndarray:
         first = int((short_ids == self._image_id).argmax())
         if len(short_ids) - self._counted < first:  # begin and end tokens are counted, too
             image_ids, stop = image_ids[self._counted - 1 :], first + 1
@@ -234,25 +247,25 @@ class SizeEncoder:
             stop = first + self._counted
         return np.concatenate([short_ids[:first], image_ids, short_ids[stop:]])
 
-    def _video(self, plan: VideoPlan) -> tuple[str, list[int], Grid]:
-        """(the video's text with one token per run of placeholders, the lengths of the runs, its grid)"""
-        text, grid = self._kind.of_plan(plan)
-        runs = [len(run[0]) // len(run[run.lastindex]) for run in self._video_runs.finditer(text)]
-        return self._video_runs.sub(lambda run: run[run.lastindex], text), runs, grid
+    def _by_runs(self, text: str) -> tuple[str, Grow]:
+        runs = [len(run[0]) // len(run[run.lastindex]) for run in self._runs.finditer(text)]
+        return self._runs.sub(lambda run: run[run.lastindex], text), functools.partial(self._with_runs, runs)
 
-    @functools.cached_property
-    def _video_tokens(self) -> list[str]:
-        return list({self._processor.video_token, *placeholder_tokens(self._processor)})
-
-    @functools.cached_property
-    def _video_runs(self) -> re.Pattern[str]:
-        return re.compile("|".join(f"({re.escape(token)})+" for token in self._video_tokens))
-
-    def _with_runs(self, short_ids: np.ndarray, runs: list[int]) -> np.ndarray:
+    def _with_runs(self, runs: list[int], short_ids: np.ndarray) -> np.ndarray:
         repeats = np.ones(len(short_ids), int)
-        ids = self._processor.tokenizer.convert_tokens_to_ids(self._video_tokens)
-        repeats[np.isin(short_ids, ids)] = runs
+        repeats[np.isin(short_ids, list(self._media_tokens.values()))] = runs
         return np.repeat(short_ids, repeats)
+
+    @functools.cached_property
+    def _media_tokens(self) -> dict[str, int]:
+        """The tokens that stand for media, with their ids: what a template writes need not be one of them."""
+        vocabulary = self._processor.tokenizer.get_vocab()
+        names = {getattr(self._processor, "video_token", None), *placeholder_tokens(self._processor)}
+        return {name: vocabulary[name] for name in names if name in vocabulary}
+
+    @functools.cached_property
+    def _runs(self) -> re.Pattern[str]:
+        return re.compile("|".join(f"({re.escape(token)})+" for token in self._media_tokens))
 
 
 def with_media(prompt: RenderedChat, texts: list[str]) -> RenderedChat:

@@ -2,12 +2,14 @@
 
 from transformers import ProcessorMixin
 
-from megatron_vlm.data.kinds import any_size, grid, native, one_size, tiles
+from megatron_vlm.data.kinds import any_size, grid, native, one_size, slices, squares, tiles
 from megatron_vlm.data.kinds.base import Kind
 
 KINDS: tuple[type[Kind], ...] = (  # the first with its sign is taken
     tiles.OneVisionTiles,
     tiles.InternVLTiles,
+    squares.Squares,
+    slices.Sliced,
     native.NaFlex,
     native.Pooled,
     native.Joined,

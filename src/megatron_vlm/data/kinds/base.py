@@ -44,9 +44,12 @@ class Kind:
     known: ClassVar[Mapping[tuple[str, str], str | None]] = {}
     size_keys: ClassVar[tuple[str, ...]] = ()  # of `size` in known processors, if it is read
     switches: ClassVar[tuple[str, ...]] = SWITCHES  # that must be on in known processors
+    either: ClassVar[tuple[str, ...]] = ()  # switches that may be on or off in them
+    resamples: ClassVar[tuple[int, ...]] = tuple(RESAMPLE)  # that they may ask for
     unused: ClassVar[tuple[str, ...]] = ("pad_size", "crop_size")  # sizes that must not be set in them
     alike: ClassVar[tuple[str, ...]] = ()  # settings in which their image and video processors must agree
     splits: ClassVar[str] = ""  # the setting that makes several images of one, which nothing counts
+    writes_by_size: ClassVar[bool] = False  # of an image more than a run of its tokens, see `of_size`
     makes_one_size: ClassVar[bool] = False  # so that limits on an image's pixels have no effect
     pads_to_largest: ClassVar[bool] = False  # images of a batch, right and bottom, to `image_sizes`
     colours_last: ClassVar[bool] = False  # in the patches that the tower takes
@@ -85,6 +88,17 @@ class Kind:
         """The numbers of tokens and raw patches of an image, which is its conversation's only one or not."""
         return self.told(height, width)
 
+    def of_size(self, height: int, width: int) -> tuple[str, int]:
+        """The text that the processor writes for an image, and the image's number of raw patches."""
+        raise NotImplementedError
+
+    def label(self, number: int, token: str) -> str:
+        """The text that numbers a conversation's image or video, before the text of `of_size` or `of_plan`.
+
+        `number` counts from 0; `token` stands for the image or video in the template.
+        """
+        return ""
+
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
         """The text that the processor writes for a video, and the video's grid."""
         raise NotImplementedError
@@ -111,9 +125,9 @@ class Kind:
         """The settings of the image or video processor whose effect is not known here."""
         switches = {key: value for key, value in part.to_dict().items() if key.startswith("do_")}
         off = [key for key in self.switches if not switches.pop(key, None)]
-        on = [key for key, value in switches.items() if value and key not in WITHOUT_EFFECT]
+        on = [key for key, value in switches.items() if value and key not in WITHOUT_EFFECT + self.either]
         odd = [f"{key} = {getattr(part, key)}" for key in off + on]
-        if part.resample is None or int(part.resample) not in RESAMPLE:
+        if part.resample is None or int(part.resample) not in self.resamples:
             odd.append(f"resample = {part.resample}")
         if self.size_keys and {key for key, side in dict(part.size).items() if side} != set(self.size_keys):
             odd.append(f"size = {dict(part.size)}")

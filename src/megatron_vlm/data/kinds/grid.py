@@ -23,7 +23,7 @@ class Patches(Kind):
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         pixels, side = self.fitted(image), self.patch_size
         grid = [1, pixels.shape[0] // side, pixels.shape[1] // side]
-        patches = _patches_of(pixels[None], side, self.merge)
+        patches = patches_of(pixels[None], side, self.merge)
         return {"pixel_values": patches, "image_grid_thw": torch.tensor([grid])}
 
     def patches_of(self, visual: GenericVisualInputs) -> int:
@@ -77,7 +77,7 @@ class QwenGrid(Patches):
     def of_video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
         part = self.processor.video_processor
         pixels = resized(frames, (grid[1] * part.patch_size, grid[2] * part.patch_size), part.resample)
-        patches = _patches_of(pixels, part.patch_size, part.merge_size, part.temporal_patch_size)
+        patches = patches_of(pixels, part.patch_size, part.merge_size, part.temporal_patch_size)
         tensors = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
         if "second_per_grid_ts" in self.processor.model_input_names:  # the seconds that a patch spans
             frames_per_second = VideoMetadata(**plan.metadata).sampled_fps
@@ -99,7 +99,7 @@ class GLMGrid(QwenGrid):
         return glm4v.smart_resize(moments, height, width, moments, **self.limits)
 
 
-def _patches_of(frames: np.ndarray, side: int, merge: int, moments: int = 1) -> Tensor:
+def patches_of(frames: np.ndarray, side: int, merge: int, moments: int = 1) -> Tensor:
     """The patches of frames (T, H, W, 3), one per row, in the order in which a tower merges them to squares.
 
     A patch has `side` lines of `side` pixels and spans `moments` frames; a square is `merge` patches wide.

@@ -49,7 +49,7 @@ class InternVLTiles(Tiles):
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         size, least, most = self.size, self.images.min_patches, self.images.max_patches
         columns, rows = get_optimal_tiled_canvas(image.shape[:2], size, least, most)
-        tiles = _tiles_of(resized(image, (rows * size[0], columns * size[1]), self.images.resample), size)
+        tiles = tiles_of(resized(image, (rows * size[0], columns * size[1]), self.images.resample), size)
         if len(tiles) > 1:
             tiles = np.concatenate([tiles, self.fitted(image)[None]])
         return {"pixel_values": torch.from_numpy(tiles)}
@@ -121,7 +121,7 @@ class OneVisionTiles(Tiles):
         if alone:
             canvas = select_best_resolution(size, self.images.image_grid_pinpoints)
             inside = get_patch_output_size(image, canvas, "channels_last")
-            tiles = [_tiles_of(_centred(resized(image, inside, self.images.resample), canvas, 0), self.size)]
+            tiles = [tiles_of(_centred(resized(image, inside, self.images.resample), canvas, 0), self.size)]
         else:
             background = [int(255 * mean) for mean in self.images.image_mean]
             image = _centred(image, _square_of(size[0], size[1]), background)
@@ -145,7 +145,7 @@ def _square_of(height: int, width: int) -> tuple[int, int]:
     return side, side
 
 
-def _tiles_of(image: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
+def tiles_of(image: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
     """(tiles, height, width, 3), row after row."""
     rows, columns = image.shape[0] // tile[0], image.shape[1] // tile[1]
     # a line of a tile is copied at once, not colour by colour

@@ -1,7 +1,5 @@
 """Qwen2.5-VL: window-attention tower, qkv bias, M-RoPE in chunks with the seconds of videos."""
 
-from copy import deepcopy
-
 from transformers import PreTrainedModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -39,9 +37,7 @@ class Qwen25VL(patch_towers.PatchFamily):
     }
 
     def tower(self) -> PreTrainedModel:
-        """Transformers' module, of which `AutoModel` does not know, or not in Transformers 5.17."""
-        tower = self.tower_class._from_config(deepcopy(self.vision), attn_implementation="sdpa")
-        return towers.with_patches_by_linears(tower)
+        return towers.tower_of_class(self.tower_class, self.vision)
 
     @property
     def tokens_per_second(self) -> float:

@@ -39,9 +39,10 @@ NO_EFFECT = (
     "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings",
 )
+TEXT_SECTION = keys.Section(("qwen3_5_text",), TEXT, no_effect=NO_EFFECT, rope=MROPE.keys())
 SECTIONS = keys.sections(
     keys.Section(("qwen3_5",), patch_towers.TOP, no_effect=qwen3_vl.MARKERS),
-    keys.Section(("qwen3_5_text",), TEXT, no_effect=NO_EFFECT, rope=MROPE.keys()),
+    TEXT_SECTION,
     keys.Section(("qwen3_5_vision", "qwen3_5"), VISION),
 )
 

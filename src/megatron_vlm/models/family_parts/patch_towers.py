@@ -41,8 +41,8 @@ class GridVision(nn.Module):
         second_per_grid_ts: Tensor | None = None,  # only positions need it
     ) -> Tensor:
         """Patches (P, ...) and grids (N, 3) on CPU -> features (M, D), or with deepstack (1 + n, M, D)."""
-        patches_PF = _joined(pixel_values, pixel_values_videos)
-        grids_N3 = _joined(image_grid_thw, video_grid_thw).cpu()
+        patches_PF = joined(pixel_values, pixel_values_videos)
+        grids_N3 = joined(image_grid_thw, video_grid_thw).cpu()
         plan = self._plan(grids_N3, patches_PF.device)
         output = self.visual(patches_PF, grid_thw=grids_N3, **plan)
         if not self.deepstack:
@@ -74,7 +74,7 @@ class GridVision(nn.Module):
         return lengths | {name: on_device(numbers, device) for name, numbers in indices.items()}
 
 
-def _joined(images: Tensor | None, videos: Tensor | None) -> Tensor:
+def joined(images: Tensor | None, videos: Tensor | None) -> Tensor:
     return torch.cat([part for part in (images, videos) if part is not None])
 
 

@@ -60,7 +60,8 @@ class GridFamily(Description):
         width = 3 * getattr(self.vision, "temporal_patch_size", 1) * self.patch_size**2
         return {
             "pixel_values": torch.zeros(side**2, width),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
+            # the host reads it, also while a model is built on the meta device
+            "image_grid_thw": torch.tensor([[1, side, side]], device="cpu"),
         }
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
@@ -90,6 +91,11 @@ def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
         deepcopy(vision), attn_implementation="sdpa", trust_remote_code=False, **options
     )
     return with_patches_by_linears(tower)
+
+
+def tower_of_class(tower_class: type[PreTrainedModel], vision: Any) -> PreTrainedModel:
+    """`hf_tower` for a class of which `AutoModel` does not know, or not in every Transformers."""
+    return with_patches_by_linears(tower_class._from_config(deepcopy(vision), attn_implementation="sdpa"))
 
 
 def with_patches_by_linears(tower: PreTrainedModel) -> PreTrainedModel:

@@ -1,0 +1,147 @@
+"""MiniCPM-V 4.6: Qwen3.5's text model, and a SigLIP-like tower that merges windows of patches on the way.
+
+An image is a whole and slices, each with its own number of patches; each is an item, and so are a frame's.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6Merger, MiniCPMV4_6VisionModel
+from transformers.vision_utils import get_vision_nearest_position_ids
+
+from megatron_vlm.batch import GenericVisualInputs, count_up
+from megatron_vlm.models.families import qwen3_5
+from megatron_vlm.models.family_parts import keys, llama, patch_towers, towers
+from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.layers.tower_attention import use_segments
+from megatron_vlm.parallel.transfer import on_device
+
+SIDE = 2  # patches along the side of a square, both of a window and of a feature
+SQUARE = keys.only([SIDE, SIDE], (SIDE, SIDE))
+
+
+def _a_layer(layer: Any, hf_config: Any) -> bool:
+    return 0 <= layer < hf_config.vision_config.num_hidden_layers
+
+
+TOP = patch_towers.TOP | {
+    "insert_layer_id": keys.Values("a layer of the tower", _a_layer),
+    "downsample_mode": keys.only("16x", "4x"),
+    "merge_kernel_size": SQUARE,
+    "merger_times": keys.only(1),  # as the processor counts tokens
+}
+NO_EFFECT = ("image_size", "drop_vision_last_layer", "patch_size")
+VISION = towers.TOWER | keys.any_of("layer_norm_eps") | {"window_kernel_size": SQUARE}
+OF_WHOLE = ("insert_layer_id",)  # Transformers takes the whole model's
+SECTIONS = keys.sections(
+    keys.Section(("minicpmv4_6",), TOP, no_effect=NO_EFFECT),
+    qwen3_5.TEXT_SECTION,
+    keys.Section(("minicpmv4_6_vision",), VISION, no_effect=OF_WHOLE),
+)
+
+
+class SlicedVision(nn.Module):
+    """The HF tower and projector, called once for all pieces of images and frames of a micro batch.
+
+    Patches (P, F) and grids (N, 3), on the host -> features (M, D).
+    """
+
+    def __init__(self, hf_config: Any, tower: type[PreTrainedModel], merger: type[nn.Module]):
+        super().__init__()
+        self.vision_tower = use_segments(towers.tower_of_class(tower, hf_config.vision_config))
+        self.merger = merger(hf_config)
+        self.windows_after = hf_config.insert_layer_id if hf_config.downsample_mode == "16x" else None
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+    ) -> Tensor:
+        patches_PF = patch_towers.joined(pixel_values, pixel_values_videos)
+        sizes_N2 = patch_towers.joined(image_grid_thw, video_grid_thw).cpu()[:, 1:]
+        tower = self.vision_tower
+        hidden_1PE = self._embedded(patches_PF, sizes_N2)[None]
+        bounds = pad(sizes_N2.prod(-1).cumsum(0), (1, 0))
+        for number, layer in enumerate(tower.encoder.layers):
+            longest = int(bounds.diff().max())
+            hidden_1PE = layer(hidden_1PE, attention_mask=None, cu_seqlens=bounds, max_seqlen=longest)
+            if number == self.windows_after:
+                hidden_1PE = self._merged(tower.vit_merger, hidden_1PE, sizes_N2)
+                sizes_N2 = sizes_N2 // SIDE
+                bounds = bounds // SIDE**2
+        hidden_PE = tower.post_layernorm(hidden_1PE)[0]
+        (project,) = self.merger.mlp
+        return project(_in_squares(hidden_PE, sizes_N2).flatten(1))
+
+    def _embedded(self, patches_PF: Tensor, sizes_N2: Tensor) -> Tensor:
+        embed = self.vision_tower.embeddings
+        pixels = patches_PF.to(embed.patch_embedding.weight.dtype)
+        side = embed.patch_size
+        patches_PE = embed.patch_embedding(pixels.unflatten(-1, (-1, side, side))).flatten(1)
+        places_P = get_vision_nearest_position_ids(sizes_N2, embed.num_patches_per_side)
+        return patches_PE + embed.position_embedding(on_device(places_P, patches_PF.device))
+
+    def _merged(self, merger: nn.Module, hidden_1PE: Tensor, sizes_N2: Tensor) -> Tensor:
+        """(1, P / 4, E): windows, the patches of which see each other alone, each made one."""
+        windows_W4E = _in_squares(hidden_1PE[0], sizes_N2)
+        attention = merger.self_attn
+        normed = merger.layer_norm1(windows_W4E)
+        q, k, v = (
+            project(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        seen = scaled_dot_product_attention(q, k, v, scale=attention.scaling)
+        windows_W4E = windows_W4E + attention.out_proj(seen.transpose(1, 2).flatten(2))
+        merged = merger.act(merger.linear_1(merger.pre_norm(windows_W4E.flatten(1))))
+        return (merger.linear_2(merged) + windows_W4E.mean(1))[None]
+
+
+def _in_squares(hidden_PE: Tensor, sizes_N2: Tensor) -> Tensor:
+    order_P = on_device(towers.merge_order(sizes_N2.tolist(), SIDE), hidden_PE.device)
+    return hidden_PE.index_select(0, order_P).unflatten(0, (-1, SIDE**2))
+
+
+class MiniCPMV46(qwen3_5.Qwen35):
+    model_type = "minicpmv4_6"
+    sections = SECTIONS
+    parts: tuple[type, type] = (MiniCPMV4_6VisionModel, MiniCPMV4_6Merger)
+    vision_keys = {"vision_tower.**": "model.vision_tower.**", "merger.**": "model.merger.**"}
+    groups = llama.LlamaFamily.groups | {"projector": ("vision.merger.",)}
+
+    def rotary(self) -> Rotary:
+        return Rotary([inverse_frequencies(self.text, part_of_head=True)])
+
+    def position_ids(self, input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
+        return count_up(input_ids_T, visual)
+
+    @property
+    def merge_size(self) -> int:
+        return SIDE**2 if self.hf_config.downsample_mode == "16x" else SIDE
+
+    def build_vision(self) -> nn.Module:
+        tower, merger = self.parts
+        return towers.train_what_is_used(SlicedVision(self.hf_config, tower, merger), self.blank_image(0))
+
+    def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
+        """The number of features of each piece."""
+        sizes = towers.joined_grids(visual)[:, 1:]
+        if (sizes % self.merge_size).any():
+            raise ValueError(
+                f"pieces of {sizes.tolist()} patches, and features are of {self.merge_size} a side"
+            )
+        return super().visual_tokens(visual)
+
+    def tower_pairs(self, visual: GenericVisualInputs) -> int:
+        """Behind the windows there are a quarter of the patches."""
+        patches_N = towers.joined_grids(visual).prod(-1)
+        layers = self.vision.num_hidden_layers
+        pairs = int((patches_N**2).sum())
+        if self.merge_size == SIDE:
+            return layers * pairs
+        whole = self.hf_config.insert_layer_id + 1
+        window = SIDE**2
+        return whole * pairs + window * int(patches_N.sum()) + (layers - whole) * pairs // window**2
