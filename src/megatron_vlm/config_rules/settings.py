@@ -107,6 +107,10 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
         yield from _item_problems(data, f"data.{key}", sources_of(getattr(data, key)))
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
         yield f"data.min_pixels: {data.min_pixels} is over data.max_pixels {data.max_pixels}; lower it."
+    if data.resize_jitter and not (data.min_pixels and data.max_pixels):
+        yield "data.resize_jitter: it draws between data.min_pixels and data.max_pixels; set both."
+    if data.resize_jitter and (data.streaming or data.dataset_type == "energon"):
+        yield "data.resize_jitter: needs rows by number, of dataset_type hf without data.streaming; change these."
     if data.validation_share and data.valid_data_path is not None:
         yield "data.validation_share: data.valid_data_path is given, too; drop one of them."
     if data.dataset_type == "energon":

@@ -35,7 +35,8 @@ class ChatMLSample(Sample):
     """A clean conversation with its media, still encoded: `clean_sample` makes it.
 
     `messages` and `tools` are as chat templates take them, with a part for each medium; `limits` are those
-    that the record names for each image and each video. `rejected` is the conversation with the other answer
+    that the record names for each image and each video; `sizes` is what the sizes of its images are drawn from, if
+    they are. `rejected` is the conversation with the other answer
     of a preference record; only one objective reads it, and cleans it then. If the record cannot be trained
     on, `problem` says why, so that the encoder counts it with all other drops.
     """
@@ -46,6 +47,7 @@ class ChatMLSample(Sample):
     videos: list | None = None
     limits: dict[str, list[dict]] | None = None
     rejected: dict | None = None
+    sizes: str | None = None
     problem: BadSample | None = None
 
 

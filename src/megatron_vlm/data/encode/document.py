@@ -14,7 +14,7 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.conversation.limits import rules_within
+from megatron_vlm.data.conversation.limits import drawn, rules_within
 from megatron_vlm.data.conversation.replies import Span
 from megatron_vlm.data.conversation.turns import last_reply_alone, without_thinking
 from megatron_vlm.data.encode.chat_template import RenderedChat
@@ -64,6 +64,8 @@ class DocumentEncoder:
         self.processing = known
         if self.why_hf_processor:
             self.processing = HFProcessor(text, needs.visual_keys, data.decode_seconds)
+        if data.resize_jitter:
+            self.processing.kind.check_sizes(data.min_pixels, data.max_pixels)
         self._most_characters = math.inf
         if data.over_length == "drop":  # so a text of many megabytes is dropped without tokenizing it
             self._most_characters = most_characters(processor.tokenizer, data.seq_length)
@@ -132,15 +134,19 @@ class DocumentEncoder:
 
     def _images(self, sample: ChatMLSample) -> list[tuple[bytes, int | None, int | None]]:
         """Each image with the most and the fewest pixels that it is to have: the run's, or its own, moved to
-        lie within the run's."""
+        lie within the run's. Both are the same number if a size is drawn."""
         most, least = self._data.max_pixels, self._data.min_pixels
         images = []
-        for image, named in zip(sample.imgs or [], sample.limits["image"], strict=True):
+        pairs = zip(sample.imgs or [], sample.limits["image"], strict=True)
+        for number, (image, named) in enumerate(pairs):
             if named and self.processing.kind.makes_one_size:
                 detail = f"makes all images one size: {', '.join(named)} of an image has no effect; remove it"
                 raise BadSample("processor_error", f"{type(self._processor).__name__} {detail}")
             within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in named.items()}
-            images.append((image, within.get("max_pixels", most), within.get("min_pixels", least)))
+            own_most, own_least = within.get("max_pixels", most), within.get("min_pixels", least)
+            if sample.sizes is not None:
+                own_most = own_least = drawn(f"{sample.sizes} {number}", own_least, own_most)
+            images.append((image, own_most, own_least))
         return images
 
     def _videos(self, sample: ChatMLSample) -> list[tuple[Any, VideoRules]]:

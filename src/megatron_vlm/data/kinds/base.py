@@ -5,6 +5,7 @@ a processor's work without calling it is another question (`data.kinds.why_unkno
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from torchvision.transforms.v2 import functional as tv
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
+from megatron_vlm.config import ConfigError
 from megatron_vlm.data.media.videos import VideoPlan
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
@@ -73,6 +75,16 @@ class Kind:
             return
         name = type(self.processor).__name__
         raise ValueError(f"{name}: {why}, as packing needs; {remedy} data.packing=none.")
+
+    def check_sizes(self, least: int, most: int) -> None:
+        """Raises ConfigError if images of `least` and of `most` pixels are resized to one size."""
+        sizes = [self.target(side, side) for side in map(math.isqrt, (least, most))] if self.sign else [None] * 2
+        if sizes[0] == sizes[1]:
+            become = "{1} x {0} pixels".format(*sizes[0]) if sizes[0] else "a size that nobody here knows"
+            raise ConfigError(
+                f"data.resize_jitter: {type(self.processor).__name__} makes images of data.min_pixels {least} and "
+                f"of data.max_pixels {most} one size, {become}; drop it, or move the two apart."
+            )
 
     def told(self, height: int, width: int, **options: Any) -> tuple[int, int] | None:
         """The processor's own numbers of an image's tokens and pieces; None if it counts none."""
