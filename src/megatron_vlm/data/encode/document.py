@@ -20,6 +20,7 @@ from megatron_vlm.data.conversation.turns import last_reply_alone, without_think
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.processing import HFProcessor, KnownProcessor
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
+from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.media.images import image_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
@@ -57,7 +58,8 @@ class DocumentEncoder:
     def __init__(self, processor: ProcessorMixin, data: DataConfig, needs: DataNeeds, fast: bool = True):
         self._processor, self._data, self._needs = processor, data, needs
         self.per_sample = 1  # documents; a pair of `data.preferences` has two
-        text = TextEncoder(processor, mask_thinking=data.thinking == "mask")
+        self.boxes = Boxes(processor, data, needs.box_format)
+        text = TextEncoder(processor, data.thinking == "mask", spoken=self.boxes.tokens)
         self.chat = text.chat
         known = KnownProcessor(text, needs.visual_keys, data.decode_seconds)
         self.why_hf_processor = known.why_not() if fast else "fast is off"
@@ -165,6 +167,9 @@ class DocumentEncoder:
         if images and videos and self._needs.images_or_videos:
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
         messages = sample.messages
+        if sample.objects:
+            some = sample.rejected is not None  # the other answer may have objects of its own
+            messages = self.boxes.written(messages, sample.objects, self._images(sample), some)
         if self._data.thinking == "drop":
             messages = [without_thinking(message) for message in messages]
         if self._data.train_replies == "last":

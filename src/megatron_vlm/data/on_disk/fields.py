@@ -9,5 +9,5 @@ REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
 REJECTIONS = (REJECTED, REJECTED_REPLY, REJECTED_TURNS)
 MEDIA = {"image": ("images", "image"), "video": ("videos", "video")}
 # Names of one kind; a column that is mapped to one of them hides the others
-GROUPS = (TURNS + PLAIN, *MEDIA.values(), ("system",), ("tools",), (CHOSEN,), REJECTIONS)
+GROUPS = (TURNS + PLAIN, *MEDIA.values(), ("system",), ("tools",), ("objects",), (CHOSEN,), REJECTIONS)
 FIELDS = tuple(name for group in GROUPS for name in group)

@@ -83,6 +83,7 @@ class InternVLVision(nn.Module):
 
 class InternVL(texts.LikeLlava):
     model_type = "internvl"
+    box_format = "ref_box"
     sections = SECTIONS
     frames_as_images = True
 

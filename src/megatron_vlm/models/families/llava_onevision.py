@@ -103,6 +103,7 @@ def packed(
 
 class LlavaOnevision(texts.LikeLlava):
     model_type = "llava_onevision"
+    box_format = "shares"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes", "image_tiles", "pixel_values_videos", "video_frames")
     vision_keys = {"image_newline": "image_newline", **texts.LikeLlava.vision_keys}
