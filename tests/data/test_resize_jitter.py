@@ -1,4 +1,4 @@
-"""Images get a new size each epoch: the same one after every resume, with every number of workers and ranks."""
+"""Images get a new size each epoch: the same after every resume, with every number of workers and ranks."""
 
 import json
 from collections import defaultdict
@@ -48,7 +48,13 @@ def opened(rows, arguments, tmp_path):
             train_data_path=str(rows),
             seq_length=256,
             packing=packing,
-            **{"num_workers": 0, "packing_buffer_size": 4, "lengths_cache": str(tmp_path), **JITTER, **settings},
+            **{
+                "num_workers": 0,
+                "packing_buffer_size": 4,
+                "lengths_cache": str(tmp_path),
+                **JITTER,
+                **settings,
+            },
         )
         encoder = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
         provider, place = HFProvider(data), {"rank": rank, "world_size": world_size}
@@ -80,7 +86,9 @@ def test_each_epoch_has_new_sizes_until_all_have_been(opened):
 
 
 def test_images_of_a_sample_have_sizes_of_their_own(opened):
-    grids = [next(opened)["visual_inputs"].image_grid_thw.tolist() for opened in [opened()] for _ in range(18)]
+    grids = [
+        next(opened)["visual_inputs"].image_grid_thw.tolist() for opened in [opened()] for _ in range(18)
+    ]
     assert any(grid[0] != grid[1] for grid in grids if len(grid) == 2)
 
 

@@ -94,12 +94,13 @@ class Kind:
 
     def check_sizes(self, least: int, most: int) -> None:
         """Raises ConfigError if images of `least` and of `most` pixels are resized to one size."""
-        sizes = [self.target(side, side) for side in map(math.isqrt, (least, most))] if self.sign else [None] * 2
-        if sizes[0] == sizes[1]:
-            become = "{1} x {0} pixels".format(*sizes[0]) if sizes[0] else "a size that nobody here knows"
+        sides = map(math.isqrt, (least, most))
+        sizes = {self.target(side, side) if self.sign else "unknown" for side in sides}
+        if len(sizes) == 1:
+            limits = f"data.min_pixels {least} and of data.max_pixels {most}"
             raise ConfigError(
-                f"data.resize_jitter: {type(self.processor).__name__} makes images of data.min_pixels {least} and "
-                f"of data.max_pixels {most} one size, {become}; drop it, or move the two apart."
+                f"data.resize_jitter: {type(self.processor).__name__} makes images of {limits} one size "
+                f"({sizes.pop()}); drop it, or move the two apart."
             )
 
     def told(self, height: int, width: int, **options: Any) -> tuple[int, int] | None:

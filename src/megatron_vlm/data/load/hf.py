@@ -52,7 +52,7 @@ class HFProvider:
 
     def __init__(self, data: DataConfig) -> None:
         self._data = data
-        self._columns = Columns(dict(data.columns))
+        self._columns = Columns(dict(data.columns), question=data.box_question)
 
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
@@ -85,8 +85,8 @@ class HFProvider:
         return HFTrainLoader(rows, order, micro_batch_size, data.num_workers, settings | order.settings())
 
     def train_rows(self, encoder, seed: int, held_out: bool = False) -> EncodedRows:
-        """All rows of the training paths but those that are held out, in every size that `resize_jitter` gives
-        their images; or those that are held out."""
+        """All rows of the training paths but those that are held out, in all sizes that their images are
+        to have; or those that are held out."""
         share = self._data.validation_share
         sources = sources_of(self._data.train_data_path)
         splits = [source_splits(source.path, source.subset) for source in sources]

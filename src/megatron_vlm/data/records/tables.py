@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.on_disk.descriptions import damaged
+from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, TURNS
 from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file, table_of
@@ -27,6 +28,7 @@ from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
 from megatron_vlm.files import check_file, open_file
 from megatron_vlm.signatures import what_file, what_is
 
+OF_BOXES = (*BOXES, *EXPRESSIONS, *TURNS)  # what tells how a box is written
 CHECKED_RECORDS = 1000  # the first ones: one must be there, and every mapped column must occur
 
 
@@ -41,6 +43,9 @@ class HFTable(Table):
 
     def __post_init__(self) -> None:
         self.columns.check(self.rows.column_names, self.name)
+        plain = [name for name in self.rows.column_names if name in {*OF_BOXES, *self.columns.names.values()}]
+        first = self.rows.select_columns(plain).select(range(min(len(self), CHECKED_RECORDS)))
+        self.columns = self.columns.for_source(first, self.name)
         self.identity = f"{self.rows._fingerprint} {self.columns}"
 
     def __len__(self) -> int:
@@ -79,6 +84,7 @@ class JsonTable(Table):
                 path, f"holds no record: not one of its first {CHECKED_RECORDS} is a JSON object", REPAIR
             )
         columns.check(sorted(present), str(path))
+        self.columns = columns.for_source(first_records(path, CHECKED_RECORDS), path)
 
     def __len__(self) -> int:
         return len(self._starts)

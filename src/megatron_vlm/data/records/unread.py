@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.on_disk.coco import NOTES
 from megatron_vlm.data.on_disk.named import is_base64, is_path, meant
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, spellings, stand_for
@@ -34,7 +35,7 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
                 conversation, media = normalise(record)
                 records.append(record)
                 has_media = has_media or any(media.values())
-                found = (*_placeholders(conversation, media), *_forms(media, root))
+                found = (*_placeholders(conversation, media), *_forms(media, root), *record.get(NOTES, ()))
                 notes.update(dict.fromkeys(found, 1))
         lines = [] if has_media else [*_unread(records)]
         lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]
