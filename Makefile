@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=  # pytest keeps what it makes of test files fo
 # FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl. With ADAPTER=lora, a model that knows five
 # digits learns the others by adapters. With FAMILY=compose, a tower and a language model become a model. With
 # TASK=boxes, a model learns to say where a digit is.
-demo: export FAMILY ?= gemma3
+demo: export FAMILY ?= $(if $(TASK),qwen3_vl,gemma3)
 demo: export ADAPTER ?=
 demo: export TASK ?=
 demo: compiled

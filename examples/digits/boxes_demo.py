@@ -15,16 +15,17 @@ from pathlib import Path
 
 from PIL import Image
 
-from demo import configuration, evaluate, layout, run, say, timed, versions
+from demo import configuration, evaluate, run, say, timed, versions
 from evaluate import read_questions
 from make_boxes import Box, make_boxes, shared_area
 from make_checkpoint import BOX_MODELS
-from megatron_vlm.config import RunConfig, fewest_processes
+from megatron_vlm.config import RunConfig
 from megatron_vlm.recipes.published import DEMO
 
 HERE = Path(__file__).resolve().parent
 ENOUGH = 0.5  # of what two boxes cover together, that both cover
-SETTINGS = ("steps=900", "eval_every=300", "dataset_type=hf")
+PROCESSES = 2  # each has half of the samples
+SETTINGS = ("tp=1", "micro_batch_size=16", "steps=1000", "eval_every=250", "dataset_type=hf")
 
 
 def main() -> None:
@@ -32,17 +33,17 @@ def main() -> None:
     if os.environ["TASK"] != "boxes" or family not in BOX_MODELS:
         sys.exit(f"TASK=boxes is all there is, with FAMILY={' or '.join(BOX_MODELS)}.")
     started, config = time.monotonic(), configuration(family)
-    folder, processes = Path(f"{config.run_dir}-boxes"), fewest_processes(config.parallel)
+    folder = Path(f"{config.run_dir}-boxes")
     shutil.rmtree(folder, ignore_errors=True)
     say("writing canvases with digits, and questions about where these are")
     print(make_boxes(folder / "raw"), flush=True)
     say(f"building a tiny {family} checkpoint with random weights")
     run([str(HERE / "make_checkpoint.py"), "boxes", family, str(folder / "start")])
-    say(f"training on {processes} processes")
-    usage = timed(lambda: train(family, folder, processes))
+    say(f"training on {PROCESSES} processes")
+    usage = timed(lambda: train(family, folder))
     say("answering the held-out questions with Megatron")
     held_out = folder / "raw/held_out.jsonl"
-    answers = evaluate("megatron", folder, held_out, folder, processes)
+    answers = evaluate("megatron", folder, held_out, folder)
     say("exporting to a Hugging Face folder, and answering with Transformers")
     run(["-m", "megatron_vlm.cli", "export", str(folder), str(folder / "hf")])
     hf_answers = evaluate("transformers", folder / "hf", held_out, folder)
@@ -61,17 +62,17 @@ def main() -> None:
         "total_seconds": round(time.monotonic() - started, 1),
         "steps": run_config(folder).train.steps,
         "family": family,
-        "layout": f"{processes} processes, {layout(config)}, cpu",
+        "layout": f"{PROCESSES} processes, dp {PROCESSES}, cpu",
         "versions": {"python": platform.python_version(), **versions()},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     close_with(summary, folder)
 
 
-def train(family: str, folder: Path, processes: int) -> None:
+def train(family: str, folder: Path) -> None:
     data = (f"train_data_path={folder}/raw/train.jsonl", f"valid_data_path={folder}/raw/held_out.jsonl")
     places = (f"run_dir={folder}", f"hf_path={folder}/start", *data)
-    arguments = [f"--recipe={family}{DEMO}", f"--nproc={processes}", *places, *SETTINGS, *sys.argv[1:]]
+    arguments = [f"--recipe={family}{DEMO}", f"--nproc={PROCESSES}", *places, *SETTINGS, *sys.argv[1:]]
     run([str(HERE.parent / "run_recipe.py"), *arguments])
 
 

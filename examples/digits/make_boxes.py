@@ -23,11 +23,10 @@ import numpy as np
 from PIL import Image
 
 WHICH, WHERE = "<image>Which digit is this?", "<image>Where is the <ref-object>?"
-KINDS = {"which": 0.2, "alone": 0.2, "where": 0.6}  # shares of the training questions
+KINDS = {"which": 0.2, "alone": 0.15, "where": 0.65}  # shares of the training questions
+OF_WHICH = 4  # the weight of a digit in the loss: a box has nine times as many tokens
 SIDES = (112, 140, 168, 224)  # of canvases, in pixels
-SHARES = (0.35, 0.45)  # of a canvas's side: the least and the greatest side of a scan
-FAINTEST = 4  # of 16, that belongs to a digit's box
-BICUBIC = Image.Resampling.BICUBIC
+SHARES = (0.33, 0.43)  # of a canvas's side: the least and the greatest side of a scan
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
@@ -41,30 +40,27 @@ def make_boxes(output: Path, train: int = 16_000, held_out: int = 300, seed: int
     sides = {"train": (numbers[held_out:], train), "held_out": (numbers[:held_out], held_out)}
     (output / "images").mkdir(parents=True, exist_ok=True)
     for side, (own, count) in sides.items():
+        of_digit = [[scans.images[number] for number in own if scans.target[number] == n] for n in range(10)]
         with (output / f"{side}.jsonl").open("w", encoding="utf-8") as file:
             for number in range(count):
                 kind = rng.choices([*KINDS], [*KINDS.values()])[0] if side == "train" else "where"
                 image = f"images/{side}-{number:05d}.jpg"
-                boxes = draw(scans, own, 2 if kind == "where" else 1, output / image, rng)
+                boxes = draw(of_digit, 2 if kind == "where" else 1, output / image, rng)
                 digit = rng.choice([*boxes])
                 name = f"{kind}-{side}-{number:05d}"
                 file.write(json.dumps(record(name, image, digit, boxes[digit])) + "\n")
     return {side: count for side, (_, count) in sides.items()}
 
 
-def draw(scans, numbers: list[int], count: int, file: Path, rng: random.Random) -> dict[int, Box]:
-    """Write a canvas with `count` different digits that do not overlap; returns the box of each digit."""
+def draw(of_digit: list[list[np.ndarray]], count: int, file: Path, rng: random.Random) -> dict[int, Box]:
+    """Write a canvas with `count` different digits that do not overlap; returns the square of each digit."""
     side = rng.choice(SIDES)
-    canvas, boxes = np.zeros((side, side), np.uint8), {}
-    for left, top, right, _ in free_places(side, count, rng):
-        number = rng.choice([number for number in numbers if int(scans.target[number]) not in boxes])
-        scan, length = scans.images[number], right - left
-        scaled = Image.fromarray((scan * (255 / 16)).astype(np.uint8)).resize((length, length), BICUBIC)
-        canvas[top : top + length, left : left + length] = np.asarray(scaled)
-        rows, columns = (axis * length / len(scan) for axis in np.nonzero(scan >= FAINTEST))
-        cell = length / len(scan)
-        ends = (left + columns.min(), top + rows.min(), left + columns.max() + cell, top + rows.max() + cell)
-        boxes[int(scans.target[number])] = tuple(map(round, ends))
+    canvas = np.zeros((side, side), np.uint8)
+    boxes = dict(zip(rng.sample(range(10), count), free_places(side, count, rng), strict=True))
+    for digit, (left, top, right, bottom) in boxes.items():
+        scan = Image.fromarray((rng.choice(of_digit[digit]) * (255 / 16)).astype(np.uint8))
+        scan = scan.resize((right - left, bottom - top), Image.Resampling.BICUBIC)
+        canvas[top:bottom, left:right] = np.asarray(scan)
     Image.fromarray(canvas).convert("RGB").save(file, quality=92)
     return boxes
 
@@ -89,7 +85,8 @@ def shared_area(one: Box, other: Box) -> float:
 
 def record(name: str, image: str, digit: int, box: Box) -> dict:
     if name.startswith("which"):
-        return {"id": name, "messages": exchange(WHICH, str(digit)), "images": [image]}
+        question, answer = exchange(WHICH, str(digit))
+        return {"id": name, "messages": [question, answer | {"weight": OF_WHICH}], "images": [image]}
     objects = {"ref": [str(digit)], "bbox": [list(box)], "bbox_type": "real"}
     return {"id": name, "messages": exchange(WHERE, "<bbox>"), "images": [image], "objects": objects}
 

@@ -24,8 +24,8 @@ from tiny.parts import build_language_model, build_tower  # noqa: E402
 TURNS = ["user", "model", "assistant", "system", "You are a helpful assistant."]  # of templates
 # Models that say where a digit is see it as several tokens: sizes in place of those of a family's demo
 BOX_MODELS = {
-    "gemma3": {"image_size": 112, "image_tokens": 16, "vision": {"patch_size": 14}},
     "qwen3_vl": {"image_size": 128},
+    "gemma3": {"image_size": 112, "image_tokens": 16, "vision": {"patch_size": 14}},
 }
 
 
