@@ -73,13 +73,21 @@ class Boxes:
         )
         return with_objects(messages, objects, words, some)
 
-    def parse(self, text: str, size: tuple[int, int], alone: bool = True) -> list[Found]:
+    def parse(
+        self,
+        text: str,
+        size: tuple[int, int],
+        alone: bool = True,
+        most: int | None = None,
+        least: int | None = None,
+    ) -> list[Found]:
         """The shapes in an answer about an image of `size` (width, height), in pixels of that image.
 
-        `alone`: it is its conversation's only one. What a model wrote may lie outside the image. Raises
-        BadSample if there is no convention, or if the processor cannot take such an image.
+        `alone`: it is its conversation's only one. `most` and `least` are the limits of its pixels when the
+        model saw it. What a model wrote may lie outside the image. Raises BadSample if there is no
+        convention, or if the processor cannot take such an image.
         """
-        frame = self._frame(size, alone)
+        frame = self._frame(target_size(size, most, least), alone)
         spans = (frame.left, frame.image_width), (frame.top, frame.image_height)
         return [
             Found(
