@@ -20,6 +20,7 @@ from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.grounding.conventions import CONVENTIONS
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import decode_pixels, target_size
+from megatron_vlm.data.preferences.pairs import halves_of
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.shard_format import cook_record, sample_parts
@@ -396,6 +397,15 @@ def test_shards_and_packed_rows_have_the_same_tokens(tmp_path):
     assert ids == ids[:1] * 4
     with pytest.raises(BadSample, match="bad_objects"):
         sample_parts(conversation | {"objects": {"bbox": []}} | said("<bbox>"), [], [])
+
+
+def test_each_answer_of_a_pair_takes_the_boxes_that_it_names():
+    objects = {"bbox": [[0, 0, 10, 10], [0, 0, 20, 20]], "name": ["right", "wrong"]}
+    record = record_of("<bbox:right>", objects) | {"rejected_response": "<bbox:wrong>"}
+    sample = sample_of(normalise(record)[0], [png((100, 100))])
+    prompts = [encoder_of("qwen3_vl")._prompt(half) for half in halves_of(sample)]
+    ends = [prompt.text[slice(*prompt.replies[-1])] for prompt in prompts]
+    assert [end.removesuffix("<|im_end|>") for end in ends] == ["[0, 0, 100, 100]", "[0, 0, 200, 200]"]
 
 
 def test_the_hf_processor_gets_the_same_words():
