@@ -49,8 +49,8 @@ class Row:
 
 
 class RowReader:
-    """Batches → what the page shows of their rows. The boxes that `boxes` reads in a document's text are drawn
-    on its image, if it has one alone."""
+    """Batches → what the page shows of their rows. The boxes that `boxes` reads in a document's text are
+    drawn on its image, if it has a single one."""
 
     def __init__(self, source: Source, boxes: Boxes):
         self._tokenizer, self._kind = source.processor.tokenizer, kind_of(source.processor)

@@ -1,5 +1,6 @@
 """Boxes of a record → the words of a family, and back: for one model's processor and one convention."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,7 @@ from megatron_vlm.data.media.images import image_size, target_size
 from megatron_vlm.data.media.patience import in_time
 
 ROUNDING = 1e-6  # of a side: sums such as x + width end beside an edge
-Limited = tuple[
-    bytes, int | None, int | None
-]  # an image with the most and the fewest pixels that it is to have
+Limited = tuple[bytes, int | None, int | None]  # an image, and the most and fewest pixels that it is to have
 
 
 @dataclass(frozen=True)
@@ -73,26 +72,28 @@ class Boxes:
         )
         return with_objects(messages, objects, words, some)
 
-    def parse(self, text: str, size: tuple[int, int], alone: bool = True) -> list[Found]:
+    def parse(
+        self,
+        text: str,
+        size: tuple[int, int],
+        alone: bool = True,
+        most: int | None = None,
+        least: int | None = None,
+    ) -> list[Found]:
         """The shapes in an answer about an image of `size` (width, height), in pixels of that image.
 
-        `alone`: it is its conversation's only one. What a model wrote may lie outside the image. Raises
-        BadSample if there is no convention, or if the processor cannot take such an image.
+        `alone`: it is its conversation's only one. `most` and `least` are the limits of its pixels when the
+        model saw it. What a model wrote may lie outside the image. Raises BadSample if there is no
+        convention, or if the processor cannot take such an image.
         """
-        frame = self._frame(size, alone)
-        spans = (frame.left, frame.image_width), (frame.top, frame.image_height)
-        return [
-            Found(
-                [
-                    (share * whole - start) / length * side
-                    for share, (start, length), whole, side in _by_axis(
-                        shares.numbers, spans, frame[:2], size
-                    )
-                ],
-                shares.label,
-            )
-            for shares in self.seen(text, frame[:2])
-        ]
+        frame = self._frame(target_size(size, most, least), alone)
+        starts, lengths = (frame.left, frame.top), (frame.image_width, frame.image_height)
+
+        def on_image(shares: list[float]) -> list[float]:
+            axes = _by_axis(shares, frame[:2], starts, lengths, size)
+            return [(share * whole - start) / length * side for share, whole, start, length, side in axes]
+
+        return [Found(on_image(found.numbers), found.label) for found in self.seen(text, frame[:2])]
 
     def seen(self, text: str, picture: tuple[int, int]) -> list[Found]:
         """The shapes in a text, in shares of the picture (width, height) that the model sees of an image."""
@@ -105,11 +106,13 @@ class Boxes:
 
     def _convention(self) -> Convention:
         if self._name is None:
-            names = ", ".join(CONVENTIONS)
-            raise BadSample(
-                "no_box_format", f"this family publishes no way to write boxes; there are {names}"
-            )
+            detail = f"this family publishes no way to write boxes; there are {', '.join(CONVENTIONS)}"
+            raise BadSample("no_box_format", detail)
         return CONVENTIONS[self._name]
+
+    @functools.cached_property
+    def _why_unknown(self) -> str | None:
+        return why_unknown(self._processor)
 
     def _size_and_frame(self, image: Limited, alone: bool) -> tuple[tuple[int, int], Frame]:
         data, most, least = image
@@ -117,8 +120,8 @@ class Boxes:
         return size, self._frame(target_size(size, most, least), alone)
 
     def _frame(self, size: tuple[int, int], alone: bool) -> Frame:
-        if self._convention().unit is None and (why := why_unknown(self._processor)):
-            detail = f"how many pixels an image has when it is resized is not known: {why}"
+        if self._convention().unit is None and self._why_unknown:
+            detail = f"how many pixels an image has when it is resized is not known: {self._why_unknown}"
             raise BadSample("no_box_format", f"{detail}; data.box_format=thousandths needs no pixels")
         try:
             return self._kind.frame(*size, alone)

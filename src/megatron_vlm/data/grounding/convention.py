@@ -1,4 +1,4 @@
-"""A family's way to write coordinates: their unit, order, brackets, tokens and JSON; and to read them back."""
+"""A family's way to write coordinates: their unit, order, brackets, tokens, JSON; and to read them back."""
 
 import functools
 import json
