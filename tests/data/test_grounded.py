@@ -3,6 +3,7 @@
 import json
 import time
 
+import datasets
 import pytest
 from loaders import arguments_of
 from PIL import Image
@@ -45,6 +46,7 @@ LEFT_OUT = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
     folder = tmp_path_factory.mktemp("shop")
     for name in "ab":
         Image.new("RGB", (WIDTH, HEIGHT), "grey").save(folder / f"{name}.png")
@@ -196,8 +198,6 @@ def test_records_with_turns_or_without_expressions_stay_as_they_are():
 
 
 def test_rows_of_datasets_are_read_alike(tmp_path, folder):
-    import datasets
-
     datasets.Dataset.from_list(referring(12, by_sizes)).to_parquet(tmp_path / "rows.parquet")
     record, _ = open_table(tmp_path / "rows.parquet", media_dir=folder).record(0)
     assert record["objects"] == {"bbox": [[60, 30, 80, 40]]}

@@ -85,8 +85,10 @@ class HFProvider:
         return HFTrainLoader(rows, order, micro_batch_size, data.num_workers, settings | order.settings())
 
     def train_rows(self, encoder, seed: int, held_out: bool = False) -> EncodedRows:
-        """All rows of the training paths but those that are held out, in all sizes that their images are
-        to have; or those that are held out."""
+        """The rows of the training paths that are trained, or those that are held out of them.
+
+        Trained rows are there once for each size that their images are to have.
+        """
         share = self._data.validation_share
         sources = sources_of(self._data.train_data_path)
         splits = [source_splits(source.path, source.subset) for source in sources]

@@ -46,7 +46,7 @@ class Table(ABC):
         return f"{self.origin(index)[1]:09d}"
 
     def sizes(self, index: int) -> str | None:
-        """What the sizes of a row's images are drawn from; None: they are not drawn."""
+        """The text that the sizes of a row's images are drawn from; None: they are not drawn."""
         return None
 
     def parts(self) -> Mapping[str, "Table"]:

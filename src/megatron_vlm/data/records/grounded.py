@@ -88,7 +88,7 @@ def _box_name(record: Mapping[str, Any]) -> str | None:
 
 
 def _labels(record: dict) -> list[str] | None:
-    """What is in an image of COCO's."""
+    """The names of all that is in an image of COCO's; None for any other record."""
     objects = record.get("objects")
     if not isinstance(objects, dict) or any(name in record for name in PLAIN):
         return None
@@ -98,7 +98,7 @@ def _labels(record: dict) -> list[str] | None:
 
 
 def _expressions(record: Mapping[str, Any]) -> list[str]:
-    """What is said of a record's box. In REFER's files each is an object with `sent`."""
+    """The expressions for a record's box. In REFER's files each is an object with `sent`."""
     said = next((record[name] for name in EXPRESSIONS if record.get(name)), [])
     said = [
         one.get("sent") if isinstance(one, dict) else one

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -71,20 +71,26 @@ class JsonTable(Table):
     """
 
     def __init__(self, path: Path, root: Path, columns: Columns) -> None:
-        self.path, self.root, self.columns = path, root, columns
+        self.path, self.root = path, root
         self._file = open_file(lines_file(path))
         self._version = _version(os.fstat(self._file.fileno()))
         self._numbers, self._starts, self._stops = (
             np.array(array("q", chain.from_iterable(record_places(self._file)))).reshape(-1, 3).T
         )
-        self.identity = f"{path.resolve()} {_version(path.stat())} {root.resolve()} {columns}"
-        present = {str(name) for record in first_records(path, CHECKED_RECORDS) for name in record}
+        present: set[str] = set()
+
+        def first() -> Iterator[dict]:  # one at a time: they may hold images
+            for record in first_records(path, CHECKED_RECORDS):
+                present.update(map(str, record))
+                yield record
+
+        self.columns = columns.for_source(first(), path)
+        self.identity = f"{path.resolve()} {_version(path.stat())} {root.resolve()} {self.columns}"
         if not present:
             raise damaged(
                 path, f"holds no record: not one of its first {CHECKED_RECORDS} is a JSON object", REPAIR
             )
         columns.check(sorted(present), str(path))
-        self.columns = columns.for_source(first_records(path, CHECKED_RECORDS), path)
 
     def __len__(self) -> int:
         return len(self._starts)
