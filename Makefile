@@ -13,11 +13,13 @@ export PYTHONDONTWRITEBYTECODE :=  # pytest keeps what it makes of test files fo
 .PHONY: compiled demo demo-rl test test-long test-oldest test-soak test-all lint setup lock clean
 
 # FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl. With ADAPTER=lora, a model that knows five
-# digits learns the others by adapters. With FAMILY=compose, a tower and a language model become a model.
-demo: export FAMILY ?= gemma3
+# digits learns the others by adapters. With FAMILY=compose, a tower and a language model become a model. With
+# TASK=boxes, a model learns to say where a digit is.
+demo: export FAMILY ?= $(if $(TASK),qwen3_vl,gemma3)
 demo: export ADAPTER ?=
+demo: export TASK ?=
 demo: compiled
-	@$(PY) examples/digits/$(if $(ADAPTER),adapter_demo,$(if $(filter compose,$(FAMILY)),compose_demo,demo)).py
+	@$(PY) examples/digits/$(if $(TASK),boxes_demo,$(if $(ADAPTER),adapter_demo,$(if $(filter compose,$(FAMILY)),compose_demo,demo))).py
 
 # A model that was told few digits learns the others from rewards, by STEPS of GRPO.
 demo-rl: export FAMILY ?= gemma3

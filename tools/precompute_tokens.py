@@ -46,7 +46,7 @@ def main(
     needs = describe(hf_config).data_needs
     encoder = train_encoder(data, load_processor(path), needs)
     encoder.documents = objective_of(run).sample_encoder(encoder.documents, data)
-    rows = HFProvider(data).train_rows(encoder)
+    rows = HFProvider(data).train_rows(encoder, run.train.seed)
     place = {"rank": int(number) - 1, "world_size": int(parts)}
     tokens, patches = measure_dataset(rows, data.lengths_cache, data.num_workers, **place)
     kept = tokens != DROPPED

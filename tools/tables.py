@@ -102,8 +102,33 @@ def demo_rl(report: dict[str, dict]) -> str:
     return markdown(heads, rows)
 
 
+def demo_boxes(report: dict[str, dict]) -> str:
+    """A line for each family that learned where digits are."""
+    heads = ("`FAMILY=`", "layout", "steps", "boxes right", "of the export", "mean overlap", "an answer")
+    heads += ("training", "CPU time")
+    rows = (
+        (
+            f"`{run['family']}`",
+            run["layout"],
+            run["steps"],
+            f"{run['boxes_right']:.1%}",
+            f"{run['boxes_right_of_export']:.1%}",
+            f"{run['mean_overlap']:.0%}",
+            f"`{run['example']}`",
+            f"{run['train_seconds']:.0f} s",
+            f"{run['train_cpu_seconds']:.0f} s",
+        )
+        for run in report.values()
+    )
+    return markdown(heads, rows)
+
+
 # report of runs/demo* -> a figure that only its summaries have
-DEMOS = {"demo.json": "held_out_read_two_accuracy", "demo_rl.json": "first_ratio"}
+DEMOS = {
+    "demo.json": "held_out_read_two_accuracy",
+    "demo_rl.json": "first_ratio",
+    "demo_boxes.json": "boxes_right",
+}
 
 
 def gathered(report: dict[str, dict], runs: Path, figure: str = DEMOS["demo.json"]) -> dict[str, dict]:
@@ -473,13 +498,22 @@ def cubins(report: dict) -> str:
     )
 
 
+def boxes(report: dict) -> str:
+    """A line for each family and size of image: what a row with boxes costs, in others."""
+    heads = ("family", "image", "to the same text", "to a row without boxes")
+    rows = ((row["family"], row["image"], row["written"], row["without"]) for row in report["rows"])
+    return markdown(heads, rows)
+
+
 TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
     "parity": ("parity.json", REPORTS / "parity.md", parity),
     "demo": ("demo.json", DOCS / "demo.md", demo),
     "demo_rl": ("demo_rl.json", DOCS / "demo.md", demo_rl),
+    "demo_boxes": ("demo_boxes.json", DOCS / "demo.md", demo_boxes),
     "weights": ("bench_weights.json", DOCS / "weights.md", weights),
     "packing": ("bench_packing.json", DOCS / "packing.md", packing),
+    "boxes": ("bench_boxes.json", DOCS / "boxes.md", boxes),
     "data": ("bench_data.json", DOCS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
     "adapters": ("rehearsal_lora.json", DOCS / "adapters.md", adapters),

@@ -16,9 +16,12 @@ import warnings
 from pathlib import Path
 
 from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.conversation.objects import Words, read_objects, with_objects
 
 MAX_NEW_TOKENS = 8  # GLM begins with four tokens of empty thoughts; a sum has two digits, then the turn ends
+OF_BOX = 40  # a box has up to twelve digits, and what is around them
 BATCH = 32
+LABELS = Words(lambda shape: "", str, lambda objects: "")  # questions name their digits
 
 
 def read_questions(path: Path) -> list[dict]:
@@ -27,10 +30,17 @@ def read_questions(path: Path) -> list[dict]:
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         messages, _ = cook_chatml_sample(record)
+        if "objects" in record:
+            messages = with_objects(messages, read_objects(record["objects"], len(record["images"])), LABELS)
         answer = "".join(part["text"] for part in messages[-1]["content"])
         images = [path.parent / image for image in record["images"]]
-        questions.append({"id": record["id"], "messages": messages[:-1], "images": images, "answer": answer})
+        question = {"id": record["id"], "messages": messages[:-1], "images": images, "answer": answer}
+        questions.append(question | {"objects": record.get("objects")})
     return questions
+
+
+def most_tokens(questions: list[dict]) -> int:
+    return OF_BOX if any(question["objects"] for question in questions) else MAX_NEW_TOKENS
 
 
 def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
@@ -43,7 +53,7 @@ def answers_of_run(run_dir: Path, questions: list[dict]) -> list[str]:
         config,
         [question["messages"] for question in questions],
         [[image.read_bytes() for image in question["images"]] for question in questions],
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=most_tokens(questions),
     )
     return [answer for [answer] in found]
 
@@ -100,7 +110,7 @@ def answer_batch(model, processor, questions: list[dict]) -> list[str]:
         text_kwargs={"padding": True, "padding_side": "left", "add_special_tokens": False},
     )
     with torch.inference_mode():
-        ids = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        ids = model.generate(**inputs, max_new_tokens=most_tokens(questions), do_sample=False)
     replies = ids[:, inputs["input_ids"].shape[1] :]
     return [text.strip() for text in processor.batch_decode(replies, skip_special_tokens=True)]
 

@@ -1,7 +1,8 @@
 """Make a small checkpoint of random weights for the digits: python make_checkpoint.py gemma3 OUTPUT
 
 It has the shape of the real family, at sizes for two processor cores. With `parts` in place of a family, a
-SigLIP2 and a Llama are made, in OUTPUT/siglip2 and OUTPUT/llama.
+SigLIP2 and a Llama are made, in OUTPUT/siglip2 and OUTPUT/llama. `make_checkpoint.py boxes gemma3 OUTPUT`
+makes one that sees canvases with digits on them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from make_boxes import WHERE, WHICH
 from make_digits import ADD_TWO, DOCUMENT, ONE_IMAGE, READ_TWO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `tiny` is not installed
@@ -19,11 +21,27 @@ from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
 from tiny.family import DEMO_TEXT, DEMO_TOWER  # noqa: E402
 from tiny.parts import build_language_model, build_tower  # noqa: E402
 
+TURNS = ["user", "model", "assistant", "system", "You are a helpful assistant."]  # of templates
+# Models that say where a digit is see it as several tokens: sizes in place of those of a family's demo
+BOX_MODELS = {
+    "qwen3_vl": {"image_size": 128},
+    "gemma3": {"image_size": 112, "image_tokens": 16, "vision": {"patch_size": 14}},
+}
+
 
 def make_checkpoint(family: str, output: str, seed: int = 0) -> None:
     """Write the checkpoint. Raises KeyError on an unknown family."""
     disable_progress_bar()  # one file of a few megabytes
     build_tiny_checkpoint(family, output, corpus=questions(), seed=seed, **TINY_FAMILIES[family].demo)
+
+
+def make_for_boxes(family: str, output: str) -> None:
+    disable_progress_bar()
+    sizes = dict(TINY_FAMILIES[family].demo)
+    for name, size in BOX_MODELS[family].items():
+        sizes[name] = sizes[name] | size if isinstance(size, dict) else size
+    asked = [question.replace("<image>", "").replace("<ref-object>", "7") for question in (WHERE, WHICH)]
+    build_tiny_checkpoint(family, output, corpus=[*asked, *TURNS, "[1, 2, 3, 4]"] * 20, **sizes)
 
 
 def make_parts(output: str) -> None:
@@ -37,13 +55,13 @@ def make_parts(output: str) -> None:
 def questions() -> list[str]:
     """The text on which the tokenizer is trained, so that each word of the prompts becomes one token."""
     asked = [question.replace("<image>", "") for question in (*ONE_IMAGE, *READ_TWO, *ADD_TWO)]
-    templates = ["user", "model", "assistant", "system", "You are a helpful assistant."]
-    templates += [DOCUMENT, "This is a"]
-    return [*asked, *templates] * 20
+    return [*asked, *TURNS, DOCUMENT, "This is a"] * 20
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "parts":
         make_parts(sys.argv[2])
+    elif sys.argv[1] == "boxes":
+        make_for_boxes(*sys.argv[2:])
     else:
         make_checkpoint(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -311,6 +311,9 @@ def generate(
     ] = 1.0,
     answers: Annotated[int, typer.Option(min=1, help="So many sampled answers, a line between them.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")] = 0,
+    draw: Annotated[
+        Path | None, typer.Option(help="A PNG to write: the image with the answer's boxes.")
+    ] = None,
 ) -> None:
     """Ask a run's latest checkpoint, or a Hugging Face checkpoint, a question, in one process."""
     if answers > 1 and not temperature:
@@ -318,13 +321,18 @@ def generate(
             f"--answers {answers}: at temperature 0 all are the same; add --temperature 1, or ask for one."
         )
     images = [arguments.image_of(path) for path in image or ()]
+    if draw is not None and (len(images) != 1 or answers > 1):
+        raise configs.ConfigError("--draw: boxes are drawn for one image and one answer; give one --image.")
     config = arguments.config_of_model(model)
 
-    from megatron_vlm.commands.runs import generate_from_run
+    from megatron_vlm.commands.runs import draw_answer, generate_from_run
 
     sampling = {"temperature": temperature, "top_p": top_p, "answers": answers, "seed": seed}
     replies = generate_from_run(config, question, images, max_new_tokens, **sampling)
     typer.echo(printable_lines("\n---\n".join(replies)))
+    if draw is not None:
+        for line in draw_answer(config, replies[0], images[0], draw):
+            typer.echo(printable_lines(line))
 
 
 def main() -> None:

@@ -42,6 +42,10 @@ DataPaths = Annotated[
 ]  # see `data.on_disk.paths`
 Every = Annotated[FromZero | Literal["epoch"], "a number of steps, or epoch"]
 ModuleNames = Annotated[Name | list[Name] | None, "a regex or a list of names"]
+BoxFormat = Literal[  # the names of `data.grounding.conventions`
+    *("bbox_2d_pixels", "bbox_2d", "box_2d", "box_tokens", "ref_box", "begin_of_box"),
+    *("pixels", "thousandths", "shares"),
+]
 Parts = list[Literal["tower", "projector", "language_model"]]
 
 
@@ -142,9 +146,15 @@ class DataConfig:
     train_replies: Literal["all", "last"] = "all"  # "last": that of each conversation alone
     # in replies: "keep" it as the template writes it, "mask" it (read, not trained), or "drop" it
     thinking: Literal["keep", "mask", "drop"] = "keep"
+    # how boxes of a record's `objects` are written; None: as the model's family does (docs/boxes.md)
+    box_format: BoxFormat | None = None
+    # asks for boxes of COCO and RefCOCO, with {} for what is sought; None: see docs/data.md
+    box_question: Name | None = None
     over_length: Literal["drop", "truncate"] = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: FromOne | None = None
     max_pixels: FromOne | None = None
+    # sizes that an image has, a new one each epoch, drawn between min_pixels and max_pixels; 0: its own
+    resize_jitter: FromZero = 0
     video_fps: Positive = 2.0  # frames taken per second of video
     video_max_frames: FromOne = 128  # most frames of a video; in a longer one they are further apart
     video_max_pixels: FromOne | None = None  # larger frames are scaled before the processor sees them

@@ -170,6 +170,23 @@ def test_limits_of_pixels_that_no_image_meets_are_refused():
         validate(apply_overrides(RunConfig(), GOOD | {"data.min_pixels": "10", "data.max_pixels": "9"}))
 
 
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"data.resize_jitter": "2"}, "it draws between data.min_pixels and data.max_pixels; set both"),
+        (
+            {"data.resize_jitter": "2", "data.dataset_type": "energon"},
+            "resize_jitter: needs dataset_type hf, and",
+        ),
+        ({"data.resize_jitter": "2", "data.streaming": "true"}, "resize_jitter: needs dataset_type hf, and"),
+        ({"data.box_question": "Where is it?"}, "data.box_question: has no {} where what is sought stands"),
+    ],
+)
+def test_sizes_and_questions_that_cannot_be_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        validate(apply_overrides(RunConfig(), GOOD | {"data.dataset_type": "hf"} | settings))
+
+
 def test_a_core_attention_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="model.attention: sparse does not exist; known are auto"):
         validate(apply_overrides(RunConfig(), GOOD | {"model.attention": "sparse"}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import json
@@ -18,6 +17,7 @@ from samples import sample_of
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.batch import DataNeeds
+from megatron_vlm.commands.runs import draw_answer
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
@@ -92,11 +92,39 @@ def test_rows_show_replies_as_trained_and_images_in_their_place(config):
         assert len(shown) == (0 if number % 5 == 4 else 2 if number % 3 == 0 else 1)
         images += len(shown)
         for i, run in enumerate(shown):
-            picture = Image.open(io.BytesIO(base64.b64decode(run.pictures[0].split(",")[1])))
+            picture = run.pictures[0]
             other = number + 50 * i
             expected = (other * 7 % 256, other * 13 % 256, 90)  # the whole image has one colour
             assert np.abs(np.asarray(picture).astype(int) - expected).max() < 12
     assert images > 10
+
+
+def test_boxes_are_drawn_where_the_model_is_told_they_are(tmp_path_factory):
+    """A white square on grey gets an edge of another colour all around it, and no other colour elsewhere."""
+    folder = tmp_path_factory.mktemp("boxes")
+    picture = Image.new("RGB", (640, 428), (60, 60, 60))
+    picture.paste("white", (146, 137, 615, 415))
+    picture.save(folder / "a.png")
+    turns = [{"role": "user", "content": "<image>Where?"}, {"role": "assistant", "content": "<objects>"}]
+    record = {"messages": turns, "images": ["a.png"], "objects": {"bbox": [[146, 137, 615, 415]]}}
+    (folder / "rows.jsonl").write_text(json.dumps(record) + "\n")
+    run = config_of("qwen2_5_vl", folder / "rows.jsonl", tmp_path_factory, **{"data.max_pixels": 100_000})
+    with training_data(run) as (data, read):
+        (row,) = read(next(data.train_batches()))
+    (shown,) = [run.pictures[0] for run in row.documents[0].runs if run.kind == VISUAL]
+    colours = np.asarray(shown).astype(int)
+    drawn = np.ptp(colours, axis=2) > 50  # neither grey nor white
+    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
+    width, height = shown.size
+    edges = np.array([146 * width / 640, 137 * height / 428, 615 * width / 640, 415 * height / 428])
+    assert np.abs([columns[0], rows[0], columns[-1], rows[-1]] - edges).max() < 3 < width < 640
+
+    answer = (
+        '```json\n[\n\t{"bbox_2d": [100, 100, 200, 150], "label": "it"}\n]\n```'  # 644 x 420 without limits
+    )
+    lines = draw_answer(run, answer, (folder / "a.png").read_bytes(), folder / "drawn.png")
+    assert lines == ["[99.4, 101.9, 198.8, 152.9] it"]
+    assert np.ptp(np.asarray(Image.open(folder / "drawn.png")).astype(int)[102, 150]) > 50
 
 
 @pytest.fixture(scope="module")

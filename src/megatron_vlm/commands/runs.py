@@ -1,11 +1,15 @@
 """Operations on a run folder besides training: import into it, export from it, ask its model."""
 
-from functools import partial
+import io
 from pathlib import Path
 
 from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample, place_media
-from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
+from megatron_vlm.data.generation_prompt import encode_prompt, reply_text, stop_tokens
+from megatron_vlm.data.grounding.boxes import Boxes
+from megatron_vlm.data.grounding.drawing import draw
+from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.files import write_whole
 from megatron_vlm.generation.generate import generate
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.adapters.model import merge
@@ -107,5 +111,22 @@ def answers(
     stop = stop_tokens(source.folder, source.description.hf_config)
     replies = generate(chunks, prompts, max_new_tokens, stop=stop, **sampling)
     setup.shutdown()
-    decode = partial(source.processor.tokenizer.decode, skip_special_tokens=True)
-    return [[decode(answer.reply).strip() for answer in of_one] for of_one in replies]
+    spoken = Boxes(source.processor, config.data, source.needs.box_format).tokens
+    return [[reply_text(source.processor, answer.reply, spoken) for answer in of_one] for of_one in replies]
+
+
+def draw_answer(config: RunConfig, answer: str, image: bytes, output: str | Path) -> list[str]:
+    """Draw the boxes of a model's answer on its image, as a PNG; a line about each, in pixels of the image.
+
+    Raises ValueError if nothing tells how the model writes boxes.
+    """
+    source, picture = open_source(config.model.hf_path), decode_image(image)
+    try:
+        found = Boxes(source.processor, config.data, source.needs.box_format).parse(answer, picture.size)
+    except BadSample as bad:
+        raise ValueError(f"--draw: {bad.detail}; set data.box_format for the run") from bad
+    file = io.BytesIO()
+    draw(picture, found).save(file, "PNG")
+    write_whole(output, file.getvalue())
+    rounded = [([round(number, 1) for number in shape.numbers], shape.label or "") for shape in found]
+    return [f"{numbers} {label}".strip() for numbers, label in rounded]

@@ -18,7 +18,7 @@ from megatron.energon import Cooker, basic_sample_keys, stateless
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, clean, clean_sample, parsed
+from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, clean_sample, parsed
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
@@ -153,7 +153,7 @@ def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | d
 
     Raises BadSample where every encoder would drop the sample.
     """
-    clean(conversation, len(images), len(videos))
+    clean_sample(conversation, images, videos, __key__="", __restore_key__=())
     files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
     described = conversation | ({"images": list(files)} if files else {})
     if videos:

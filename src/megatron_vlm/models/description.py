@@ -37,6 +37,8 @@ class Description(ABC):
     images_or_videos = False
     # the frames of a video are images to the model, and to its tokens
     frames_as_images = False
+    # how the family writes boxes: a name of `data.grounding.CONVENTIONS`; None: it publishes no way
+    box_format: str | None = None
     # tokens of one image see each other in both directions; "windows": only in layers with a sliding window;
     # "whole": also those that are further apart than a layer's window
     bidirectional_images: bool | str = False
@@ -122,6 +124,7 @@ class Description(ABC):
             visual_keys=self.visual_keys,
             position_ids=self.position_ids,
             images_or_videos=self.images_or_videos,
+            box_format=self.box_format,
             frames_as_images=self.frames_as_images,
             misfit=partial(misfit, self.visual_kinds, self.visual_tokens),
             first_items=partial(first_items, self.visual_kinds, self.visual_tokens),

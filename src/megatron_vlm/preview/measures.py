@@ -13,6 +13,7 @@ from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.accounts.fingerprint import data_changes
 from megatron_vlm.data.encode.packing import pack_buffer
+from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.models.hf import open_source
@@ -96,7 +97,8 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
         source = open_source(config.model.hf_path)
         data = RunData(config, source.processor, source.needs, rank=0, world_size=1)
         try:
-            yield data, RowReader(source)
+            boxes = Boxes(source.processor, config.data, source.needs.box_format)
+            yield data, RowReader(source, boxes)
         finally:
             data.close()
 

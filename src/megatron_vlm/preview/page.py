@@ -4,7 +4,7 @@ import base64
 import io
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jinja2
 import torch
@@ -12,6 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
+from megatron_vlm.data.grounding.boxes import Boxes, Found
+from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Kind
 from megatron_vlm.models.hf import Source
@@ -27,7 +29,7 @@ class TokenRun:
     kind: str
     tokens: int
     text: str = ""
-    pictures: tuple[str, ...] = ()  # data URLs of an image, or of a video's frames
+    pictures: tuple[Image.Image, ...] = ()  # of an image, or the frames of a video
 
 
 @dataclass
@@ -47,30 +49,45 @@ class Row:
 
 
 class RowReader:
-    """Batches → what the page shows of their rows."""
+    """Batches → what the page shows of their rows. The boxes that `boxes` reads in a document's text are
+    drawn on its image, if it has a single one."""
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, boxes: Boxes):
         self._tokenizer, self._kind = source.processor.tokenizer, kind_of(source.processor)
-        self._description = source.description
+        self._description, self._boxes = source.description, boxes
 
     def __call__(self, batch: Batch) -> list[Row]:
         marks_BS, pictures = self._marks(batch)
         return [self._row(batch, row, marks_S, pictures) for row, marks_S in enumerate(marks_BS)]
 
-    def _row(self, batch: Batch, row: int, marks_S: Tensor, pictures: list[tuple[str, ...]]) -> Row:
+    def _row(self, batch: Batch, row: int, marks_S: Tensor, pictures: list[tuple[Image.Image, ...]]) -> Row:
         numbers_S = batch["attention_mask"][row]
         documents = []
         for number, key in enumerate(batch["__key__"][row], start=1):
             places = (numbers_S == number).nonzero().flatten()
             span = slice(int(places[0]), int(places[-1]) + 1)
-            runs = list(self._runs(batch["input_ids"][row, span], marks_S[span], pictures))
+            runs = self._drawn(list(self._runs(batch["input_ids"][row, span], marks_S[span], pictures)))
             positions = _positions(batch["position_ids"][..., row, span])
             documents.append(ShownDocument(key, span.stop - span.start, positions, runs))
         tokens = int((numbers_S > 0).sum())
         trained = int((batch["loss_mask"][row] > 0).sum())
         return Row(documents, tokens, trained, len(numbers_S))
 
-    def _marks(self, batch: Batch) -> tuple[Tensor, list[tuple[str, ...]]]:
+    def _drawn(self, runs: list[TokenRun]) -> list[TokenRun]:
+        """The runs, with the boxes of their text on the picture that shows the whole of their only image."""
+        places = [place for place, run in enumerate(runs) if run.kind == VISUAL]
+        beside = places == list(range(places[0], places[-1] + 1)) if places else False
+        if not self._boxes.tells or not beside or (len(places) > 1 and self._kind.whole == 0):
+            return runs
+        shown = places[self._kind.whole]  # an image in tiles has a run for each
+        pictures = list(runs[shown].pictures)
+        picture = pictures[self._kind.whole]
+        found = self._boxes.seen("".join(run.text for run in runs), picture.size)
+        pictures[self._kind.whole] = draw(picture, (scaled(shape, picture.size) for shape in found))
+        runs[shown] = replace(runs[shown], pictures=tuple(pictures))
+        return runs
+
+    def _marks(self, batch: Batch) -> tuple[Tensor, list[tuple[Image.Image, ...]]]:
         """Marks of the tokens, and the pictures of every image and video in text order. A token's mark is 0
         if it is read, 1 if it is trained, and n + 2 if it stands for the n-th image or video."""
         # the mask of a label belongs to the token after it
@@ -87,10 +104,12 @@ class RowReader:
             kind = 1 if item.pixel_values is not None else 2
             taken = [next(places[kind]) for _ in range(count)]
             marks_BS.view(-1)[taken[0] : taken[-1] + 1] = len(pictures) + 2
-            pictures.append(tuple(map(data_url, pictures_of(item, self._kind))))
+            pictures.append(tuple(pictures_of(item, self._kind)))
         return marks_BS, pictures
 
-    def _runs(self, ids_T: Tensor, marks_T: Tensor, pictures: list[tuple[str, ...]]) -> Iterator[TokenRun]:
+    def _runs(
+        self, ids_T: Tensor, marks_T: Tensor, pictures: list[tuple[Image.Image, ...]]
+    ) -> Iterator[TokenRun]:
         cuts = (marks_T[1:] != marks_T[:-1]).nonzero().flatten() + 1
         for ids, marks in zip(ids_T.tensor_split(cuts), marks_T.tensor_split(cuts), strict=True):
             mark = int(marks[0])
@@ -122,6 +141,12 @@ def pictures_of(item: GenericVisualInputs, kind: Kind) -> list[Image.Image]:
     return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames_TCHW]
 
 
+def scaled(shape: Found, size: tuple[int, int]) -> Found:
+    """A shape in shares of a picture of `size` in its pixels."""
+    numbers = [share * size[place % 2] for place, share in enumerate(shape.numbers)]
+    return replace(shape, numbers=numbers)
+
+
 def data_url(picture: Image.Image) -> str:
     """A data URL of the picture as JPEG, at most SHOWN_EDGE pixels wide and high."""
     picture = picture.copy()
@@ -140,6 +165,7 @@ def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dic
     `drops` have `key`, `reason` and `detail` each. All text of records is escaped.
     """
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["url"] = data_url
     return environment.from_string(TEMPLATE).render(
         title=title,
         settings=settings,
@@ -194,7 +220,7 @@ only read. A double line parts documents, which do not see each other.</p>
 {% for document in row.documents %}
 <section><header>{{ document.key }}: {{ document.tokens }} tokens, positions {{ document.positions }}</header>
 <div class="text">{% for run in document.runs %}{% if run.kind == "visual" %}<span class="visual">
-{%- for picture in run.pictures %}<img alt="as processed" src="{{ picture }}">{% endfor -%}
+{%- for picture in run.pictures %}<img alt="as processed" src="{{ picture | url }}">{% endfor -%}
 <small>{{ run.tokens }} tokens</small></span>{% else %}<span class="{{ run.kind }}">{{ run.text }}</span>
 {%- endif %}{% endfor %}</div></section>
 {% endfor %}

@@ -31,6 +31,9 @@ REASONS = {
     "them; give each a key of its own, or prepare the dataset again",
     "unsafe_pickle": "a pickled part holds more than plain data; prepare the dataset again from its source",
     "placeholder_mismatch": "write one <image> or <video> per media item, or none at all",
+    "bad_objects": "write boxes x1, y1, x2, y2 inside their images, and one placeholder for each; "
+    "docs/boxes.md says which units and placeholders there are",
+    "no_box_format": "the family publishes no way to write boxes: set data.box_format",
     "video_unsupported": "the model takes no videos; remove the samples with them",
     "images_and_videos": "the model takes one kind in a sample; divide the samples that hold both",
     "decode_timeout": "the files take longer to decode than data.decode_seconds: replace them or raise it",

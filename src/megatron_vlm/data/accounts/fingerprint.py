@@ -51,7 +51,7 @@ def _different(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
 def encoder_settings(encoder: Any) -> dict:
     """The settings of encoder and processor that decide a sample's tokens and pixels, as JSON data."""
     names = ("seq_length", "over_length", "min_pixels", "max_pixels", "max_patches")
-    names += ("video_fps", "video_max_frames", "video_max_pixels", "thinking")
+    names += ("video_fps", "video_max_frames", "video_max_pixels", "thinking", "box_format")
     processor = encoder.processor
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     of_calls = ("padding", "truncation")  # these hold what the latest call asked for, not a setting

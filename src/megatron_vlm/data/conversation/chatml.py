@@ -8,6 +8,7 @@ from typing import Any
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.conversation.limits import limits_of_media, named_limits
+from megatron_vlm.data.conversation.objects import NO_WORDS, Objects, read_objects, with_objects
 from megatron_vlm.data.conversation.turns import (
     ROLES,
     TRAINED,
@@ -36,9 +37,11 @@ class ChatMLSample(Sample):
     """A clean conversation with its media, still encoded: `clean_sample` makes it.
 
     `messages` and `tools` are as chat templates take them, with a part for each medium; `limits` are those
-    that the record names for each image and each video. `rejected` is the conversation with the other answer
-    of a preference record; only one objective reads it, and cleans it then. If the record cannot be trained
-    on, `problem` says why, so that the encoder counts it with all other drops.
+    that the record names for each image and each video, and `objects` what the placeholders for boxes in its
+    text stand for. `rejected` is the conversation with the other answer of a preference record; only one
+    objective reads it, and cleans it then. `sizes` is what the sizes of its images are drawn from, if they
+    are. If the record cannot be trained on, `problem` says why, so that the encoder counts it with all other
+    drops.
     """
 
     messages: list[dict] | None = None
@@ -46,7 +49,9 @@ class ChatMLSample(Sample):
     imgs: list[bytes] | None = None
     videos: list | None = None
     limits: dict[str, list[dict]] | None = None
+    objects: Objects | None = None
     rejected: dict | None = None
+    sizes: str | None = None
     problem: BadSample | None = None
 
 
@@ -55,18 +60,22 @@ def clean_sample(
 ) -> ChatMLSample:
     """The sample of a normalised record; nothing after it looks at the conversation as it was written.
 
-    Raises BadSample as `clean`.
+    Raises BadSample as `clean`, `read_objects` and `with_objects`.
     """
     messages, tools, limits = clean(conversation, len(imgs), len(videos))
-    rejected = None
+    objects = rejected = None
     if isinstance(conversation, dict) and REJECTED_TURNS in conversation:
         rejected = {"system": conversation.get("system"), "messages": conversation[REJECTED_TURNS]}
+    if isinstance(conversation, dict) and (written := conversation.get("objects")):
+        objects = read_objects(parsed(written), len(imgs))
+        with_objects(messages, objects, NO_WORDS, some=rejected is not None)
     return ChatMLSample(
         messages=messages,
         tools=tools,
         imgs=imgs or None,
         videos=videos or None,
         limits=limits,
+        objects=objects,
         rejected=rejected,
         **keys,
     )

@@ -1,5 +1,6 @@
 """Limits of single images and videos, which a record names beside the limits of the run."""
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -51,6 +52,12 @@ def limits_of_media(messages: list[dict], conversation: Any) -> dict[str, list[d
             raise BadSample("bad_conversation", f"{kind}_limits is no list of an object for each {kind}")
         limits[kind] = [limits_of(kind, part | one) for part, one in zip(parts, beside, strict=True)]
     return limits
+
+
+def drawn(source: str, least: int, most: int) -> int:
+    """A number of pixels between two, which `source` alone decides: twice as many are as likely anywhere."""
+    share = int.from_bytes(hashlib.blake2b(source.encode(), digest_size=8).digest(), "big") / 2**64
+    return round(least * (most / least) ** share)
 
 
 def rules_within(own: dict, rules: Any) -> Any:

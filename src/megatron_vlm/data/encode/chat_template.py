@@ -6,6 +6,7 @@ The template's `{% generation %}` blocks say where replies lie; for a template w
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,8 @@ class ChatTemplate:
     """The chat template of a processor.
 
     Special tokens typed in record text are broken by a word joiner after their first character, so that no
-    record can write a role marker or an image token. Added tokens that are not special (`<think>`) remain.
+    record can write a role marker or an image token. Added tokens that are not special (`<think>`) remain,
+    and those that are `spoken`: the tags in which the family writes boxes.
 
     If the template writes no more for a reply than for an empty one, it does not count, nor does its end.
     With `mask_thinking`, a reply is what lies outside its thinking blocks.
@@ -55,10 +57,10 @@ class ChatTemplate:
     Raises ValueError if the template marks no replies and they cannot be found.
     """
 
-    def __init__(self, processor: ProcessorMixin, mask_thinking: bool = False):
+    def __init__(self, processor: ProcessorMixin, mask_thinking: bool = False, spoken: Sequence[str] = ()):
         self.text = _template_of(processor)
         self._tokenizer = processor.tokenizer
-        self._control_tokens = _control_tokens(processor)
+        self._control_tokens = _control_tokens(processor, spoken)
         self._image_patterns = [re.escape(token) for token in placeholder_tokens(processor)]
         video = getattr(processor, "video_token", None)
         self._video_patterns = [self._with_control_tokens(video)] if video else []
@@ -282,12 +284,13 @@ def _template_of(processor: ProcessorMixin) -> str:
     return template
 
 
-def _control_tokens(processor: ProcessorMixin) -> re.Pattern[str]:
+def _control_tokens(processor: ProcessorMixin, spoken: Sequence[str]) -> re.Pattern[str]:
     tokenizer = processor.tokenizer
     tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens.update(tokenizer.all_special_tokens, placeholder_tokens(processor))
     tokens.add(getattr(processor, "video_token", None) or "")
-    longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    tokens = {token for token in tokens if len(token) > 1 and token not in spoken}
+    longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)))
 
 

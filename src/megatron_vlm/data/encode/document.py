@@ -14,12 +14,13 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
-from megatron_vlm.data.conversation.limits import rules_within
+from megatron_vlm.data.conversation.limits import drawn, rules_within
 from megatron_vlm.data.conversation.replies import Span
 from megatron_vlm.data.conversation.turns import last_reply_alone, without_thinking
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.processing import HFProcessor, KnownProcessor
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
+from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.media.images import image_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
@@ -57,13 +58,16 @@ class DocumentEncoder:
     def __init__(self, processor: ProcessorMixin, data: DataConfig, needs: DataNeeds, fast: bool = True):
         self._processor, self._data, self._needs = processor, data, needs
         self.per_sample = 1  # documents; a pair of `data.preferences` has two
-        text = TextEncoder(processor, mask_thinking=data.thinking == "mask")
+        self.boxes = Boxes(processor, data, needs.box_format)
+        text = TextEncoder(processor, data.thinking == "mask", spoken=self.boxes.tokens)
         self.chat = text.chat
         known = KnownProcessor(text, needs.visual_keys, data.decode_seconds)
         self.why_hf_processor = known.why_not() if fast else "fast is off"
         self.processing = known
         if self.why_hf_processor:
             self.processing = HFProcessor(text, needs.visual_keys, data.decode_seconds)
+        if data.resize_jitter:
+            self.processing.kind.check_sizes(data.min_pixels, data.max_pixels)
         self._most_characters = math.inf
         if data.over_length == "drop":  # so a text of many megabytes is dropped without tokenizing it
             self._most_characters = most_characters(processor.tokenizer, data.seq_length)
@@ -132,15 +136,19 @@ class DocumentEncoder:
 
     def _images(self, sample: ChatMLSample) -> list[tuple[bytes, int | None, int | None]]:
         """Each image with the most and the fewest pixels that it is to have: the run's, or its own, moved to
-        lie within the run's."""
+        lie within the run's. Both are the same number if a size is drawn."""
         most, least = self._data.max_pixels, self._data.min_pixels
         images = []
-        for image, named in zip(sample.imgs or [], sample.limits["image"], strict=True):
+        pairs = zip(sample.imgs or [], sample.limits["image"], strict=True)
+        for number, (image, named) in enumerate(pairs):
             if named and self.processing.kind.makes_one_size:
                 detail = f"makes all images one size: {', '.join(named)} of an image has no effect; remove it"
                 raise BadSample("processor_error", f"{type(self._processor).__name__} {detail}")
             within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in named.items()}
-            images.append((image, within.get("max_pixels", most), within.get("min_pixels", least)))
+            own_most, own_least = within.get("max_pixels", most), within.get("min_pixels", least)
+            if sample.sizes is not None:
+                own_most = own_least = drawn(f"{sample.sizes} {number}", own_least, own_most)
+            images.append((image, own_most, own_least))
         return images
 
     def _videos(self, sample: ChatMLSample) -> list[tuple[Any, VideoRules]]:
@@ -159,6 +167,9 @@ class DocumentEncoder:
         if images and videos and self._needs.images_or_videos:
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
         messages = sample.messages
+        if sample.objects:
+            some = sample.rejected is not None  # the other answer may have objects of its own
+            messages = self.boxes.written(messages, sample.objects, self._images(sample), some)
         if self._data.thinking == "drop":
             messages = [without_thinking(message) for message in messages]
         if self._data.train_replies == "last":

@@ -13,6 +13,7 @@ ids are searched for text. (Up to Transformers 5.17, its own assistant mask is w
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -47,11 +48,11 @@ class TextEncoder:
     Raises ValueError if the tokenizer gives no offsets (only fast tokenizers do), and as `ChatTemplate`.
     """
 
-    def __init__(self, processor: ProcessorMixin, mask_thinking: bool = False):
+    def __init__(self, processor: ProcessorMixin, mask_thinking: bool = False, spoken: Sequence[str] = ()):
         self.tokenizer = processor.tokenizer
         if not self.tokenizer.is_fast:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
-        self.chat = ChatTemplate(processor, mask_thinking)
+        self.chat = ChatTemplate(processor, mask_thinking, spoken)
         self.kind = kind_of(processor)
         self.marked_tokenizer = MarkedTokenizer(self.tokenizer)
         self._processor = copy.copy(processor)

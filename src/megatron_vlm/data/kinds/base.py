@@ -5,9 +5,10 @@ a processor's work without calling it is another question (`data.kinds.why_unkno
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torchvision.transforms.v2 import functional as tv
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
+from megatron_vlm.config import ConfigError
+from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.media.videos import VideoPlan
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches
@@ -25,6 +28,20 @@ SWITCHES = ("do_resize", "do_rescale", "do_normalize")
 WITHOUT_EFFECT = ("do_convert_rgb", "do_pad", "do_sample_frames")
 PROBE_SIZE = (56, 56)
 PATCH_SIZE = 14  # pixels along a patch's side if nothing tells: SigLIP's
+
+
+class Frame(NamedTuple):
+    """A picture that the model sees of an image as a whole, and where the image lies in it, in its pixels.
+
+    Of a crop, the image is larger than the picture, and its edges lie outside; around it may be padding.
+    """
+
+    width: int  # of the picture
+    height: int
+    left: float  # of the image, scaled, in the picture
+    top: float
+    image_width: float
+    image_height: float
 
 
 class Kind:
@@ -47,6 +64,7 @@ class Kind:
     either: ClassVar[tuple[str, ...]] = ()  # switches that may be on or off in them
     resamples: ClassVar[tuple[int, ...]] = tuple(RESAMPLE)  # that they may ask for
     unused: ClassVar[tuple[str, ...]] = ("pad_size", "crop_size")  # sizes that must not be set in them
+    whole: ClassVar[int] = 0  # which of an image's pictures shows all of it
     alike: ClassVar[tuple[str, ...]] = ()  # settings in which their image and video processors must agree
     splits: ClassVar[str] = ""  # the setting that makes several images of one, which nothing counts
     writes_by_size: ClassVar[bool] = False  # of an image more than a run of its tokens, see `of_size`
@@ -76,6 +94,17 @@ class Kind:
             return
         name = type(self.processor).__name__
         raise ValueError(f"{name}: {why}, as packing needs; {remedy} data.packing=none.")
+
+    def check_sizes(self, least: int, most: int) -> None:
+        """Raises ConfigError if images of `least` and of `most` pixels are resized to one size."""
+        sides = map(math.isqrt, (least, most))
+        sizes = {self.target(side, side) if self.sign else "unknown" for side in sides}
+        if len(sizes) == 1:
+            limits = f"data.min_pixels {least} and of data.max_pixels {most}"
+            raise ConfigError(
+                f"data.resize_jitter: {type(self.processor).__name__} makes images of {limits} one size "
+                f"({sizes.pop()}); drop it, or move the two apart."
+            )
 
     def told(self, height: int, width: int, **options: Any) -> tuple[int, int] | None:
         """The processor's own numbers of an image's tokens and pieces; None if it counts none."""
@@ -141,6 +170,19 @@ class Kind:
     def target(self, height: int, width: int) -> tuple[int, int]:
         """The size that an image is resized to."""
         raise NotImplementedError
+
+    def frame(self, width: int, height: int, alone: bool) -> Frame:
+        """The picture in which coordinates of an image of that size are counted.
+
+        Raises BadSample, and as the processor does for an image that it cannot take.
+        """
+        if not self.sign:
+            raise BadSample(
+                "processor_error",
+                f"nobody knows what {type(self.images).__name__} cuts of an image, so where a box is",
+            )
+        height, width = self.target(height, width)
+        return Frame(width, height, 0, 0, width, height)
 
     def fitted(self, image: np.ndarray) -> np.ndarray:
         """An image (H, W, 3) in its `target` size."""

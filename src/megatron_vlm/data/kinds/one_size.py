@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers.image_transforms import get_resize_output_image_size
 
-from megatron_vlm.data.kinds.base import SWITCHES, Kind, resized
+from megatron_vlm.data.kinds.base import SWITCHES, Frame, Kind, resized
 
 
 class OneSize(Kind):
@@ -61,8 +61,20 @@ class Cropped(OneSize):
             input_data_format="channels_last",
         )
 
+    def frame(self, width: int, height: int, alone: bool) -> Frame:
+        height, width = self.target(height, width)
+        left, top = (
+            _before(outer, inner) for outer, inner in zip(self.size[::-1], (width, height), strict=True)
+        )
+        return Frame(*self.size[::-1], left, top, width, height)
+
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         # black is around the middle where the image is smaller
         colours_first = torch.from_numpy(self.fitted(image)).movedim(-1, 0)
         middle = self.images.center_crop(colours_first, self.images.crop_size)
         return {"pixel_values": middle.movedim(0, -1).contiguous()[None]}
+
+
+def _before(outer: int, inner: int) -> int:
+    """Where a middle begins, as transformers' `center_crop` rounds it; negative if something is cut off."""
+    return (outer - inner) // 2 if outer > inner else -((inner - outer) // 2)

@@ -11,7 +11,7 @@ from transformers.image_processing_utils import get_patch_output_size, select_be
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
 from megatron_vlm.data.conversation.turns import BadSample
-from megatron_vlm.data.kinds.base import Grid, resized
+from megatron_vlm.data.kinds.base import Frame, Grid, resized
 from megatron_vlm.data.kinds.one_size import OneSize
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
@@ -45,6 +45,7 @@ class InternVLTiles(Tiles):
         ("QianfanOCRProcessor", "GotOcr2ImageProcessor"): None,
     }
     alike = ("size", "resample", "rescale_factor", "image_mean", "image_std")
+    whole = -1
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         size, least, most = self.size, self.images.min_patches, self.images.max_patches
@@ -83,6 +84,14 @@ class OneVisionTiles(Tiles):
     def refuse(self, height: int, width: int, alone: bool) -> None:
         if not alone:
             _square_of(height, width)
+
+    def frame(self, width: int, height: int, alone: bool) -> Frame:
+        if alone:
+            return super().frame(width, height, alone)
+        # in the middle of a square, which is scaled
+        side, shown = max(width, height), self.size[1]
+        left, top = ((side - length) // 2 * shown / side for length in (width, height))
+        return Frame(*self.size[::-1], left, top, width * shown / side, height * shown / side)
 
     def arranged(self, images: Sequence[Any]) -> Sequence[Any]:
         return [images] if images else images

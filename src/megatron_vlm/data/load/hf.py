@@ -27,7 +27,7 @@ from megatron_vlm.data.load.orders import Place, RandomOrder, StreamOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows, loader_of
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
-from megatron_vlm.data.records.blends import divided, sources_of_keys
+from megatron_vlm.data.records.blends import Resized, divided, sources_of_keys
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
@@ -52,7 +52,7 @@ class HFProvider:
 
     def __init__(self, data: DataConfig) -> None:
         self._data = data
-        self._columns = Columns(dict(data.columns))
+        self._columns = Columns(dict(data.columns), question=data.box_question)
 
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int
@@ -66,7 +66,7 @@ class HFProvider:
             table = StreamedRows.open(source.path, self._columns, data.media_dir)
             rows = EncodedRows(table, with_limited_drops(encoder, data))
         else:
-            rows = self.train_rows(encoder)
+            rows = self.train_rows(encoder, seed)
             if (count := len(rows.table.rows_of(0, seed))) < world_size:
                 paths = ", ".join(items_of(data.train_data_path))
                 raise ValueError(
@@ -84,8 +84,11 @@ class HFProvider:
         order = self._order(rows, micro_batch_size, rank, world_size, seed)
         return HFTrainLoader(rows, order, micro_batch_size, data.num_workers, settings | order.settings())
 
-    def train_rows(self, encoder, held_out: bool = False) -> EncodedRows:
-        """All rows of the training paths but those that are held out; or these."""
+    def train_rows(self, encoder, seed: int, held_out: bool = False) -> EncodedRows:
+        """The rows of the training paths that are trained, or those that are held out of them.
+
+        Trained rows are there once for each size that their images are to have.
+        """
         share = self._data.validation_share
         sources = sources_of(self._data.train_data_path)
         splits = [source_splits(source.path, source.subset) for source in sources]
@@ -98,6 +101,8 @@ class HFProvider:
         named = [(one, "train" if "train" in of else None) for one, of in zip(sources, splits, strict=True)]
         rows = self._rows(named, encoder, self._data.datasets)
         rows.table = divided(rows.table, share, held_out) if share else rows.table
+        if self._data.resize_jitter and not held_out:
+            rows.table = Resized(rows.table, self._data.resize_jitter, seed)
         return rows
 
     def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
@@ -135,7 +140,7 @@ class HFProvider:
             return None
         if data.validation_share:
             name = "validation_share: what is held out"
-            rows = self.train_rows(encoder, held_out=True)
+            rows = self.train_rows(encoder, seed, held_out=True)
         else:
             key = "train_data_path" if data.valid_data_path is None else "valid_data_path"
             splits = [(one, _validation_split(one)) for one in sources_of(getattr(data, key))]

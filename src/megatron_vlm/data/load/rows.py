@@ -71,7 +71,7 @@ class EncodedRows(Dataset):
 
     def sample(self, index: int) -> ChatMLSample:
         """The row as Energon's cooker would give it; `problem` tells the encoder what is wrong with it."""
-        keys = {"__key__": self.table.key(index), "__restore_key__": ()}
+        keys = {"__key__": self.table.key(index), "__restore_key__": (), "sizes": self.table.sizes(index)}
         try:
             conversation, images, videos = read_record(*self.table.record(index))
             return clean_sample(conversation, images, videos, **keys)

@@ -9,6 +9,9 @@ REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
 REJECTIONS = (REJECTED, REJECTED_REPLY, REJECTED_TURNS)
 MEDIA = {"image": ("images", "image"), "video": ("videos", "video")}
 AUDIO = ("audios", "audio")  # no model is trained on it
+BOXES = ("bbox", "bbox_xyxy", "bbox_xywh")  # what the numbers of the first are, `records.grounded` finds out
+EXPRESSIONS = ("sentences", "sentence", "sents", "sent", "expressions", "expression", "phrase")
 # Names of one kind; a column that is mapped to one of them hides the others
-GROUPS = (TURNS + PLAIN, *MEDIA.values(), ("system",), ("tools",), (CHOSEN,), REJECTIONS)
+GROUPS = (TURNS + PLAIN, *MEDIA.values(), ("system",), ("tools",), ("objects",), BOXES, EXPRESSIONS)
+GROUPS += ((CHOSEN,), REJECTIONS)
 FIELDS = tuple(name for group in GROUPS for name in group)

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_vlm.data.on_disk.coco import coco_records
 from megatron_vlm.data.on_disk.fields import FIELDS, PROMPTS, TURNS
 from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of
 from megatron_vlm.files import open_file
@@ -91,6 +92,9 @@ def _write_lines(plain: BinaryIO, lines: BinaryIO) -> None:
     except UnicodeDecodeError as error:
         raise ValueError(str(what_is(content[error.start :]) or error)) from error
     del content
+    if (records := coco_records(text)) is not None:
+        lines.writelines(json.dumps(record).encode() + b"\n" for record in records)
+        return
     for start, stop in records_in(text):
         # no text in JSON holds an end of line as it is
         lines.write(text[start:stop].replace("\n", " ").replace("\r", " ").encode() + b"\n")

@@ -45,6 +45,14 @@ class Table(ABC):
     def key(self, index: int) -> str:
         return f"{self.origin(index)[1]:09d}"
 
+    def sizes(self, index: int) -> str | None:
+        """The text that the sizes of a row's images are drawn from; None: they are not drawn."""
+        return None
+
+    def parts(self) -> Mapping[str, "Table"]:
+        """The tables that it is made of, by name, if there are several sources."""
+        return {}
+
     def place(self, index: int) -> int:
         """The place of a row, as JSON data of a few numbers; `at` gives the rows there."""
         return index
@@ -95,6 +103,9 @@ class Blend(Table):
         name, row = self._at(index)
         return self.tables[name].origin(row)
 
+    def parts(self) -> Mapping[str, Table]:
+        return self.tables
+
     def key(self, index: int) -> str:
         """A key unique among the rows of all tables, since the tables' names are unique."""
         name, row = self._at(index)
@@ -111,7 +122,8 @@ class Blend(Table):
 
 def sources_of_keys(table: object) -> list[str]:
     """The names that the keys of a table's rows begin with, if it has several parts."""
-    return list(table.tables) if isinstance(table, Blend) and len(table.tables) > 1 else []
+    names = list(table.parts()) if isinstance(table, Table) else []
+    return names if len(names) > 1 else []
 
 
 def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> ndarray:
@@ -217,3 +229,49 @@ class ChosenRows(Table):
 
     def content(self) -> str:
         return digest([self.table.content(), self.name])
+
+
+# -- images in other sizes
+
+
+@dataclass
+class Resized(Table):
+    """The rows of a table, each under `count` numbers, one for every size that its images are to have.
+
+    The epochs take these sizes in turn. A number says which size it is, so whatever knows a row's number
+    (lengths, orders, keys for replay) knows the size, too.
+    """
+
+    table: Table
+    count: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.identity = f"{self.table.identity} in {self.count} sizes of seed {self.seed}"
+
+    def __len__(self) -> int:
+        return self.count * len(self.table)
+
+    def rows_of(self, epoch: int, seed: int) -> ndarray:
+        return self.table.rows_of(epoch, seed) + epoch % self.count * len(self.table)
+
+    def sizes(self, index: int) -> str:
+        return f"{self.seed} {index // len(self.table)} {self.key(index)}"
+
+    def record(self, index: int) -> tuple[dict, Path]:
+        return self.table.record(index % len(self.table))
+
+    def origin(self, index: int) -> tuple[str, int]:
+        return self.table.origin(index % len(self.table))
+
+    def key(self, index: int) -> str:
+        return self.table.key(index % len(self.table))
+
+    def parts(self) -> Mapping[str, Table]:
+        return self.table.parts()
+
+    def content(self) -> str:
+        return self.table.content()
+
+    def fingerprint(self) -> str:
+        return self.table.fingerprint()

@@ -47,10 +47,13 @@ def entries_of(path: Path, columns: Columns, root: Path | None, datasets: Sequen
         if name not in entries:
             raise ValueError(f"data.datasets: {path} has no dataset {name}{suggestion(name, entries)}")
     names = datasets or entries
-    return {name: _entry(path.parent, f"{path}, dataset {name}", entries[name], root) for name in names}
+    return {
+        name: _entry(path.parent, f"{path}, dataset {name}", entries[name], root, columns.question)
+        for name in names
+    }
 
 
-def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
+def _entry(folder: Path, place: str, entry: dict, root: Path | None, question: str | None) -> Entry:
     check_fields(place, entry, FIELDS, "correct it")
     if not any(key in entry for key in META_SOURCES):
         raise damaged(place, f"names none of {', '.join(META_SOURCES)}", "say where its records are")
@@ -59,7 +62,7 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
     if entry.get("ranking"):
         raise ValueError(f"{place}: ranking data has no replies to train on; leave the dataset out.")
     try:
-        columns = Columns(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
+        columns = Columns(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}), question)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     path = entry.get("hf_hub_url") or folder / entry["file_name"]

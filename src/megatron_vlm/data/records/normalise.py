@@ -38,16 +38,21 @@ from megatron_vlm.data.on_disk import fields
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 TIMES = ("fps", "timestamps")  # of a video's frames
-BESIDE = ("system", "tools", *(f"{kind}_limits" for kind in LIMITS))  # what else a conversation has
+BESIDE = (
+    "system",
+    "tools",
+    "objects",
+    *(f"{kind}_limits" for kind in LIMITS),
+)  # what else a conversation has
 
 
 def normalise(record: dict) -> tuple[dict, dict[str, list]]:
     """(conversation, media) of a record with the package's names. Nothing after it looks for other names.
 
     The conversation has turns, under their own name, and where there are any, `rejected_messages`, `system`,
-    `tools` and the limits of media. Its parts say where media are; the media are, for `image` and `video`,
-    what the record names, in order. Raises BadSample for a record without turns in any known layout, and for
-    two names of one field that differ.
+    `tools`, `objects` and the limits of media. Its parts say where media are; the media are, for `image` and
+    `video`, what the record names, in order. Raises BadSample for a record without turns in any known layout,
+    and for two names of one field that differ.
     """
     media = {kind: _listed(record.get(sole(record, names))) for kind, names in fields.MEDIA.items()}
     name = named_turns(record)

@@ -56,6 +56,9 @@ class StreamedRows:
             raise ValueError(f"data: {self.name} has no more the rows (shard, number) {missing}; it changed.")
         return [(tuple(place), found[tuple(place)]) for place in places]
 
+    def sizes(self, row: Row) -> None:
+        """The same as of a table; a stream's images have their own sizes."""
+
     def origin(self, row: Row) -> tuple[str, str]:
         return self.name, self.key(row)
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.on_disk.descriptions import damaged
+from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, TURNS
 from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file, table_of
@@ -27,6 +28,7 @@ from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
 from megatron_vlm.files import check_file, open_file
 from megatron_vlm.signatures import what_file, what_is
 
+OF_BOXES = (*BOXES, *EXPRESSIONS, *TURNS)  # what tells how a box is written
 CHECKED_RECORDS = 1000  # the first ones: one must be there, and every mapped column must occur
 
 
@@ -41,6 +43,9 @@ class HFTable(Table):
 
     def __post_init__(self) -> None:
         self.columns.check(self.rows.column_names, self.name)
+        plain = [name for name in self.rows.column_names if name in {*OF_BOXES, *self.columns.names.values()}]
+        first = self.rows.select_columns(plain).select(range(min(len(self), CHECKED_RECORDS)))
+        self.columns = self.columns.for_source(first, self.name)
         self.identity = f"{self.rows._fingerprint} {self.columns}"
 
     def __len__(self) -> int:
@@ -66,14 +71,21 @@ class JsonTable(Table):
     """
 
     def __init__(self, path: Path, root: Path, columns: Columns) -> None:
-        self.path, self.root, self.columns = path, root, columns
+        self.path, self.root = path, root
         self._file = open_file(lines_file(path))
         self._version = _version(os.fstat(self._file.fileno()))
         self._numbers, self._starts, self._stops = (
             np.array(array("q", chain.from_iterable(record_places(self._file)))).reshape(-1, 3).T
         )
-        self.identity = f"{path.resolve()} {_version(path.stat())} {root.resolve()} {columns}"
-        present = {str(name) for record in first_records(path, CHECKED_RECORDS) for name in record}
+        present: set[str] = set()
+
+        def first() -> Iterator[dict]:  # one at a time: they may hold images
+            for record in first_records(path, CHECKED_RECORDS):
+                present.update(map(str, record))
+                yield record
+
+        self.columns = columns.for_source(first(), path)
+        self.identity = f"{path.resolve()} {_version(path.stat())} {root.resolve()} {self.columns}"
         if not present:
             raise damaged(
                 path, f"holds no record: not one of its first {CHECKED_RECORDS} is a JSON object", REPAIR

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.on_disk.coco import NOTES
 from megatron_vlm.data.on_disk.named import is_base64, is_path, meant
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, spellings, stand_for
-from megatron_vlm.data.records.blends import Blend, Table
+from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import printable
@@ -26,7 +27,7 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
     There are none about a stream, as reading it would take its records."""
     if isinstance(table, StreamedRows):
         return
-    for source in table.tables.values() if isinstance(table, Blend) else [table]:
+    for source in (table.parts() or {"": table}).values():
         records, has_media, notes = [], False, Counter()
         for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source)), dtype=int):
             with suppress(BadSample):
@@ -34,7 +35,7 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
                 conversation, media = normalise(record)
                 records.append(record)
                 has_media = has_media or any(media.values())
-                found = (*_placeholders(conversation, media), *_forms(media, root))
+                found = (*_placeholders(conversation, media), *_forms(media, root), *record.get(NOTES, ()))
                 notes.update(dict.fromkeys(found, 1))
         lines = [] if has_media else [*_unread(records)]
         lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]

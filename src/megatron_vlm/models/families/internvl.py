@@ -80,6 +80,7 @@ class InternVLVision(nn.Module):
 
 class InternVL(texts.LikeLlava):
     model_type = "internvl"
+    box_format = "ref_box"
     sections = sections(model_type)
     frames_as_images = True
 

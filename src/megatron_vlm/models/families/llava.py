@@ -71,6 +71,7 @@ class LlavaVision(nn.Module):
 
 class Llava(texts.LikeLlava):
     model_type = "llava"
+    box_format = "shares"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes")
 

@@ -130,6 +130,7 @@ def _in_rows(hf_config: Any, tiles: Tensor, size: list[int], newline: Tensor) ->
 
 class LlavaOnevision(texts.LikeLlava):
     model_type = "llava_onevision"
+    box_format = "shares"
     sections = SECTIONS
     visual_keys = ("pixel_values", "image_sizes", "image_tiles", "pixel_values_videos", "video_frames")
     vision_keys = {"image_newline": "image_newline", **texts.LikeLlava.vision_keys}

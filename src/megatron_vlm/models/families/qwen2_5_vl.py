@@ -24,6 +24,7 @@ def sections(model_type: str, *vision_keys: str) -> keys.Sections:
 
 class Qwen25VL(patch_towers.PatchFamily):
     model_type = "qwen2_5_vl"
+    box_format = "bbox_2d_pixels"
     sections = sections("qwen2_5_vl", "tokens_per_second", "window_size", "fullatt_block_indexes")
     visual_keys = (*patch_towers.VISUAL_KEYS, "second_per_grid_ts")
     mrope = MROPE

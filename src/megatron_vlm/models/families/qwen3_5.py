@@ -49,6 +49,7 @@ SECTIONS = keys.sections(
 
 class Qwen35(patch_towers.PatchFamily):
     model_type = "qwen3_5"
+    box_format = "bbox_2d"
     sections = SECTIONS
     mrope = MROPE
     vision_keys = {"visual.**": "model.visual.**"}

@@ -16,6 +16,7 @@ SECTIONS = keys.sections(
 
 class Qwen3VL(patch_towers.PatchFamily):
     model_type = "qwen3_vl"
+    box_format = "bbox_2d"
     sections = SECTIONS
     mrope = MROPE
     vision_keys = {"visual.**": "model.visual.**"}

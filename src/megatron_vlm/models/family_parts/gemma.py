@@ -9,6 +9,7 @@ from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 class GemmaFamily(llama.LlamaFamily):
     """A family with these layers."""
 
+    box_format = "box_2d"
     norm_before_mlp = "pre_feedforward_layernorm"
     norms_after = {
         "self_attn_bda.norm": "post_attention_layernorm",

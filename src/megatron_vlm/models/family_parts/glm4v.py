@@ -49,6 +49,7 @@ def _sizes_to_device(module: nn.Module, arguments: tuple) -> tuple:
 class GlmFamily(patch_towers.PatchFamily):
     """A family with this tower, these placeholders and this M-RoPE."""
 
+    box_format = "begin_of_box"
     mrope = MROPE
     groups = Description.groups | {
         "tower": (

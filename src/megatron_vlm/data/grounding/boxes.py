@@ -1,0 +1,166 @@
+"""Boxes of a record → the words of a family, and back: for one model's processor and one convention."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import ProcessorMixin
+
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.conversation.objects import REASON, Objects, Shape, Words, with_objects
+from megatron_vlm.data.conversation.turns import REFUSALS, BadSample, refused_by_processor
+from megatron_vlm.data.grounding.convention import Convention
+from megatron_vlm.data.grounding.conventions import CONVENTIONS
+from megatron_vlm.data.kinds import kind_of, why_unknown
+from megatron_vlm.data.kinds.base import Frame
+from megatron_vlm.data.media.images import image_size, target_size
+from megatron_vlm.data.media.patience import in_time
+
+ROUNDING = 1e-6  # of a side: sums such as x + width end beside an edge
+Limited = tuple[bytes, int | None, int | None]  # an image, and the most and fewest pixels that it is to have
+
+
+@dataclass(frozen=True)
+class Found:
+    """A point, box or polygon in a text: numbers x, y, x, y, ... and what it is of, if the text says so."""
+
+    numbers: list[float]
+    label: str | None = None
+
+
+class Boxes:
+    """Writes and reads boxes as a model's family does, or as `data.box_format` says; `family` is its own."""
+
+    def __init__(self, processor: ProcessorMixin, data: DataConfig, family: str | None):
+        self._name, self._seconds = data.box_format or family, data.decode_seconds
+        self._processor, self._kind = processor, kind_of(processor)
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is a convention."""
+        return self._name is not None
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The tags of the convention, which record text may hold as they are."""
+        return CONVENTIONS[self._name].tokens if self._name else ()
+
+    def written(
+        self, messages: list[dict], objects: Objects, images: Sequence[Limited], some: bool = False
+    ) -> list[dict]:
+        """The messages with the family's words in place of their placeholders, see `with_objects`.
+
+        Only the headers of images are read. Raises BadSample for a shape that is not inside its image, or not
+        inside what the model sees of it.
+        """
+        convention, frames = self._convention(), {}
+
+        def numbers(shape: Shape) -> list[float]:
+            if shape.kind == "polygon" and not convention.polygons:
+                detail = f"data.box_format {self._name} has no words for a polygon"
+                raise BadSample(REASON, f"{detail}; use one of its plain lists, such as thousandths")
+            if shape.image not in frames:
+                frames[shape.image] = self._size_and_frame(images[shape.image], len(images) == 1)
+            size, frame = frames[shape.image]
+            shares = _shares(shape, objects.unit, size)
+            return _scaled(_seen(shares, frame, shape), convention.unit, frame)
+
+        words = Words(
+            lambda shape: convention.shape(numbers(shape)),
+            convention.label.format,
+            lambda rest: convention.answer([(numbers(shape), shape.kind, label) for shape, label in rest]),
+        )
+        return with_objects(messages, objects, words, some)
+
+    def parse(
+        self,
+        text: str,
+        size: tuple[int, int],
+        alone: bool = True,
+        most: int | None = None,
+        least: int | None = None,
+    ) -> list[Found]:
+        """The shapes in an answer about an image of `size` (width, height), in pixels of that image.
+
+        `alone`: it is its conversation's only one. `most` and `least` are the limits of its pixels when the
+        model saw it. What a model wrote may lie outside the image. Raises BadSample if there is no
+        convention, or if the processor cannot take such an image.
+        """
+        frame = self._frame(target_size(size, most, least), alone)
+        starts, lengths = (frame.left, frame.top), (frame.image_width, frame.image_height)
+
+        def on_image(shares: list[float]) -> list[float]:
+            axes = _by_axis(shares, frame[:2], starts, lengths, size)
+            return [(share * whole - start) / length * side for share, whole, start, length, side in axes]
+
+        return [Found(on_image(found.numbers), found.label) for found in self.seen(text, frame[:2])]
+
+    def seen(self, text: str, picture: tuple[int, int]) -> list[Found]:
+        """The shapes in a text, in shares of the picture (width, height) that the model sees of an image."""
+        unit = self._convention().unit
+        ends = picture if unit is None else (unit, unit)
+        return [
+            Found([number / end for number, end in _by_axis(numbers, ends)], label)
+            for numbers, label in self._convention().read(text)
+        ]
+
+    def _convention(self) -> Convention:
+        if self._name is None:
+            detail = f"this family publishes no way to write boxes; there are {', '.join(CONVENTIONS)}"
+            raise BadSample("no_box_format", detail)
+        return CONVENTIONS[self._name]
+
+    @functools.cached_property
+    def _why_unknown(self) -> str | None:
+        return why_unknown(self._processor)
+
+    def _size_and_frame(self, image: Limited, alone: bool) -> tuple[tuple[int, int], Frame]:
+        data, most, least = image
+        size = in_time(self._seconds, image_size, data)
+        return size, self._frame(target_size(size, most, least), alone)
+
+    def _frame(self, size: tuple[int, int], alone: bool) -> Frame:
+        if self._convention().unit is None and self._why_unknown:
+            detail = f"how many pixels an image has when it is resized is not known: {self._why_unknown}"
+            raise BadSample("no_box_format", f"{detail}; data.box_format=thousandths needs no pixels")
+        try:
+            return self._kind.frame(*size, alone)
+        except REFUSALS as error:
+            raise refused_by_processor(error) from error
+
+
+def _by_axis(numbers: Sequence[float], *pairs: Sequence) -> list[tuple]:
+    """Each of the numbers x, y, x, y, ... with what the pairs (of x, of y) hold for its axis."""
+    return [(number, *(pair[place % 2] for pair in pairs)) for place, number in enumerate(numbers)]
+
+
+def _shares(shape: Shape, unit: str, size: tuple[int, int]) -> list[float]:
+    """The numbers of a shape in shares of its image. Raises BadSample if it is not inside."""
+    ends = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[unit]
+    return _inside(
+        [number / end for number, end in _by_axis(shape.numbers, ends)],
+        f"{shape.numbers} is not inside image {shape.image}, {ends[0]} x {ends[1]} in bbox_type {unit}",
+    )
+
+
+def _seen(shares: list[float], frame: Frame, shape: Shape) -> list[float]:
+    """Shares of the image as shares of the picture that the model sees. Raises BadSample outside of it."""
+    starts, lengths = (frame.left, frame.top), (frame.image_width, frame.image_height)
+    return _inside(
+        [
+            (start + share * length) / whole
+            for share, start, length, whole in _by_axis(shares, starts, lengths, frame[:2])
+        ],
+        f"{shape.numbers} of image {shape.image} is not inside the middle that the processor cuts out",
+    )
+
+
+def _inside(shares: list[float], otherwise: str) -> list[float]:
+    if min(shares) < -ROUNDING or max(shares) > 1 + ROUNDING:
+        raise BadSample(REASON, otherwise)
+    return [min(max(share, 0.0), 1.0) for share in shares]
+
+
+def _scaled(shares: list[float], unit: int | None, frame: Frame) -> list[float]:
+    ends = frame[:2] if unit is None else (unit, unit)
+    return [share * end for share, end in _by_axis(shares, ends)]

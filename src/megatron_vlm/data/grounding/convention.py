@@ -1,0 +1,124 @@
+"""A family's way to write coordinates: their unit, order, brackets, tokens, JSON; and to read them back."""
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+_NUMBER = r"-?\d+(?:\.\d+)?"
+COORDINATES = re.compile(rf"[\[(]\s*({_NUMBER}(?:[\s,()]+{_NUMBER})+)\s*[\])]")
+_LABEL = re.compile(r'"label"\s*:\s*("(?:[^"\\]|\\.)*")')
+_TAG = re.compile(r"<[^<>{}]+>")
+
+
+@dataclass(frozen=True)
+class Convention:
+    """A way to write boxes, points and labels.
+
+    unit        the number at the right and bottom edges, 1000 or 1; None: the pixels of the resized image
+    decimals    digits behind the point
+    rows_first  y before x
+    pair        a corner; `comma` is between corners
+    one         what is around a box that stands alone
+    each        what is around one of several, `several` what is around all, `between` is between them
+    label       what is around a label
+    keys        of an answer in JSON: what shape has which key; empty: answers are not JSON
+    polygons    whether shapes of more corners than a box may be written
+    """
+
+    unit: int | None
+    decimals: int = 0
+    rows_first: bool = False
+    pair: str = "{}, {}"
+    comma: str = ", "
+    one: str = "[{}]"
+    each: str = "[{}]"
+    several: str = "{}"
+    between: str = ", "
+    label: str = "{}"
+    keys: dict[str, str] = field(default_factory=dict)
+    indent: str = "\t"
+    polygons: bool = False
+
+    @functools.cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """The tags around boxes and labels, which a tokenizer may have as special tokens."""
+        return tuple(_TAG.findall(self.one + self.label))
+
+    def corners(self, numbers: list[float]) -> str:
+        """Numbers x, y, x, y, ... in this unit as text."""
+        texts = [f"{number:.{self.decimals}f}" for number in numbers]
+        corners = zip(texts[::2], texts[1::2], strict=True)
+        return self.comma.join(
+            self.pair.format(*corner[:: -1 if self.rows_first else 1]) for corner in corners
+        )
+
+    def shape(self, numbers: list[float]) -> str:
+        """The text of a shape that stands alone."""
+        return self.one.format(self.corners(numbers))
+
+    def answer(self, objects: list[tuple[list[float], str, str | None]]) -> str:
+        """The text of a whole answer: (numbers, kind of shape, label) of each object."""
+        if self.keys:
+            lines = [self._entry(*each) for each in objects]
+            inside = "\n" + ",\n".join(lines) + "\n" if lines else ""
+            return f"```json\n[{inside}]\n```"
+        has_tags = self.label != "{}"
+        texts = []
+        for label, group in groupby(objects, key=lambda each: each[2]):
+            shapes = [self.corners(numbers) for numbers, *_ in group]
+            text = self.one.format(shapes[0])
+            if len(shapes) > 1:
+                text = self.several.format(self.between.join(map(self.each.format, shapes)))
+            before = "" if label is None else self.label.format(label) + ("" if has_tags else " ")
+            texts.append(before + text)
+        return ("" if has_tags else "\n").join(texts)
+
+    def _entry(self, numbers: list[float], kind: str, label: str | None) -> str:
+        named = "" if label is None else f', "label": {json.dumps(label, ensure_ascii=False)}'
+        return f'{self.indent}{{"{self.keys[kind]}": [{self.corners(numbers)}]{named}}}'
+
+    # -- back
+
+    def read(self, text: str) -> Iterator[tuple[list[float], str | None]]:
+        """(numbers x, y, x, y, ... in this unit, label) of each shape in a family's text."""
+        for coordinates, label in self._in_json(text) if self.keys else self._in_words(text):
+            numbers = [float(number) for number in re.findall(_NUMBER, coordinates)]
+            if len(numbers) % 2 == 0:
+                if self.rows_first:
+                    rows, columns = numbers[::2], numbers[1::2]
+                    numbers = [number for corner in zip(columns, rows, strict=True) for number in corner]
+                yield numbers, label
+
+    def _in_json(self, text: str) -> Iterator[tuple[str, str | None]]:
+        keyed = rf'"(?:{"|".join(self.keys.values())})"\s*:\s*{COORDINATES.pattern}'
+        for found in re.finditer(rf"(?P<entry>\{{[^{{}}]*(?:\}}|\Z))|{COORDINATES.pattern}", text):
+            if found["entry"] is None:  # a list by itself
+                yield found[2], None
+                continue
+            label = _LABEL.search(found["entry"])
+            for coordinates in re.findall(keyed, found["entry"]):
+                yield coordinates, _of_json(label[1]) if label else None
+
+    def _in_words(self, text: str) -> Iterator[tuple[str, str | None]]:
+        begin, end = (re.escape(tag) for tag in _TAG.findall(self.one) or ("", ""))
+        boxes = f"{begin}(?P<boxes>.*?)(?:{end}|$)" if begin else f"(?P<boxes>{COORDINATES.pattern})"
+        before, after = (re.escape(tag) for tag in self.label.split("{}"))
+        pattern = f"{before}(?P<label>.*?){after}|{boxes}" if before else boxes
+        label = None
+        for found in re.finditer(pattern, text, re.DOTALL):
+            if before and found["label"] is not None:
+                label = found["label"]
+            else:
+                for coordinates in COORDINATES.finditer(found["boxes"]):
+                    yield coordinates[1], label
+
+
+def _of_json(text: str) -> str:
+    """A text in JSON, also one that a model wrote wrongly."""
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return text[1:-1]

@@ -1,0 +1,111 @@
+"""Records with boxes and without turns → conversations that ask for the boxes.
+
+A record of `on_disk.coco` asks for all that is in its image. One in the manner of RefCOCO has a `bbox`, what
+is said of it, and an image; it asks for each expression.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from megatron_vlm.data.conversation.turns import BadSample
+from megatron_vlm.data.on_disk.coco import NOTES, at_edges, corners, is_box
+from megatron_vlm.data.on_disk.descriptions import damaged
+from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, PLAIN, TURNS
+
+IMAGES = ("images", "image", "image_path", "img_path", "file_name", "img_fn")
+# As LLaVA and InternVL ask for an expression, and as the cookbook of Qwen3-VL asks for categories
+ONE = "Please provide the bounding box coordinate of the region this sentence describes: {}"
+ALL = "Locate every instance that belongs to the following categories: {}."
+FEW = 10  # boxes, whose numbers do not tell in which form they are
+SURE, UNLIKELY = 0.9, 0.75  # shares of boxes that can be corners
+REMEDY = "say so with data.columns.bbox_xyxy=bbox or data.columns.bbox_xywh=bbox"
+
+
+def asking(record: dict, question: str | None, has_corners: bool | None) -> dict:
+    """A record with boxes and without turns as a conversation; any other as it is.
+
+    question      what is asked, with {} for what is sought; None: ONE for expressions, ALL for categories
+    has_corners   whether `bbox` is [x1, y1, x2, y2], and not [x, y, width, height]; None: nobody looked
+
+    Raises BadSample if that is not known.
+    """
+    if any(name in record for name in TURNS):
+        return record
+    if (labels := _labels(record)) is not None:
+        asked = (question or ALL).replace("{}", ", ".join(dict.fromkeys(labels)))
+        return record | {"messages": _exchange(f"<image>{asked}", "<objects>")}
+    expressions, name = _expressions(record), _box_name(record)
+    image = next((record[name] for name in IMAGES if record.get(name)), None)
+    if not expressions or name is None or image is None:
+        return record
+    if name != BOXES[0]:
+        has_corners = name == "bbox_xyxy"
+    elif has_corners is None:
+        raise BadSample("bad_conversation", f"nothing says what a bbox is; {REMEDY}")
+    box = (at_edges if has_corners else corners)(record[name], record)
+    asked = [(question or ONE).replace("{}", expression) for expression in expressions]
+    turns = [
+        turn
+        for number, text in enumerate(asked)
+        for turn in _exchange("<image>" * (not number) + text, "<bbox>")
+    ]
+    form = "[x1, y1, x2, y2]" if has_corners else "[x, y, width, height]"
+    return {
+        "messages": turns,
+        "images": image if isinstance(image, list) else [image],
+        "objects": {"bbox": [box] * len(expressions)},
+        NOTES: [f"have a bbox that is read as {form}"],
+    }
+
+
+def corners_in(records: Iterable[Mapping[str, Any]], place: Any) -> bool | None:
+    """Whether the `bbox` of a source is [x1, y1, x2, y2], by its first records; None if none has one to read.
+
+    Few boxes that are [x, y, width, height] are wider than their distance from the left edge and also higher
+    than that from the top. Raises ValueError that names the `place` if the boxes do not tell.
+    """
+    boxes = [*_boxes(records)]
+    if not boxes:
+        return None
+    share = sum(x1 < x2 and y1 < y2 for x1, y1, x2, y2 in boxes) / len(boxes)
+    if UNLIKELY < share and (share < SURE or len(boxes) < FEW):
+        raise damaged(place, "a bbox may be [x1, y1, x2, y2] or [x, y, width, height]", REMEDY)
+    return share > UNLIKELY
+
+
+def _boxes(records: Iterable[Mapping[str, Any]]) -> Iterator[list[float]]:
+    for record in records:
+        if (
+            _box_name(record) == BOXES[0]
+            and _expressions(record)
+            and not any(name in record for name in TURNS)
+        ):
+            yield record[BOXES[0]]
+
+
+def _box_name(record: Mapping[str, Any]) -> str | None:
+    return next((name for name in BOXES if is_box(record.get(name))), None)
+
+
+def _labels(record: dict) -> list[str] | None:
+    """The names of all that is in an image of COCO's; None for any other record."""
+    objects = record.get("objects")
+    if not isinstance(objects, dict) or any(name in record for name in PLAIN):
+        return None
+    labels = objects.get("ref")
+    is_list = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+    return labels if is_list and labels else None
+
+
+def _expressions(record: Mapping[str, Any]) -> list[str]:
+    """The expressions for a record's box. In REFER's files each is an object with `sent`."""
+    said = next((record[name] for name in EXPRESSIONS if record.get(name)), [])
+    said = [
+        one.get("sent") if isinstance(one, dict) else one
+        for one in (said if isinstance(said, list) else [said])
+    ]
+    return said if all(isinstance(one, str) for one in said) else []
+
+
+def _exchange(question: str, answer: str) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

@@ -1,0 +1,421 @@
+"""Boxes are written as each family writes them, where they are in the image as the model sees it."""
+
+import functools
+import io
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+from samples import sample_of
+
+from megatron_vlm.batch import GenericVisualInputs, count_up
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.encode.document import DocumentEncoder
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.grounding.boxes import Boxes
+from megatron_vlm.data.grounding.conventions import CONVENTIONS
+from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.media.images import decode_pixels, target_size
+from megatron_vlm.data.preferences.pairs import halves_of
+from megatron_vlm.data.records.columns import Columns
+from megatron_vlm.data.records.normalise import normalise
+from megatron_vlm.data.shard_format import cook_record, sample_parts
+from megatron_vlm.models.families import load
+from tiny.checkpoints import TINY_FAMILIES
+from tiny.corpus import default_corpus
+
+OF_CONFIG = {"gemma4": {"position_embedding_size": 10_240}}
+FORMATS = {name: load(name).box_format for name in TINY_FAMILIES}
+WITH_BOXES = [name for name, box_format in FORMATS.items() if box_format]
+SIZES = [(1, 1), (640, 428), (4000, 30), (30, 4000), (333, 1000), (2000, 1500)]  # (width, height)
+LIMITS = [(None, None), (20_000, None), (None, 1_500_000)]  # most and fewest pixels
+
+
+@functools.cache
+def processor_of(family):
+    """A processor with the image settings of the published checkpoint."""
+    parts = TINY_FAMILIES[family]
+    return parts.processor(default_corpus(), parts.template, **(parts.published or {}))
+
+
+@functools.cache
+def needs_of(family):
+    config = TINY_FAMILIES[family].config(processor_of(family), {}, OF_CONFIG.get(family, {}))
+    return replace(load(family)(config).data_needs, position_ids=count_up)
+
+
+def encoder_of(family, **settings):
+    data = DataConfig(seq_length=100_000, **settings)
+    return DocumentEncoder(processor_of(family), data, needs_of(family))
+
+
+@functools.cache
+def png(size, colour=(90, 90, 90)):
+    out = io.BytesIO()
+    Image.new("RGB", size, colour).save(out, "PNG")
+    return out.getvalue()
+
+
+def said(reply):
+    return {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": reply}]}
+
+
+def record_of(reply, objects, question="<image>Where?", images=1):
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    return {"messages": turns, "images": [""] * images, "objects": objects}
+
+
+def written(encoder, record, *sizes, images=()):
+    """The reply of a record as it is trained, without what the template writes around it."""
+    sample = sample_of(normalise(Columns()(record))[0], images or [png(size) for size in sizes])
+    prompt = encoder._prompt(sample)
+    start, stop = prompt.replies[-1]
+    # what the template writes for any reply, here and for another
+    text, around = prompt.text[start:stop], encoder.chat(SAID, None, 0)
+    before, after = around.text[slice(*around.replies[-1])].split("said")
+    return text.removeprefix(before).removesuffix(after)
+
+
+SAID = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "said"}]},
+]
+
+
+# -- where
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("family", [name for name in TINY_FAMILIES if not name.endswith("_moe")])
+def test_a_box_is_where_the_model_sees_it(family, alone):
+    """A white square is found in the processed pixels, at most a pixel from where its frame puts it."""
+    kind = kind_of(processor_of(family))
+    for width, height in ((640, 428), (300, 500), (900, 900)):
+        box = (0.4 * width, 0.45 * height, 0.6 * width, 0.7 * height)
+        picture = Image.new("RGB", (width, height))
+        ImageDraw.Draw(picture).rectangle((*map(round, box[:2]), *(round(x) - 1 for x in box[2:])), "white")
+        item = GenericVisualInputs(**kind.tensors(np.asarray(picture), alone))
+        shown = kind.frames(item.items()[kind.whole])
+        seen = shown[kind.whole].float().mean(0).numpy()  # InternVL's items are tiles, OneVision's frames
+        frame = kind.frame(width, height, alone)
+        assert seen.shape == (frame.height, frame.width)
+        bright = seen > 0.75 * seen.max()  # padding may be grey
+        rows, columns = np.flatnonzero(bright.any(1)), np.flatnonzero(bright.any(0))
+        found = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
+        scale = (frame.image_width / width, frame.image_height / height) * 2
+        expected = np.array([round(x) for x in box]) * scale + (frame.left, frame.top) * 2
+        assert np.abs(found - expected).max() <= 1, (width, height)
+
+
+PLAIN = [("mistral3", "pixels"), ("mistral3", "thousandths")]  # as `data.box_format` says
+
+
+@pytest.mark.parametrize(("family", "named"), [*((family, None) for family in WITH_BOXES), *PLAIN])
+def test_boxes_come_back_within_half_a_unit(family, named):
+    """Half a pixel of the resized image where these are counted, half a thousandth or hundredth elsewhere."""
+    processor, rng, compared = processor_of(family), random.Random(0), 0
+    convention, kind = CONVENTIONS[named or FORMATS[family]], kind_of(processor)
+    for size in SIZES:
+        for most, least in LIMITS:
+            encoder = encoder_of(family, max_pixels=most, min_pixels=least, box_format=named)
+            frame = kind.frame(*target_size(size, most, least), True)
+            # the part of the image that is seen, in shares
+            lower = [max(0, -frame.left / frame.image_width), max(0, -frame.top / frame.image_height)]
+            upper = [min(1, 1 - share) for share in lower]
+            boxes = []
+            for _ in range(20):
+                shares = [sorted(rng.uniform(*ends) for _ in "ab") for ends in zip(lower, upper, strict=True)]
+                boxes.append(
+                    [
+                        share * side
+                        for pair in zip(*shares, strict=True)
+                        for share, side in zip(pair, size, strict=True)
+                    ]
+                )
+            text = written(encoder, record_of("<objects>", {"bbox": boxes}), size)
+            back = encoder.boxes.parse(text, size, most=most, least=least)
+            ends = frame[:2] if convention.unit is None else [convention.unit * 10**convention.decimals] * 2
+            units = [
+                end * length / whole / side
+                for end, length, whole, side in zip(ends, frame[4:], frame[:2], size, strict=True)
+            ]
+            assert len(back) == len(boxes)
+            for box, found in zip(boxes, back, strict=True):
+                away = (np.array(found.numbers) - box) * (units * 2)
+                assert np.abs(away).max() <= 0.5 + 1e-6, (size, most, least, box)
+                compared += 1
+    assert compared == 20 * len(SIZES) * len(LIMITS)
+
+
+# -- words
+
+
+def test_the_numbers_are_those_that_qwen_publishes():
+    """`qwen-vl-finetune/tools/process_bbox.ipynb` converts one box of an image of 640 x 428 for both."""
+    box, record = [146, 137, 615, 415], {"bbox": [[146, 137, 615, 415]]}
+    told = {"qwen2_vl": "228,320 961,970", "qwen2_5_vl": "147,134 619,407"}
+    for family, expected in told.items():
+        (found,) = CONVENTIONS[FORMATS[family]].read(
+            written(encoder_of(family), record_of("<bbox>", record), (640, 428))
+        )
+        numbers = [int(number) for corner in expected.split() for number in corner.split(",")]
+        assert found == (numbers, None) and numbers != box
+
+
+MS_SWIFT = [  # docs/source_en/Customization/Custom-dataset.md: both ways to write a record; a size that fits
+    (
+        "<ref-object><bbox> and <ref-object><bbox> are playing on the beach",
+        {
+            "ref": ["a dog", "a woman"],
+            "bbox": [[331.5, 761.4, 853.5, 1594.8], [676.5, 685.8, 1099.5, 1427.4]],
+        },
+        (1500, 1800),
+        "<|object_ref_start|>a dog<|object_ref_end|><|box_start|>(221,423),(569,886)<|box_end|>"
+        " and <|object_ref_start|>a woman<|object_ref_end|><|box_start|>(451,381),(733,793)<|box_end|>"
+        " are playing on the beach",
+    ),
+    (
+        "<bbox><bbox>",
+        {"ref": ["sheep"], "bbox": [[90.9, 160.8, 135, 212.8], [360.9, 480.8, 495, 532.8]]},
+        (900, 800),
+        "<|box_start|>(101,201),(150,266)<|box_end|><|box_start|>(401,601),(550,666)<|box_end|>",
+    ),
+    (
+        "Action: click(start_box='<bbox>')",
+        {"ref": [], "bbox": [[615, 226]]},
+        (2500, 2000),
+        "Action: click(start_box='<|box_start|>(246,113)<|box_end|>')",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reply", "objects", "size", "expected"), MS_SWIFT)
+def test_records_of_ms_swift_become_what_it_writes_for_qwen2_vl(reply, objects, size, expected):
+    question = "<image>Find the <ref-object> in the image" if objects["ref"] == ["sheep"] else "<image>Look."
+    encoder = encoder_of("qwen2_vl")
+    assert written(encoder, record_of(reply, objects, question), size) == expected
+    # its other way, the family's own words in the record, is the same
+    assert written(encoder, {**record_of(expected, None), "objects": None}, size) == expected
+
+
+def test_ms_swifts_record_in_json():
+    """The record that its documentation has for Qwen2.5-VL and Qwen3-VL: three labels, two boxes."""
+    entry = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
+    boxes = [[90.9, 160.8, 135, 212.8], [360.9, 480.8, 495, 532.8]]
+    record = record_of(
+        f"[\n\t{entry},\n\t{entry}\n]",
+        {"ref": ["sheep"] * 3, "bbox": boxes},
+        "<image>Locate the <ref-object>",
+    )
+    reply = json.loads(written(encoder_of("qwen3_vl"), record, (900, 800)))
+    assert reply[0] == {"bbox_2d": [101, 201, 150, 266], "label": "sheep"} and len(reply) == 2
+
+
+PUBLISHED = {  # what each source shows, as what a record of thousandths becomes
+    # QwenLM/Qwen3-VL, cookbooks/spatial_understanding.ipynb
+    "qwen3_vl": ([925, 618], "point_1", '```json\n[\n\t{"point_2d": [925, 618], "label": "point_1"}\n]\n```'),
+    # Qwen2-VL's report, arXiv 2409.12191, section 2.2
+    "qwen2_vl": (
+        [176, 106, 232, 160],
+        "the eyes on a giraffe",
+        "<|object_ref_start|>the eyes on a giraffe<|object_ref_end|>"
+        "<|box_start|>(176,106),(232,160)<|box_end|>",
+    ),
+    # the scene graph of OpenGVLab/all-seeing, whose words InternVL has
+    "internvl": ([290, 202, 835, 851], "bus", "<ref>bus</ref><box>[[290, 202, 835, 851]]</box>"),
+    # a record of LLaVA's mix665k, in issue 623 of haotian-liu/LLaVA
+    "llava_onevision": ([610, 360, 920, 830], None, "[0.61, 0.36, 0.92, 0.83]"),
+    # README.md of zai-org/GLM-V: the quadruple [x1,y1,x2,y2] between both tokens
+    "glm4v": ([94, 598, 177, 991], None, "<|begin_of_box|>[94,598,177,991]<|end_of_box|>"),
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_words_are_those_that_families_publish(family):
+    numbers, label, expected = PUBLISHED[family]
+    objects = {"bbox": [numbers], "bbox_type": "norm1000"} | ({"ref": [label]} if label else {})
+    assert written(encoder_of(family), record_of("<objects>", objects), (640, 428)) == expected
+
+
+SEVERAL = {
+    "ref": ["cat", "cat", 'a "dog"'],
+    "bbox": [[0, 0, 500, 500], [500, 0, 1000, 500], [20, 600, 30, 900]],
+}
+
+
+@pytest.mark.parametrize("family", WITH_BOXES)
+def test_an_answer_of_several_boxes_is_read_back(family):
+    convention = CONVENTIONS[FORMATS[family]]
+    record = record_of("<objects>", SEVERAL | {"bbox_type": "norm1000"})
+    text = written(encoder_of(family), record, (500, 500))
+    end = 500 if convention.unit is None else 1000
+    shares = [[number / 1000 for number in box] for box in SEVERAL["bbox"]]
+    found = encoder_of(family).boxes.seen(text, kind_of(processor_of(family)).frame(500, 500, True)[:2])
+    assert np.abs(np.array([each.numbers for each in found]) - shares).max() <= 0.5 / min(end, 100)
+    has_labels = convention.keys or convention.label != "{}"
+    assert [each.label for each in found] == (SEVERAL["ref"] if has_labels else [None] * 3)
+
+
+def test_what_a_model_writes_wrongly_is_read_as_far_as_it_goes():
+    boxes = encoder_of("qwen3_vl").boxes
+    cut = '```json\n[\n\t{"bbox_2d": [1, 2, 300, 400], "label": "a\\q"},\n\t{"bbox_2d": [5, 6'
+    assert [(found.numbers, found.label) for found in boxes.parse(cut, (1000, 1000))] == [
+        ([1, 2, 300, 400], "a\\q")
+    ]
+    assert boxes.parse("Nothing is here.", (10, 10)) == []
+
+
+def test_other_names_for_the_same():
+    encoder, size = encoder_of("qwen3_vl"), (1000, 1000)
+    listed = [
+        {"label": "cat", "box": [1, 2, 3, 4], "name": "left"},
+        {"point": [5, 6]},
+        {"label": "dog", "bbox": [7, 8, 9, 10]},
+    ]
+    text = written(encoder, record_of("<ref> <box:left> <point> <ref-object> <box>", listed), size)
+    assert text == "cat [1, 2, 3, 4] [5, 6] dog [7, 8, 9, 10]"
+    shares = {"bbox": [[0.1, 0.2, 0.3, 0.4]], "bbox_type": "norm1"}
+    assert written(encoder, record_of("<bbox>", shares), size) == "[100, 200, 300, 400]"
+    polygon = [{"polygon": [[1, 2], [30, 4], [5, 60]]}]
+    plain = encoder_of("qwen3_vl", box_format="thousandths")
+    assert written(plain, record_of("<polygon>", polygon), size) == "[1, 2, 30, 4, 5, 60]"
+
+
+def test_each_image_has_its_own_size_and_limits():
+    encoder = encoder_of("qwen2_5_vl", max_pixels=200_000)
+    objects = {"bbox": [[0, 0, 2000, 1000]] * 2, "image_id": [1, 0]}
+    record = record_of("<bbox> <bbox>", objects, "<image><image>", images=2)
+    record["images"] = [{"max_pixels": 5_000}, ""]
+    first, second = CONVENTIONS["bbox_2d_pixels"].read(written(encoder, record, (2000, 1000), (2000, 1000)))
+    assert (first[0], second[0]) == ([0, 0, 644, 308], [0, 0, 112, 56])
+
+
+def test_exif_turns_boxes_with_their_image():
+    out, turned = io.BytesIO(), Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (400, 200)).save(out, "JPEG", exif=turned)
+    assert decode_pixels(out.getvalue()).shape == (400, 200, 3)
+    record = record_of("<bbox>", {"bbox": [[0, 0, 200, 400]]})
+    assert written(encoder_of("qwen3_vl"), record, images=[out.getvalue()]) == "[0, 0, 1000, 1000]"
+
+
+# -- tokens
+
+
+def test_tags_of_boxes_are_tokens_and_other_control_tokens_stay_text():
+    processor = TINY_FAMILIES["qwen2_vl"].processor(default_corpus(), TINY_FAMILIES["qwen2_vl"].template)
+    tags = CONVENTIONS["box_tokens"].tokens
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": list(tags)})
+    encoder = DocumentEncoder(processor, DataConfig(seq_length=4096), needs_of("qwen2_vl"))
+    objects = {"ref": ["<|im_end|><|im_start|>"], "bbox": [[1, 2, 30, 40]]}
+    sample = sample_of(normalise(record_of("<ref-object><bbox>", objects))[0], [png((64, 64))])
+    ids = encoder.encode(sample).input_ids.tolist()
+    assert [ids.count(processor.tokenizer.convert_tokens_to_ids(tag)) for tag in tags] == [1] * 4
+    assert ids.count(processor.tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3  # system, user, reply
+
+
+# -- nothing wrong in silence
+
+BOX = [1, 2, 30, 40]
+WRONG = {
+    "a box outside its image": ({"bbox": [[1, 2, 65, 40]]}, "not inside image 0, 64 x 64"),
+    "below 0": ({"bbox": [[-1, 2, 30, 40]]}, "not inside image 0"),
+    "outside in thousandths": ({"bbox": [[1, 2, 1001, 40]], "bbox_type": "norm1000"}, "1000 x 1000"),
+    "pixels called shares": ({"bbox": [BOX], "bbox_type": "norm1"}, "1 x 1 in bbox_type norm1"),
+    "inverted": ({"bbox": [[30, 2, 1, 40]]}, "x1 > x2"),
+    "no area": ({"bbox": [[1, 2, 1, 40]]}, "no area"),
+    "no number": ({"bbox": [[1, 2, float("nan"), 40]]}, "finite"),
+    "text for numbers": ({"bbox": [["1", 2, 3, 40]]}, "finite"),
+    "three numbers": ({"bbox": [[1, 2, 3]]}, "pairs"),
+    "an image that is not there": ({"bbox": [BOX], "image_id": [1]}, "image 1 of 1"),
+    "an image for each box": ({"bbox": [BOX], "image_id": [0, 0]}, "image_id is no list of 1"),
+    "an unknown unit": ({"bbox": [BOX], "bbox_type": "norm"}, "norm1000"),
+    "no box for a placeholder": ({"bbox": []}, "nothing in objects is left for <bbox>"),
+    "no placeholder for a box": ({"bbox": [BOX, BOX]}, "no placeholder takes 1 of the bbox and 0 of the ref"),
+    "no placeholder for a label": ({"bbox": [BOX], "ref": ["a"]}, "0 of the bbox and 1 of the ref"),
+    "no list": ("boxes", "bad_json"),
+    "an object without a shape": ([{"label": "a"}], "an object has one of"),
+    "no family words": ({"bbox": [[1, 2, 30, 4, 5, 60]]}, "no words for a polygon"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_is_dropped_with_the_reason(wrong):
+    objects, detail = WRONG[wrong]
+    with pytest.raises(BadSample, match=detail) as caught:
+        written(encoder_of("qwen3_vl"), record_of("<bbox>", objects), (64, 64))
+    assert caught.value.reason in ("bad_objects", "bad_json")
+
+
+def test_a_box_of_a_video_is_refused():
+    conversation = normalise(record_of("<bbox>", {"bbox": [BOX]}, "<video>", images=0))[0]
+    problem = sample_of(conversation, videos=[{"frames": [png((64, 64))]}]).problem
+    assert problem.reason == "bad_objects" and "video" in problem.detail
+
+
+def test_a_box_that_is_cropped_away_is_refused():
+    record = record_of("<bbox>", {"bbox": [[0, 0, 20, 20]]})
+    with pytest.raises(BadSample, match="bad_objects.*middle"):
+        written(encoder_of("llava"), record, (600, 300))
+
+
+def test_a_family_without_a_convention_takes_the_setting():
+    record = record_of("<bbox>", {"bbox": [BOX]})
+    with pytest.raises(BadSample, match="no_box_format: this family publishes no way"):
+        written(encoder_of("mistral3"), record, (64, 64))
+    assert written(encoder_of("mistral3", box_format="bbox_2d"), record, (64, 64)) == "[16, 31, 469, 625]"
+
+
+def test_pixels_are_refused_where_the_resize_is_not_known():
+    processor = TINY_FAMILIES["qwen3_vl"].processor(default_corpus(), TINY_FAMILIES["qwen3_vl"].template)
+    processor.image_processor.do_resize = False
+    boxes = Boxes(processor, DataConfig(box_format="pixels"), None)
+    with pytest.raises(BadSample, match="no_box_format.*do_resize"):
+        boxes.parse("[1, 2, 3, 4]", (64, 64))
+
+
+# -- every way to a sample
+
+
+def test_shards_and_packed_rows_have_the_same_tokens(tmp_path):
+    conversation, _ = normalise(record_of("<objects>", SEVERAL | {"bbox_type": "norm1000"}))
+    parts = sample_parts(conversation, [png((64, 64))], [])
+    assert json.loads(parts["json"])["objects"] == SEVERAL | {"bbox_type": "norm1000"}
+    cooked = cook_record({"__key__": "0", "__restore_key__": (), "__subflavors__": None, **parts})
+    direct = sample_of(conversation, [png((64, 64))])
+    ids = [
+        encoder(processor_of("internvl"), DataConfig(seq_length=100_000), needs_of("internvl"))
+        .encode_document(each)
+        .input_ids.tolist()
+        for encoder in (HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder)
+        for each in (cooked, direct)
+    ]
+    assert ids == ids[:1] * 4
+    with pytest.raises(BadSample, match="bad_objects"):
+        sample_parts(conversation | {"objects": {"bbox": []}} | said("<bbox>"), [], [])
+
+
+def test_each_answer_of_a_pair_takes_the_boxes_that_it_names():
+    objects = {"bbox": [[0, 0, 10, 10], [0, 0, 20, 20]], "name": ["right", "wrong"]}
+    record = record_of("<bbox:right>", objects) | {"rejected_response": "<bbox:wrong>"}
+    sample = sample_of(normalise(record)[0], [png((100, 100))])
+    prompts = [encoder_of("qwen3_vl")._prompt(half) for half in halves_of(sample)]
+    ends = [prompt.text[slice(*prompt.replies[-1])] for prompt in prompts]
+    assert [end.removesuffix("<|im_end|>") for end in ends] == ["[0, 0, 100, 100]", "[0, 0, 200, 200]"]
+
+
+def test_the_hf_processor_gets_the_same_words():
+    record = normalise(record_of("<bbox>", {"bbox": [[1, 2, 30, 40]]}))[0]
+    fast, slow = (
+        DocumentEncoder(
+            processor_of("qwen2_5_vl"), DataConfig(seq_length=100_000), needs_of("qwen2_5_vl"), fast
+        )
+        .encode(sample_of(record, [png((64, 48))]))
+        .input_ids.tolist()
+        for fast in (True, False)
+    )
+    assert fast == slow

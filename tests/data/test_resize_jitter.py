@@ -1,0 +1,149 @@
+"""Images get a new size each epoch: the same after every resume, with every number of workers and ranks."""
+
+import json
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from loaders import arguments_of, content, take
+from PIL import Image
+
+from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.conversation.limits import drawn
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.load.length_cache import measure_dataset
+from tiny.checkpoints import build_tiny_checkpoint
+
+ROWS, SIZES = 6, 3
+LEAST, MOST = 64**2, 128**2
+JITTER = {"resize_jitter": SIZES, "min_pixels": LEAST, "max_pixels": MOST}
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    return arguments_of("qwen3_vl", build_tiny_checkpoint("qwen3_vl", tmp_path_factory.mktemp("qwen")))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    rng = np.random.default_rng(0)
+    with (folder / "rows.jsonl").open("w") as file:
+        for number in range(ROWS):
+            Image.fromarray(rng.integers(0, 255, (96, 96, 3), np.uint8)).save(folder / f"{number}.png")
+            images = [f"{number}.png"] * (1 + number % 2)
+            record = {"images": images, "question": "<image>" * len(images) + "what?", "answer": "grey."}
+            file.write(json.dumps(record) + "\n")
+    return folder / "rows.jsonl"
+
+
+@pytest.fixture
+def opened(rows, arguments, tmp_path):
+    """Opens training loaders and closes them after the test."""
+    loaders = []
+
+    def opened(packing="none", rank=0, world_size=1, seed=5, **settings):
+        data = DataConfig(
+            train_data_path=str(rows),
+            seq_length=256,
+            packing=packing,
+            **{
+                "num_workers": 0,
+                "packing_buffer_size": 4,
+                "lengths_cache": str(tmp_path),
+                **JITTER,
+                **settings,
+            },
+        )
+        encoder = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
+        provider, place = HFProvider(data), {"rank": rank, "world_size": world_size}
+        encoder = encoder(data=data, **arguments)
+        loaders.append(provider.train_loader(encoder, micro_batch_size=1, seed=seed, **place))
+        return loaders[-1]
+
+    yield opened
+    for loader in loaders:
+        loader.close()
+
+
+def patches(batches):
+    """key → the patches of its images, each time that it came."""
+    found = defaultdict(list)
+    for keys, *_, pixels in batches:
+        [[key]] = keys
+        found[key].append(len(pixels))
+    return found
+
+
+def test_each_epoch_has_new_sizes_until_all_have_been(opened):
+    found = patches(take(opened(), (SIZES + 1) * ROWS))
+    assert len(found) == ROWS
+    assert sum(len(set(sizes[:SIZES])) > 1 for sizes in found.values()) > ROWS // 2
+    assert all(sizes[SIZES] == sizes[0] for sizes in found.values())
+    other = patches(take(opened(seed=6), ROWS))
+    assert any(other[key][0] != sizes[0] for key, sizes in found.items())
+
+
+def test_images_of_a_sample_have_sizes_of_their_own(opened):
+    grids = [
+        next(opened)["visual_inputs"].image_grid_thw.tolist() for opened in [opened()] for _ in range(18)
+    ]
+    assert any(grid[0] != grid[1] for grid in grids if len(grid) == 2)
+
+
+def test_without_the_setting_nothing_is_drawn(opened):
+    limits = {"min_pixels": None, "max_pixels": None}
+    plain = take(opened(resize_jitter=0), 2 * ROWS)
+    assert take(opened(resize_jitter=0, **limits), 2 * ROWS) == plain  # the pictures lie within the limits
+    assert patches(plain) != patches(take(opened(), 2 * ROWS))
+
+
+@pytest.mark.parametrize("packing", ["none", "stream", "global"])
+def test_a_resumed_run_goes_on_with_the_same_sizes(opened, packing):
+    loader = opened(packing)
+    expected, states = [], []
+    for _ in range(14):
+        states.append(loader.state_dict())
+        expected.append(content(next(loader)))
+    resumed = opened(packing, num_workers=2)
+    resumed.load_state_dict(json.loads(json.dumps(states[5])))
+    assert take(resumed, 9) == expected[5:]
+    key = resumed.state_dict()  # a state is JSON data
+    assert json.loads(json.dumps(key)) == key
+    batch = next(resumed)
+    assert content(opened(packing).replay(json.loads(json.dumps(batch["__restore_key__"])))) == content(batch)
+
+
+def test_ranks_share_the_sizes_of_one(opened):
+    alone = {(key, size) for key, sizes in patches(take(opened(), 3 * ROWS)).items() for size in sizes}
+    ranks = [patches(take(opened(rank=rank, world_size=2), 3 * ROWS // 2)) for rank in (0, 1)]
+    assert {(key, size) for found in ranks for key, sizes in found.items() for size in sizes} == alone
+
+
+def test_lengths_are_those_of_each_size(opened, tmp_path):
+    loader = opened("global")
+    tokens, _ = measure_dataset(loader._rows, tmp_path)
+    assert len(tokens) == SIZES * ROWS
+    for index in range(SIZES * ROWS):
+        _, row, _ = loader._rows[None, [index]]
+        assert len(row.input_ids) == tokens[index]
+    assert len({*tokens.reshape(SIZES, ROWS)[:, 0].tolist()}) > 1
+
+
+def test_another_number_of_sizes_is_another_run(opened):
+    with pytest.raises(ValueError, match="resize_jitter: saved 3, now 2"):
+        opened(resize_jitter=2).load_state_dict(opened().state_dict())
+
+
+def test_draws_spread_between_the_limits():
+    sizes = [drawn(f"5 0 row {number}", LEAST, MOST) for number in range(2000)]
+    assert LEAST <= min(sizes) < 1.01 * LEAST and 0.99 * MOST < max(sizes) <= MOST
+    assert abs(np.mean(np.array(sizes) < np.sqrt(LEAST * MOST)) - 0.5) < 0.05
+
+
+@pytest.mark.parametrize("family", ["gemma3", "internvl", "gemma4"])
+def test_a_processor_of_one_size_is_refused_by_name(family, tmp_path):
+    arguments = arguments_of(family, build_tiny_checkpoint(family, tmp_path))
+    with pytest.raises(ConfigError, match="data.resize_jitter: .*Processor makes .* one size"):
+        HFEncoderVLMTaskEncoder(data=DataConfig(**JITTER), **arguments)
