@@ -13,6 +13,7 @@ from functools import cache
 from rooms import modules, uses
 
 KINDS_OF_IMAGES = re.compile(r"is_naflex|is_anyres|InternVL|LLaVA|LFM2|Pixtral|Qwen|GLM|Gemma", re.IGNORECASE)
+OWN_PLACES = ("data.kinds", "data.grounding.conventions")  # where families' ways stand under their names
 NEXT_STREAM = re.compile(r"next\((?:streams|data_iterator)\)")
 # What one need not read to understand a run, and why.
 LEFT_OUT = {
@@ -24,6 +25,7 @@ LEFT_OUT = {
     "models.layers": "attention and rotary are read; the others are kernels, experts and delta nets",
     "models.deepstack": "how features of one family's tower enter",
     "models.work": "what parts of a model cost: plans, balance of a pipeline, figures",
+    "data.kinds": "one kind of images is an example of all",
     "data.load.energon": "a second loader behind the same interface, with energon_state and energon_safety",
     "data.records.hub": "one of several sources",
     "data.records.meta": "mixtures of sources, with blends, streams and unread",
@@ -32,6 +34,9 @@ LEFT_OUT = {
     "data.records.unread": "as data.records.meta",
     "data.media.videos": "one of two media",
     "data.on_disk": "how files of rows are opened",
+    "data.grounding": "samples without boxes do not enter it",
+    "data.conversation.objects": "as data.grounding",
+    "data.records.grounded": "as data.grounding",
     "data.preferences": "a second objective",
     "rl": "a second objective",
     "job": "how a run ends, not what it does",
@@ -44,6 +49,7 @@ LEFT_OUT = {
     "weight_files": "which safetensors a checkpoint has, and whether they can be read",
     "training.figures": "what a run says of itself, with profile",
     "training.profile": "as training.figures",
+    "parallel.overlapped": "a run without tp_comm_overlap does not enter it",
     "parallel.cpu": "Megatron on a machine without a GPU",
 }
 # Read although their rooms are left out, or because they are imported by names that a run makes.
@@ -56,6 +62,8 @@ READ = {
     "models.layers.attention_plan",
     "models.layers.attention_sizes",
     "models.layers.rotary",
+    "data.kinds.base",
+    "data.kinds.one_size",
     "data.load.hf",
 }
 
@@ -140,7 +148,7 @@ def parallel(assignment: ast.Assign) -> bool:
 
 def figures() -> dict[str, int]:
     signatures = [arguments(function) for function in nodes(ast.FunctionDef)]
-    data = [name for name in modules() if name.startswith("data.") and not name.startswith("data.kinds")]
+    data = [name for name in modules() if name.startswith("data.") and not name.startswith(OWN_PLACES)]
     imports = nodes((ast.Import, ast.ImportFrom))
     return {
         "lines of src": lines(set(modules())),

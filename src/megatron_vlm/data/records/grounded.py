@@ -13,7 +13,7 @@ from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, PLAIN, TURNS
 
 IMAGES = ("images", "image", "image_path", "img_path", "file_name", "img_fn")
-# As LLaVA and InternVL ask for an expression, and as the cookbook of Qwen3-VL asks for categories
+# As evaluations of several families ask for an expression, and as one cookbook asks for categories
 ONE = "Please provide the bounding box coordinate of the region this sentence describes: {}"
 ALL = "Locate every instance that belongs to the following categories: {}."
 FEW = 10  # boxes, whose numbers do not tell in which form they are
