@@ -62,7 +62,11 @@ def read_objects(written: Any, images: int) -> Objects:
         if type(image) is not int or not 0 <= image < images:
             besides = "; a box of a video is not read: give its frame as an image" if not images else ""
             raise BadSample(REASON, f"bbox {number} is in image {image!r} of {images}{besides}")
-    return Objects([Shape(*each) for each in zip(shapes, owners, names, strict=True)], labels, unit)
+    return Objects(
+        [Shape(shape, image, name) for shape, image, name in zip(shapes, owners, names, strict=True)],
+        labels,
+        unit,
+    )
 
 
 def _by_field(items: list) -> dict[str, list]:

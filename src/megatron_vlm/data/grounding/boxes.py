@@ -124,7 +124,8 @@ class Boxes:
             detail = f"how many pixels an image has when it is resized is not known: {self._why_unknown}"
             raise BadSample("no_box_format", f"{detail}; data.box_format=thousandths needs no pixels")
         try:
-            return self._kind.frame(*size, alone)
+            width, height = size
+            return self._kind.frame(width, height, alone)
         except REFUSALS as error:
             raise refused_by_processor(error) from error
 

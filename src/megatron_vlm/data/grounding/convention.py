@@ -62,7 +62,7 @@ class Convention:
     def answer(self, objects: list[tuple[list[float], str, str | None]]) -> str:
         """The text of a whole answer: (numbers, kind of shape, label) of each object."""
         if self.keys:
-            lines = [self._entry(*each) for each in objects]
+            lines = [self._entry(numbers, kind, label) for numbers, kind, label in objects]
             inside = "\n" + ",\n".join(lines) + "\n" if lines else ""
             return f"```json\n[{inside}]\n```"
         has_tags = self.label != "{}"

@@ -22,7 +22,9 @@ def coco_records(text: str) -> Iterator[dict] | None:
     lists = [content.get(name) for name in LISTS] if isinstance(content, dict) else [None]
     if not all(isinstance(each, list) and each and all(isinstance(e, dict) for e in each) for each in lists):
         return None
-    return _records(*lists) if any("bbox" in one for one in lists[1][:FIRST]) else None
+    images, annotations, categories = lists
+    has_boxes = any("bbox" in one for one in annotations[:FIRST])
+    return _records(images, annotations, categories) if has_boxes else None
 
 
 def _records(images: list[dict], annotations: list[dict], categories: list[dict]) -> Iterator[dict]:
