@@ -361,7 +361,8 @@ NOTHING = {  # key -> another value, of keys without effect; token ids are 9
     **{"output_hidden_states": True, "use_cache": False, "gradient_checkpointing": True},
     **{"initializer_range": 0.5, "initializer_factor": 3.0, "init_std": 0.5, "name_or_path": "other"},
     **{"vision_aspect_ratio": "pad", "vision_feature_select_strategy": "full"},
-    **{"layer_scale_init_value": 0.5, "use_double_wide_mlp": True, "attention_bias": True},
+    **{"layer_scale_init_value": 0.5, "drop_path_rate": 0.5, "use_double_wide_mlp": True},
+    "attention_bias": True,
 }
 
 

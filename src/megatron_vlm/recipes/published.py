@@ -178,7 +178,7 @@ TP2 = {"tp": 2, "micro_batch_size": 32}  # two processes share every layer
 EP2 = {"ep": 2, "micro_batch_size": 16}  # two processes share the experts and the data
 DEMOS: dict[str, dict[str, Any]] = {  # the others: TP2
     "gemma4": {**EP2, "seq_length": 256},  # its processor makes at least 64 tokens of a digit
-    # as Gemma 4; there is no tower, so its text model needs longer
+    # as many tokens as for Gemma 4, and twice the steps, as there is no tower that learns to see
     "gemma4_unified": {**TP2, "seq_length": 256, "steps": 1000},
     "glm4v_moe": {**EP2, "lr": 1e-3},  # at 2e-3 it learns more slowly
     "qwen3_vl_moe": EP2,

@@ -77,9 +77,7 @@ class Unbroken(AnySize):
         tokens = (height // self.token_side) * (width // self.token_side)
         return tokens, (height // self.patch_size) * (width // self.patch_size)
 
-    def ids(self, height: int, width: int, alone: bool, image_token: int) -> tuple[np.ndarray, int]:
-        tokens, patches = self.count(height, width, alone)
-        return np.full(tokens, image_token), patches
+    ids = Kind.ids
 
     def refuse(self, height: int, width: int, alone: bool) -> None:
         if min(self.target(height, width)) < self.token_side:

@@ -46,7 +46,8 @@ class PixtralVision(nn.Module):
     def __init__(self, tower: Any, projector: nn.Module, feature_layer: int = -1):
         super().__init__()
         self.vision_tower = use_segments(towers.hf_tower(tower))
-        self.multi_modal_projector, self.feature_layer = projector, feature_layer
+        self.multi_modal_projector = projector
+        self.feature_layer = feature_layer
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
         states = towers.pixtral_states(self.vision_tower, pixel_values, image_sizes, self.feature_layer)

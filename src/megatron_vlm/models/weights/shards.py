@@ -79,9 +79,10 @@ class SafetensorsFile:
     def write(self, name: str, value: Tensor, row: int | None = None) -> None:
         """Write a whole tensor, or one `row` or block along its first axis, cast to the stored dtype."""
         stored, offset = self._place[name]
-        shape, given = list(stored.shape), list(value.shape)
-        fits = given == shape if row is None else given[value.dim() - len(shape) + 1 :] == shape[1:]
-        assert fits, f"{name}: {given} for {shape}"
+        given = list(value.shape)
+        of_row = given[value.dim() - len(stored.shape) + 1 :]
+        fits = given == list(stored.shape) if row is None else of_row == list(stored.shape[1:])
+        assert fits, f"{name}: {given} for {stored.shape}"
         offset += (row or 0) * value.numel() * stored.dtype.itemsize
         for part in _staged(value.detach(), stored.dtype):
             self._put(memoryview(part.view(torch.uint8).numpy()), offset)
