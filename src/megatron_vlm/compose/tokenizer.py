@@ -15,34 +15,27 @@ from transformers.utils.logging import set_verbosity_error
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, write_whole
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import printable, reading
 
 SETTINGS_FILE = "tokenizer_config.json"
+WITHOUT_PACKAGE = ("tokenizer.json", "vocab.json", "tekken.json")  # files that Transformers reads by itself
 # what tokenizer_config.json says besides tokenizer.json, and does not change how text becomes ids
 KEPT = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
 KEPT += ["extra_special_tokens", "model_max_length", "clean_up_tokenization_spaces", "model_input_names"]
 
 
+@reading("folder")
 def open_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder, which neither cuts nor pads texts. Raises ConfigError if there is none."""
+    """The tokenizer of a folder, which neither cuts nor pads texts. Raises ConfigError if a package lacks."""
     set_verbosity_error()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if not hasattr(tokenizer, "backend_tokenizer"):  # mistral-common's, to which nothing can be added
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
-        reason = printable(str(error).strip().partition("\n")[0])
-        remedy = "download it again"
-        is_sentencepiece = (folder / "tokenizer.model").is_file() and not (
-            folder / "tokenizer.json"
-        ).is_file()
-        if is_sentencepiece and not find_spec("sentencepiece"):
-            reason = "its tokenizer.model needs the package sentencepiece, which is not installed"
-            remedy = "pip install sentencepiece, or put the model's tokenizer.json there"
+    if not any((folder / name).is_file() for name in WITHOUT_PACKAGE) and not find_spec("sentencepiece"):
         raise ConfigError(
-            f"--language-model {printable(folder)}: Transformers cannot read its tokenizer ({reason}); "
-            f"{remedy}."
-        ) from error
+            f"--language-model {printable(folder)}: its tokenizer.model needs the package sentencepiece, "
+            "which is not installed; pip install sentencepiece, or put the model's tokenizer.json there."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not hasattr(tokenizer, "backend_tokenizer"):  # mistral-common's, to which nothing can be added
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer

@@ -29,6 +29,7 @@ WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "task_type", "inference
 WITHOUT_EFFECT += ("peft_version", "megatron_core", "runtime_config", "qalora_group_size", "fan_in_fan_out")
 WITHOUT_EFFECT += ("loftq_config", "eva_config", "corda_config", "lora_ga_config")  # none of PLAIN_STARTS
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # others of peft change the base weights
+OFF = (None, False, "none", {}, [])  # values by which a key has no effect
 MOST_BYTES = 1 << 24  # of a config file
 
 
@@ -58,14 +59,11 @@ def settled(adapter: AdapterConfig) -> AdapterConfig:
         raise ConfigError(
             f"{place}: init_lora_weights {printable(start)} changed the base weights; merge it first."
         )
+    known = {*READ, *WITHOUT_EFFECT, "peft_type", "init_lora_weights"}
     for key, value in given.items():
-        if key not in (*READ, *WITHOUT_EFFECT, "peft_type", "init_lora_weights") and value not in (
-            *(None, False, "none"),
-            *({}, []),
-        ):
-            raise ConfigError(
-                f"{place}: {printable(key)} {printable(value)} is not supported; train without it."
-            )
+        if key not in known and value not in OFF:
+            shown = f"{printable(key)} {printable(value)}"
+            raise ConfigError(f"{place}: {shown} is not supported; train without it.")
     for problem in odd_fields(given, READ):
         raise ConfigError(f"{place}: {problem}; correct it, or give a folder that peft wrote.")
     given |= {key: [given[key]] for key in LAYERS if isinstance(given.get(key), int | str)}
