@@ -70,7 +70,8 @@ def odd_fields(content: Mapping[str, Any], types: Mapping[str, Any]) -> Iterator
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    inner, kind = get_args(hint), get_origin(hint) or hint
+    inner = get_args(hint)
+    kind = get_origin(hint) or hint
     if kind is Literal:
         return value in inner
     if kind is UnionType:

@@ -11,7 +11,8 @@ def difference(operators: dict[str, str], library: Any = torch.ops.aten) -> str 
     for name, arguments in operators.items():
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(library, packet, None), overload or "default", None)
-        given, known = arguments.split(), operator._schema.arguments if operator else ()
+        given = arguments.split()
+        known = operator._schema.arguments if operator else ()
         theirs = [each.name for each in known if each.name in given or not each.has_default_value()]
         for ours, other in zip_longest(given, theirs, fillvalue="nothing"):
             if ours != other:

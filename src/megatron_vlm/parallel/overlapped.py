@@ -38,7 +38,8 @@ class GatheredProduct(torch.autograd.Function):
     def forward(ctx, x_tBI: Tensor, weight_OI: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x_tBI if ctx.needs_input_grad[1] else None, weight_OI)
         ctx.group = group
-        rows, weights = x_tBI.contiguous(), [weight_OI.t()]
+        rows = x_tBI.contiguous()
+        weights = [weight_OI.t()]
         return gathered_product(rows, weights, 0, group.group_name, return_A=False)[1][0]
 
     @staticmethod
@@ -73,7 +74,8 @@ class ScatteredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_tBO: Tensor):
         x_TBI, weight_OI = ctx.saved_tensors
-        trained, name = ctx.needs_input_grad[1], ctx.group.group_name
+        trained = ctx.needs_input_grad[1]
+        name = ctx.group.group_name
         grad_TBO, [grad_TBI] = gathered_product(grad_tBO.contiguous(), [weight_OI], 0, name, return_A=trained)
         if not trained:
             return grad_TBI, None, None

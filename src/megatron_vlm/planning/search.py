@@ -104,7 +104,8 @@ def planned_seconds(plan: MemoryPlan, gpu: Gpu) -> float:
 
     # calls of a layer in its forward and backward pass, and in the forward pass that recomputation repeats;
     # four run beside products anyway, the others overlapped wait for barriers alone
-    calls, gather = 6 + 4 * again, call("allgather", hidden, parallel.tp, 1)
+    calls = 6 + 4 * again
+    gather = call("allgather", hidden, parallel.tp, 1)
     waited = calls * (min(gather, parallel.tp * gpu.latency) if parallel.tp_comm_overlap else gather)
     exchanged = layers * (waited + 4 * (1 - gpu.beside_share) * gather)
     routed = hidden // parallel.tp * architecture.get("moe_router_topk", 0)

@@ -114,7 +114,8 @@ def hidden_time(overlap: Overlap, gpu: Gpu) -> float:
     collective's own latency. It is assumed that copies are as fast as NCCL's and take nothing from products,
     and that a piece is multiplied as fast as the whole.
     """
-    whole, product = collective_seconds(overlap.call, gpu), _seconds(overlap.product, gpu)
+    whole = collective_seconds(overlap.call, gpu)
+    product = _seconds(overlap.product, gpu)
     if overlap.pieces == 1:
         return min(gpu.beside_share * whole, product)
     hidden = min(whole - gpu.latency, product * (1 - 1 / overlap.pieces))

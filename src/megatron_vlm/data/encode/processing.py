@@ -204,7 +204,8 @@ class SizeEncoder:
         expanded, _ = self._encode_text(prompt, [Image.new("RGB", PROBE_SIZE)])
         image_id = self._image_token(expanded.input_ids[slice(*expanded.images[0])])
         processed = self._encode_text.marked_tokenizer.prompt
-        short_image = processed.text[slice(*processed.images[0])]
+        start, end = processed.images[0]
+        short_image = processed.text[start:end]
         for token in placeholder_tokens(self._processor):
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
         short = self._encode_text.tokenize(with_media(prompt, [short_image]))

@@ -25,7 +25,8 @@ KNOWN = [names for kind in KINDS for names in kind.known]
 
 def kind_of(processor: ProcessorMixin) -> Kind:
     """The kind of a processor's images: by the names of its classes, else by its settings."""
-    images, names = processor.image_processor, _names(processor)
+    images = processor.image_processor
+    names = _names(processor)
     settings = dict(getattr(images, "size", None) or {})
     settings |= {kind.sign: value for kind in KINDS if (value := getattr(images, kind.sign, None))}
     named = [kind for kind in KINDS if names in kind.known]
@@ -35,7 +36,8 @@ def kind_of(processor: ProcessorMixin) -> Kind:
 
 def why_unknown(processor: ProcessorMixin) -> str | None:
     """Why a processor must be called; None if its kind can do its work."""
-    kind, names = kind_of(processor), _names(processor)
+    kind = kind_of(processor)
+    names = _names(processor)
     parts = [processor.image_processor]
     if of_videos := kind.known.get(names):
         parts.append(processor.video_processor)

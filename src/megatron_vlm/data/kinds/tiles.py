@@ -48,7 +48,9 @@ class InternVLTiles(Tiles):
     whole = -1
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
-        size, least, most = self.size, self.images.min_patches, self.images.max_patches
+        size = self.size
+        least = self.images.min_patches
+        most = self.images.max_patches
         columns, rows = get_optimal_tiled_canvas(image.shape[:2], size, least, most)
         tiles = tiles_of(resized(image, (rows * size[0], columns * size[1]), self.images.resample), size)
         if len(tiles) > 1:
@@ -89,7 +91,8 @@ class OneVisionTiles(Tiles):
         if alone:
             return super().frame(width, height, alone)
         # in the middle of a square, which is scaled
-        side, shown = max(width, height), self.size[1]
+        side = max(width, height)
+        shown = self.size[1]
         left, top = ((side - length) // 2 * shown / side for length in (width, height))
         return Frame(*self.size[::-1], left, top, width * shown / side, height * shown / side)
 
@@ -104,7 +107,8 @@ class OneVisionTiles(Tiles):
         """
         outputs = dict(outputs)
         conversations = outputs.pop("batch_num_images", None)
-        pixels, videos = outputs.get("pixel_values"), outputs.get("pixel_values_videos")
+        pixels = outputs.get("pixel_values")
+        videos = outputs.get("pixel_values_videos")
         if pixels is not None and pixels.dim() == 5:
             counts = [1] * len(pixels) if conversations is None else conversations.flatten().tolist()
             alone = [count == 1 for count in counts for _ in range(count)]
@@ -118,7 +122,8 @@ class OneVisionTiles(Tiles):
         return outputs
 
     def odd_settings(self, part: Any) -> list[str]:
-        odd, canvases = super().odd_settings(part), getattr(part, "image_grid_pinpoints", None) or []
+        odd = super().odd_settings(part)
+        canvases = getattr(part, "image_grid_pinpoints", None) or []
         sides = {part.size["height"], part.size["width"]}
         whole_tiles = all(length % side == 0 for side in sides for canvas in canvases for length in canvas)
         if canvases and not (len(sides) == 1 and whole_tiles):
@@ -126,7 +131,8 @@ class OneVisionTiles(Tiles):
         return odd
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
-        size, tiles = image.shape[:2], []
+        size = image.shape[:2]
+        tiles = []
         if alone:
             canvas = select_best_resolution(size, self.images.image_grid_pinpoints)
             inside = get_patch_output_size(image, canvas, "channels_last")
@@ -156,7 +162,8 @@ def _square_of(height: int, width: int) -> tuple[int, int]:
 
 def tiles_of(image: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
     """(tiles, height, width, 3), row after row."""
-    rows, columns = image.shape[0] // tile[0], image.shape[1] // tile[1]
+    rows = image.shape[0] // tile[0]
+    columns = image.shape[1] // tile[1]
     # a line of a tile is copied at once, not colour by colour
     lines = image.reshape(rows, tile[0], columns, 3 * tile[1]).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(lines).reshape(-1, *tile, 3)
@@ -167,6 +174,7 @@ def _centred(image: np.ndarray, size: tuple[int, int], colour: Any) -> np.ndarra
     canvas = np.empty((*size, 3), np.uint8)
     canvas[:] = colour
     height, width, _ = image.shape
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    top = (size[0] - height) // 2
+    left = (size[1] - width) // 2
     canvas[top : top + height, left : left + width] = image
     return canvas

@@ -30,9 +30,12 @@ def coco_records(text: str) -> Iterator[dict] | None:
 def _records(images: list[dict], annotations: list[dict], categories: list[dict]) -> Iterator[dict]:
     names = {category.get("id"): str(category.get("name")) for category in categories}
     by_id = {image.get("id"): image for image in images if isinstance(image.get("file_name"), str)}
-    boxes_of, left_out = defaultdict(list), Counter()
+    boxes_of = defaultdict(list)
+    left_out = Counter()
     for one in annotations:
-        image, name, box = by_id.get(one.get("image_id")), names.get(one.get("category_id")), one.get("bbox")
+        image = by_id.get(one.get("image_id"))
+        name = names.get(one.get("category_id"))
+        box = one.get("bbox")
         if image is None or name is None or not is_box(box):
             left_out["without an image, a category or a box"] += 1
         elif one.get("iscrowd"):

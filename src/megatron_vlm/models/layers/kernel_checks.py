@@ -61,7 +61,8 @@ def attention_backends(
     for window, heads_of_layer in zip(windows, heads_of_layers, strict=True):
         if window != RECURRENT:
             windows_of_heads.setdefault(heads_of_layer, set()).add(window)
-    tp, dtype = megatron_config.tensor_model_parallel_size, megatron_config.params_dtype
+    tp = megatron_config.tensor_model_parallel_size
+    dtype = megatron_config.params_dtype
     for (channels, groups), of_layers in windows_of_heads.items():
         sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
         names = FOR_CUDA if named == "auto" else (named,)
@@ -176,7 +177,8 @@ def disagreement(
 def _seconds(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, view: View) -> float:
     """The least of three, after one that may have to plan."""
     queries, keys, width = sizes
-    device, tokens = view.segments.device, int(view.segments.query_lengths.sum())
+    device = view.segments.device
+    tokens = int(view.segments.query_lengths.sum())
     random, times = _random(device, dtype), []
     tensors = [random(tokens, heads, width) for heads in (queries, keys, keys, queries)]
     for _ in range(4):
@@ -231,11 +233,13 @@ def fused_cases(
 ) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
     """Functions of tensors by name, with random ones for it; the last is the gradient of its result."""
     random = _random(device, megatron_config.params_dtype)
-    width, head = megatron_config.hidden_size, megatron_config.kv_channels
+    width = megatron_config.hidden_size
+    head = megatron_config.kv_channels
     ffn = megatron_config.ffn_hidden_size // megatron_config.tensor_model_parallel_size
     activation = megatron_config.activation_func
     zero_centered = megatron_config.layernorm_zero_centered_gamma
-    eps, adjacent = megatron_config.layernorm_epsilon, megatron_config.rotary_interleaved
+    eps = megatron_config.layernorm_epsilon
+    adjacent = megatron_config.rotary_interleaved
     cases = {
         "norm": (
             lambda x, weight: norm(x, weight, eps, zero_centered),
@@ -278,9 +282,11 @@ def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> st
     """Says to the user what is wrong with the sum of two micro batches' gradients on this device; None if
     nothing is. Products of two numbers of 16 bits are exact in fp32, so only the order of sums may differ."""
     random = _random(device, dtype)
-    found, expected = torch.zeros(96, 64, device=device), 0
+    found = torch.zeros(96, 64, device=device)
+    expected = 0
     for _ in range(2):
-        x, grad = random(300, 64), random(300, 96)
+        x = random(300, 64)
+        grad = random(300, 96)
         try:
             wgrad_gemm_accum_fp32(x, grad, found)
         except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -315,8 +321,10 @@ def overlap_error(group: dist.ProcessGroup, width: int, device: torch.device, dt
     """The largest difference of results and gradients, of the largest number: on few rows and on many."""
     random, error = _random(device, dtype), 0.0
     for rows in (64, 2048):
-        weight, back = random(256, width), random(width, 256)
-        of_all, gradient = random(group.size() * rows, 1, width), random(group.size() * rows, 1, 256)
+        weight = random(256, width)
+        back = random(width, 256)
+        of_all = random(group.size() * rows, 1, width)
+        gradient = random(group.size() * rows, 1, 256)
         mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
         found = _with_gradients(
             [of_all[mine], weight, gradient], lambda x, w: GatheredProduct.apply(x, w, group)
@@ -334,7 +342,8 @@ def _without_exchange(
     of_all: Tensor, weight: Tensor, back: Tensor, gradient: Tensor, mine: slice, ranks: int
 ) -> list[Tensor]:
     """The numbers that `overlap_error` expects. All ranks have the same, so sums over ranks are multiples."""
-    flat, flat_gradient = of_all.flatten(0, 1), gradient.flatten(0, 1)
+    flat = of_all.flatten(0, 1)
+    flat_gradient = gradient.flatten(0, 1)
     gathered = [of_all @ weight.t(), ranks * (gradient @ weight)[mine], flat_gradient.t() @ flat]
     # the gradient that scattered products get is of this rank's rows: the same rows of all ranks
     return [*gathered, ranks * (gradient @ back.t())[mine], of_all @ back, flat.t() @ flat_gradient]

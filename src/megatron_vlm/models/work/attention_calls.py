@@ -18,7 +18,8 @@ Work = Callable[[Numbers, dict[str, Any]], float]
 def _segments(numbers: Numbers, given: dict[str, Any]) -> float:
     queries = np.diff(numbers(given["cum_seq_q"]))
     keys = np.diff(numbers(given["cum_seq_k"]))
-    left, right = given["window_size_left"], given["window_size_right"]
+    left = given["window_size_left"]
+    right = given["window_size_right"]
     pairs = sum(_pairs(n, m, left, right) for n, m in zip(queries.tolist(), keys.tolist(), strict=True))
     return 4.0 * given["query"].shape[1] * given["query"].shape[2] * pairs
 
