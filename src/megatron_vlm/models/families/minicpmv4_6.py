@@ -22,8 +22,8 @@ SIDE = 2  # patches along the side of a square, both of a window and of a featur
 SQUARE = keys.only([SIDE, SIDE], (SIDE, SIDE))
 
 
-def _a_layer(layer: Any, hf_config: Any) -> bool:
-    return 0 <= layer < hf_config.vision_config.num_hidden_layers
+def _a_layer(layer: Any, whole: Any) -> bool:
+    return 0 <= layer < whole.vision_config.num_hidden_layers
 
 
 TOP = patch_towers.TOP | {

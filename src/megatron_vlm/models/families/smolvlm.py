@@ -14,9 +14,9 @@ from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.supported import SUPPORTED
 
 
-def _shuffles(factor: Any, hf_config: Any) -> bool:
+def _shuffles(factor: Any, whole: Any) -> bool:
     """Whether squares of whole patches become one feature."""
-    vision = hf_config.vision_config
+    vision = whole.vision_config
     return factor > 0 == vision.image_size // vision.patch_size % factor
 
 
