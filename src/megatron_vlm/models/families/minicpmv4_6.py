@@ -48,11 +48,11 @@ class SlicedVision(nn.Module):
     Patches (P, F) and grids (N, 3), on the host -> features (M, D).
     """
 
-    def __init__(self, hf_config: Any, tower: type[PreTrainedModel], merger: type[nn.Module]):
+    def __init__(self, tower: PreTrainedModel, merger: nn.Module, windows_after: int | None):
         super().__init__()
-        self.vision_tower = use_segments(towers.tower_of_class(tower, hf_config.vision_config))
-        self.merger = merger(hf_config)
-        self.windows_after = hf_config.insert_layer_id if hf_config.downsample_mode == "16x" else None
+        self.vision_tower = use_segments(tower)
+        self.merger = merger
+        self.windows_after = windows_after  # the layer, if any
 
     def forward(
         self,
@@ -124,7 +124,13 @@ class MiniCPMV46(qwen3_5.Qwen35):
 
     def build_vision(self) -> nn.Module:
         tower, merger = self.parts
-        return towers.train_what_is_used(SlicedVision(self.hf_config, tower, merger), self.blank_image(0))
+        whole = self.hf_config
+        vision = SlicedVision(
+            towers.tower_of_class(tower, self.vision),
+            merger(whole),
+            windows_after=whole.insert_layer_id if whole.downsample_mode == "16x" else None,
+        )
+        return towers.train_what_is_used(vision, self.blank_image(0))
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         """The number of features of each piece."""
