@@ -176,6 +176,7 @@ OWN_PARTNERS = {
 }
 MINICPM = {
     "insert_layer_id": [{"insert_layer_id": layer} for layer in (0, 2, 3)],
+    V + "num_hidden_layers": [{V + "num_hidden_layers": n} for n in (1, 2)],  # there are 3
     **{key: [{key: [1, 4]}] for key in ("merge_kernel_size", V + "window_kernel_size")},
     "merger_times": [{"merger_times": 2}],
     **{key: [{key: 500}] for key in ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")},
@@ -362,7 +363,7 @@ NOTHING = {  # key -> another value, of keys without effect; token ids are 9
     **{"initializer_range": 0.5, "initializer_factor": 3.0, "init_std": 0.5, "name_or_path": "other"},
     **{"vision_aspect_ratio": "pad", "vision_feature_select_strategy": "full"},
     **{"layer_scale_init_value": 0.5, "drop_path_rate": 0.5, "use_double_wide_mlp": True},
-    "attention_bias": True,
+    **{"attention_bias": True, "drop_vision_last_layer": True},
 }
 
 

@@ -22,8 +22,8 @@ SIDE = 2  # patches along the side of a square, both of a window and of a featur
 SQUARE = keys.only([SIDE, SIDE], (SIDE, SIDE))
 
 
-def _a_layer(layer: Any, hf_config: Any) -> bool:
-    return 0 <= layer < hf_config.vision_config.num_hidden_layers
+def _a_layer(layer: Any, whole: Any) -> bool:
+    return 0 <= layer < whole.vision_config.num_hidden_layers
 
 
 TOP = patch_towers.TOP | {
@@ -48,11 +48,11 @@ class SlicedVision(nn.Module):
     Patches (P, F) and grids (N, 3), on the host -> features (M, D).
     """
 
-    def __init__(self, hf_config: Any, tower: type[PreTrainedModel], merger: type[nn.Module]):
+    def __init__(self, tower: PreTrainedModel, merger: nn.Module, windows_after: int | None):
         super().__init__()
-        self.vision_tower = use_segments(towers.tower_of_class(tower, hf_config.vision_config))
-        self.merger = merger(hf_config)
-        self.windows_after = hf_config.insert_layer_id if hf_config.downsample_mode == "16x" else None
+        self.vision_tower = use_segments(tower)
+        self.merger = merger
+        self.windows_after = windows_after  # the layer, if any
 
     def forward(
         self,
@@ -124,7 +124,13 @@ class MiniCPMV46(qwen3_5.Qwen35):
 
     def build_vision(self) -> nn.Module:
         tower, merger = self.parts
-        return towers.train_what_is_used(SlicedVision(self.hf_config, tower, merger), self.blank_image(0))
+        whole = self.hf_config
+        vision = SlicedVision(
+            towers.tower_of_class(tower, self.vision),
+            merger(whole),
+            windows_after=whole.insert_layer_id if whole.downsample_mode == "16x" else None,
+        )
+        return towers.train_what_is_used(vision, self.blank_image(0))
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         """The number of features of each piece."""

@@ -34,8 +34,8 @@ class Canvas:
     _group_visual_frames = MiniCPMV4_7Model._group_visual_frames
     _frame_end_idx = staticmethod(MiniCPMV4_7Model._frame_end_idx)
 
-    def __init__(self, hf_config: Any):
-        self.config = hf_config
+    def __init__(self, config: Any):
+        self.config = config
 
 
 class MiniCPMV47(minicpmv4_6.MiniCPMV46):

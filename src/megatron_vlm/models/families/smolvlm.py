@@ -14,9 +14,9 @@ from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.supported import SUPPORTED
 
 
-def _shuffles(factor: Any, hf_config: Any) -> bool:
+def _shuffles(factor: Any, whole: Any) -> bool:
     """Whether squares of whole patches become one feature."""
-    vision = hf_config.vision_config
+    vision = whole.vision_config
     return factor > 0 == vision.image_size // vision.patch_size % factor
 
 
@@ -37,10 +37,10 @@ SECTIONS = keys.sections(
 class SmolVLMVision(nn.Module):
     """The HF tower and projector: squares as pixel_values (N, 3, H, W) -> features (M, D)."""
 
-    def __init__(self, hf_config: Any):
+    def __init__(self, tower: nn.Module, projector: nn.Module):
         super().__init__()
-        self.vision_tower = towers.hf_tower(hf_config.vision_config)
-        self.multi_modal_projector = SmolVLMConnector(hf_config)
+        self.vision_tower = tower
+        self.multi_modal_projector = projector
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         tower = self.vision_tower
@@ -64,7 +64,7 @@ class SmolVLM(texts.HoldsTexts):
     }
 
     def build_vision(self) -> nn.Module:
-        return SmolVLMVision(self.hf_config)
+        return SmolVLMVision(towers.hf_tower(self.vision), SmolVLMConnector(self.hf_config))
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
         """Black squares of the only size that the tower takes, as many as have about that area."""
