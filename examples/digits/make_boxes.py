@@ -24,6 +24,7 @@ from PIL import Image
 
 WHICH, WHERE = "<image>Which digit is this?", "<image>Where is the <ref-object>?"
 KINDS = {"which": 0.2, "alone": 0.15, "where": 0.65}  # shares of the training questions
+UNSEEN = 297  # scans that are held out
 OF_WHICH = 4  # the weight of a digit in the loss: a box has nine times as many tokens
 SIDES = (112, 140, 168, 224)  # of canvases, in pixels
 SHARES = (0.33, 0.43)  # of a canvas's side: the least and the greatest side of a scan
@@ -37,7 +38,7 @@ def make_boxes(output: Path, train: int = 16_000, held_out: int = 300, seed: int
     scans, rng = load_digits(), random.Random(seed)
     numbers = list(range(len(scans.target)))
     rng.shuffle(numbers)
-    sides = {"train": (numbers[held_out:], train), "held_out": (numbers[:held_out], held_out)}
+    sides = {"train": (numbers[UNSEEN:], train), "held_out": (numbers[:UNSEEN], held_out)}
     (output / "images").mkdir(parents=True, exist_ok=True)
     for side, (own, count) in sides.items():
         of_digit = [[scans.images[number] for number in own if scans.target[number] == n] for n in range(10)]
