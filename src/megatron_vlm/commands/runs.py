@@ -120,7 +120,8 @@ def draw_answer(config: RunConfig, answer: str, image: bytes, output: str | Path
 
     Raises ValueError if nothing tells how the model writes boxes.
     """
-    source, picture = open_source(config.model.hf_path), decode_image(image)
+    source = open_source(config.model.hf_path)
+    picture = decode_image(image)
     try:
         found = Boxes(source.processor, config.data, source.needs.box_format).parse(answer, picture.size)
     except BadSample as bad:

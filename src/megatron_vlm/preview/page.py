@@ -19,7 +19,9 @@ from megatron_vlm.data.kinds.base import Kind
 from megatron_vlm.models.hf import Source
 
 SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
-READ, TRAINED, VISUAL = "read", "trained", "visual"
+READ = "read"
+TRAINED = "trained"
+VISUAL = "visual"
 
 
 @dataclass
@@ -53,8 +55,10 @@ class RowReader:
     drawn on its image, if it has a single one."""
 
     def __init__(self, source: Source, boxes: Boxes):
-        self._tokenizer, self._kind = source.processor.tokenizer, kind_of(source.processor)
-        self._description, self._boxes = source.description, boxes
+        self._tokenizer = source.processor.tokenizer
+        self._kind = kind_of(source.processor)
+        self._description = source.description
+        self._boxes = boxes
 
     def __call__(self, batch: Batch) -> list[Row]:
         marks_BS, pictures = self._marks(batch)
@@ -92,7 +96,8 @@ class RowReader:
         if it is read, 1 if it is trained, and n + 2 if it stands for the n-th image or video."""
         # the mask of a label belongs to the token after it
         marks_BS = torch.nn.functional.pad(batch["loss_mask"][:, :-1] > 0, (1, 0)).long()
-        ids, visual = batch["input_ids"].flatten(), batch["visual_inputs"]
+        ids = batch["input_ids"].flatten()
+        visual = batch["visual_inputs"]
         if visual is None:
             return marks_BS, []
         kinds = torch.zeros_like(ids)

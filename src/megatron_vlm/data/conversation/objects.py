@@ -49,7 +49,8 @@ def read_objects(written: Any, images: int) -> Objects:
     unit = written.get("bbox_type") or "real"
     if unit not in UNITS:
         raise BadSample(REASON, f"bbox_type is {unit!r}, not one of {', '.join(UNITS)}")
-    shapes, labels = written.get("bbox", []), written.get("ref") or []
+    shapes = written.get("bbox", [])
+    labels = written.get("ref") or []
     owners = written.get("image_id") or [0] * len(shapes)
     names = written.get("name") or [None] * len(shapes)
     for name, values in (("image_id", owners), ("name", names)):
@@ -92,7 +93,8 @@ def _check_shape(numbers: Any, place: str) -> None:
     for number in numbers:
         if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
             raise BadSample(REASON, f"{place} is {numbers}, not of finite numbers")
-    xs, ys = numbers[::2], numbers[1::2]
+    xs = numbers[::2]
+    ys = numbers[1::2]
     if len(numbers) == BOX and (xs[0] > xs[1] or ys[0] > ys[1]):
         raise BadSample(REASON, f"{place} is {numbers}: x1 > x2 or y1 > y2")
     if len(numbers) > POINT and (min(xs) == max(xs) or min(ys) == max(ys)):
@@ -130,8 +132,10 @@ class _Filling:
     """The objects that are left for the placeholders to come."""
 
     def __init__(self, objects: Objects, words: Words):
-        self.shapes, self.labels = list(objects.shapes), list(objects.labels)
-        self._named, self._words = {shape.name: shape for shape in objects.shapes if shape.name}, words
+        self.shapes = list(objects.shapes)
+        self.labels = list(objects.labels)
+        self._named = {shape.name: shape for shape in objects.shapes if shape.name}
+        self._words = words
 
     def message(self, message: dict) -> dict:
         texts = {key: message[key] for key in THINKING_KEYS if isinstance(message.get(key), str)}
@@ -159,7 +163,10 @@ class _Filling:
         return self._words.shape(shape)
 
     def _rest(self) -> list[tuple[Shape, str | None]]:
-        shapes, labels, self.shapes, self.labels = self.shapes, self.labels, [], []
+        shapes = self.shapes
+        labels = self.labels
+        self.shapes = []
+        self.labels = []
         if labels and len(labels) != len(shapes):
             raise BadSample(REASON, f"<objects> has {len(shapes)} bbox and {len(labels)} ref left")
         return list(zip(shapes, labels or [None] * len(shapes), strict=True))

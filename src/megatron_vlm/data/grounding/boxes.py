@@ -32,8 +32,10 @@ class Boxes:
     """Writes and reads boxes as a model's family does, or as `data.box_format` says; `family` is its own."""
 
     def __init__(self, processor: ProcessorMixin, data: DataConfig, family: str | None):
-        self._name, self._seconds = data.box_format or family, data.decode_seconds
-        self._processor, self._kind = processor, kind_of(processor)
+        self._name = data.box_format or family
+        self._seconds = data.decode_seconds
+        self._processor = processor
+        self._kind = kind_of(processor)
 
     @property
     def tells(self) -> bool:
@@ -53,7 +55,8 @@ class Boxes:
         Only the headers of images are read. Raises BadSample for a shape that is not inside its image, or not
         inside what the model sees of it.
         """
-        convention, frames = self._convention(), {}
+        convention = self._convention()
+        frames = {}
 
         def numbers(shape: Shape) -> list[float]:
             if shape.kind == "polygon" and not convention.polygons:
@@ -87,7 +90,8 @@ class Boxes:
         convention, or if the processor cannot take such an image.
         """
         frame = self._frame(target_size(size, most, least), alone)
-        starts, lengths = (frame.left, frame.top), (frame.image_width, frame.image_height)
+        starts = (frame.left, frame.top)
+        lengths = (frame.image_width, frame.image_height)
 
         def on_image(shares: list[float]) -> list[float]:
             axes = _by_axis(shares, frame[:2], starts, lengths, size)
@@ -146,7 +150,8 @@ def _shares(shape: Shape, unit: str, size: tuple[int, int]) -> list[float]:
 
 def _seen(shares: list[float], frame: Frame, shape: Shape) -> list[float]:
     """Shares of the image as shares of the picture that the model sees. Raises BadSample outside of it."""
-    starts, lengths = (frame.left, frame.top), (frame.image_width, frame.image_height)
+    starts = (frame.left, frame.top)
+    lengths = (frame.image_width, frame.image_height)
     return _inside(
         [
             (start + share * length) / whole

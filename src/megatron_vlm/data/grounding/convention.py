@@ -88,7 +88,8 @@ class Convention:
             numbers = [float(number) for number in re.findall(_NUMBER, coordinates)]
             if len(numbers) % 2 == 0:
                 if self.rows_first:
-                    rows, columns = numbers[::2], numbers[1::2]
+                    rows = numbers[::2]
+                    columns = numbers[1::2]
                     numbers = [number for corner in zip(columns, rows, strict=True) for number in corner]
                 yield numbers, label
 

@@ -12,7 +12,8 @@ COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080")
 def draw(picture: Image.Image, shapes: Iterable[Found]) -> Image.Image:
     """The picture with the shapes, given in its pixels, and their labels."""
     picture = picture.convert("RGB")
-    pen, width = ImageDraw.Draw(picture), max(1, max(picture.size) // 200)
+    pen = ImageDraw.Draw(picture)
+    width = max(1, max(picture.size) // 200)
     for number, shape in enumerate(shapes):
         colour = COLOURS[number % len(COLOURS)]
         corners = list(zip(shape.numbers[::2], shape.numbers[1::2], strict=True))

@@ -17,7 +17,8 @@ IMAGES = ("images", "image", "image_path", "img_path", "file_name", "img_fn")
 ONE = "Please provide the bounding box coordinate of the region this sentence describes: {}"
 ALL = "Locate every instance that belongs to the following categories: {}."
 FEW = 10  # boxes, whose numbers do not tell in which form they are
-SURE, UNLIKELY = 0.9, 0.75  # shares of boxes that can be corners
+SURE = 0.9
+UNLIKELY = 0.75  # shares of boxes that can be corners
 REMEDY = "say so with data.columns.bbox_xyxy=bbox or data.columns.bbox_xywh=bbox"
 
 
@@ -34,7 +35,8 @@ def asking(record: dict, question: str | None, has_corners: bool | None) -> dict
     if (labels := _labels(record)) is not None:
         asked = (question or ALL).replace("{}", ", ".join(dict.fromkeys(labels)))
         return record | {"messages": _exchange(f"<image>{asked}", "<objects>")}
-    expressions, name = _expressions(record), _box_name(record)
+    expressions = _expressions(record)
+    name = _box_name(record)
     image = next((record[name] for name in IMAGES if record.get(name)), None)
     if not expressions or name is None or image is None:
         return record
