@@ -282,15 +282,10 @@ def vision_passes(config: RunConfig, image: ImageCost) -> int:
     return image.passes + again + reference_passes(config)
 
 
-# how long a tower takes over its operations' own time: Transformers' layers are not fused (rehearsed: 1.8)
-OF_TOWER = 2
-
-
 def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tuple[int, float, float]:
     """(layers, the tower's work in layers, the output layer's work in layers) of a training step.
 
-    `pipeline_layout` takes these. The tower's work is for a row of which `data.visual_share` are images, and
-    counts as often as it takes longer than a layer's.
+    `pipeline_layout` takes these. The tower's work is for a row of which `data.visual_share` are images.
     """
     layers, seq_length = architecture["num_layers"], config.data.seq_length
     one_layer = sum(layer_flops(architecture, i, seq_length) for i in range(layers)) / layers
@@ -298,4 +293,4 @@ def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tupl
     one_layer *= language_model_passes(config) * tokens
     tower = image.flops * images_per_tower(config, image) * vision_passes(config, image)
     output = output_flops(architecture) * tokens * output_passes(config)
-    return layers, OF_TOWER * tower / one_layer, output / one_layer
+    return layers, tower / one_layer, output / one_layer
