@@ -23,6 +23,7 @@ from megatron_vlm.messages import listed, printable, suggestion
 VISUAL_FIELDS = tuple(field.name for field in dataclasses.fields(GenericVisualInputs))
 # what processors give besides, which pad images to one size (LFM2-VL's, Gemma 4's, LLaVA-OneVision's)
 VISUAL_FIELDS += ("pixel_attention_mask", "spatial_shapes", "image_position_ids", "batch_num_images")
+VISUAL_FIELDS += ("target_sizes", "target_sizes_videos")
 
 
 # a slice, row numbers (negative ones count from the end), or one bool per row
