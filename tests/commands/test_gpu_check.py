@@ -118,7 +118,7 @@ sys.meta_path.insert(0, Blocked())
 for name in {modules!r}:
     importlib.import_module(name)
 """
-MODEL_SIDE = "models.opened training.step training.checkpoint rl.policy generation.generate exports"
+MODEL_SIDE = "models.opened training.step training.checkpoint rl.policy generation.generate training.exports"
 
 
 def test_models_and_the_check_import_no_readers():

@@ -23,6 +23,7 @@ LOCAL = {
     "config_rules.patterns": 1,
     "data.encode.chat_template": 6,
     "data.encode.processing": 2,
+    "data.grounding.convention": 2,  # tried in tests/data/test_boxes.py
     "job.reasons": 1,
     "models.weights.files": 1,
     "models.weights.rules": 1,

@@ -7,6 +7,7 @@ from places import ROOT
 from megatron_vlm.config import ConfigError, fewest_processes
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.recipes import RECIPES, compose, load_recipe
+from megatron_vlm.recipes.published import DEMO
 
 RUN_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -15,7 +16,7 @@ RUN_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
 def test_recipe_runs_on_the_processes_its_layout_needs(name):
     config = load_recipe(name)(train_data_path="/data")
     validate(config, fewest_processes(config.parallel))
-    assert config.run_dir == f"runs/{config.name}"
+    assert config.run_dir == f"runs/{config.name}" + "/run" * name.endswith(DEMO)
     assert RECIPES[name].summary.endswith(".")
 
 

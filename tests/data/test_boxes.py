@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import random
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -419,3 +420,11 @@ def test_the_hf_processor_gets_the_same_words():
         for fast in (True, False)
     )
     assert fast == slow
+
+
+@pytest.mark.parametrize("text", ["(1", "<ref>", "<box>", "{", "[1, ", '{"bbox_2d": [1, ', "(1, 2), "])
+def test_open_brackets_cost_their_length(text):
+    for convention in CONVENTIONS.values():
+        started = time.process_time()
+        list(convention.read(text * 20_000))
+        assert time.process_time() - started < 2

@@ -148,7 +148,7 @@ def test_a_sample_whose_pixels_are_broken_leaves_its_row_to_the_others(tmp_path,
 
 def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder, encoder, monkeypatch):
     monkeypatch.setattr("megatron_vlm.data.load.length_cache.PART", 10)
-    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder)
+    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder, 0)
     first = measure_dataset(rows, tmp_path)
     parts = sorted(tmp_path.glob("*/*.lengths"))
     assert len(parts) == 5
@@ -164,7 +164,7 @@ def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder
 def test_a_damaged_length_cache_is_measured_again(tmp_path, folder, encoder, monkeypatch, capfd):
     """Empty, cut, zeros at its end, a part of other rows, a pipe: what power cuts and others leave."""
     monkeypatch.setattr("megatron_vlm.data.load.length_cache.PART", 5)
-    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder)
+    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder, 0)
     first = measure_dataset(rows, tmp_path)
     empty, cut, zeros, other, pipe, *whole = sorted(tmp_path.glob("*/*.lengths"))
     empty.write_bytes(b"")
@@ -183,14 +183,14 @@ def test_a_damaged_length_cache_is_measured_again(tmp_path, folder, encoder, mon
 
 def test_a_cache_that_cannot_be_written_is_named_with_its_setting(tmp_path, folder, encoder):
     (tmp_path / "file").touch()
-    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder)
+    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder, 0)
     with pytest.raises(OSError, match=r"file/\w+: Not a directory; set data.lengths_cache to a"):
         measure_dataset(rows, tmp_path / "file")
 
 
 def test_measured_lengths_are_those_of_the_encoded_samples(tmp_path, folder, processor):
     whole = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=50))
-    rows = HFProvider(DataConfig(train_data_path=str(folder), max_drop_share=1.0)).train_rows(whole)
+    rows = HFProvider(DataConfig(train_data_path=str(folder), max_drop_share=1.0)).train_rows(whole, 0)
     tokens, _ = measure_dataset(rows, tmp_path)
     encoded = [rows[None, [index]][1] for index in range(ROWS)]
     assert tokens.tolist() == [DROPPED if sample is None else len(sample.input_ids) for sample in encoded]
@@ -205,7 +205,7 @@ def test_other_settings_measure_again(tmp_path, folder, processor, change):
     for more, text in (({}, None), ({}, None), (change, template)):
         data = DataConfig(**{"seq_length": 50} | more)
         encoder = HFEncoderVLMTaskEncoder(templated(processor, text or processor.chat_template), data)
-        measure_dataset(HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder), tmp_path)
+        measure_dataset(HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder, 0), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 

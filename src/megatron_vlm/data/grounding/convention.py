@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
-_NUMBER = r"-?\d+(?:\.\d+)?"
-COORDINATES = re.compile(rf"[\[(]\s*({_NUMBER}(?:[\s,()]+{_NUMBER})+)\s*[\])]")
+_NUMBER = r"-?\d{1,20}(?:\.\d{1,20})?"
+# limits keep what is tried at one place short, wherever brackets are left open
+COORDINATES = re.compile(rf"[\[(]\s{{,20}}({_NUMBER}(?:[\s,()]{{1,20}}{_NUMBER}){{1,255}})\s{{,20}}[\])]")
 _LABEL = re.compile(r'"label"\s*:\s*("(?:[^"\\]|\\.)*")')
 _TAG = re.compile(r"<[^<>{}]+>")
 
@@ -107,7 +108,7 @@ class Convention:
         begin, end = (re.escape(tag) for tag in _TAG.findall(self.one) or ("", ""))
         boxes = f"{begin}(?P<boxes>.*?)(?:{end}|$)" if begin else f"(?P<boxes>{COORDINATES.pattern})"
         before, after = (re.escape(tag) for tag in self.label.split("{}"))
-        pattern = f"{before}(?P<label>.*?){after}|{boxes}" if before else boxes
+        pattern = f"{before}(?P<label>.{{,1000}}?){after}|{boxes}" if before else boxes
         label = None
         for found in re.finditer(pattern, text, re.DOTALL):
             if before and found["label"] is not None:

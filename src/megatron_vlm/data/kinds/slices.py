@@ -79,6 +79,10 @@ class Sliced(Patches):
         stacked = getattr(part, "stack_frames", 1)
         return super().odd_settings(part) + ([f"stack_frames = {stacked}"] if stacked != 1 else [])
 
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        _, sizes = self._pieces(self.images, height, width)
+        return tuple((sizes[0] * self.images.patch_size).tolist())
+
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         patches, sizes = self._cut(self.images, image[None])
         return {"pixel_values": patches, "image_grid_thw": _grids(sizes)}

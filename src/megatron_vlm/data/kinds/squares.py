@@ -22,6 +22,7 @@ class Squares(Tiles):
     """To the model, squares and frames of videos are images. A sample has either images or videos."""
 
     sign = "max_image_size"
+    whole = -1
     known = {("SmolVLMProcessor", "SmolVLMImageProcessor"): "SmolVLMVideoProcessor"}
     size_keys = ("longest_edge",)
     either = ("do_image_splitting",)

@@ -107,6 +107,7 @@ def _in_squares(hidden_PE: Tensor, sizes_N2: Tensor) -> Tensor:
 
 class MiniCPMV46(qwen3_5.Qwen35):
     model_type = "minicpmv4_6"
+    box_format = None  # Qwen3.5's is another model's way
     sections = SECTIONS
     parts: tuple[type, type] = (MiniCPMV4_6VisionModel, MiniCPMV4_6Merger)
     vision_keys = {"vision_tower.**": "model.vision_tower.**", "merger.**": "model.merger.**"}
