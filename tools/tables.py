@@ -498,6 +498,13 @@ def cubins(report: dict) -> str:
     )
 
 
+def boxes(report: dict) -> str:
+    """A line for each family and size of image: what a row with boxes costs, in others."""
+    heads = ("family", "image", "to the same text", "to a row without boxes")
+    rows = ((row["family"], row["image"], row["written"], row["without"]) for row in report["rows"])
+    return markdown(heads, rows)
+
+
 TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
     "parity": ("parity.json", REPORTS / "parity.md", parity),
@@ -506,6 +513,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "demo_boxes": ("demo_boxes.json", DOCS / "demo.md", demo_boxes),
     "weights": ("bench_weights.json", DOCS / "weights.md", weights),
     "packing": ("bench_packing.json", DOCS / "packing.md", packing),
+    "boxes": ("bench_boxes.json", DOCS / "boxes.md", boxes),
     "data": ("bench_data.json", DOCS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
     "adapters": ("rehearsal_lora.json", DOCS / "adapters.md", adapters),
