@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import sys
+from itertools import chain
 from pathlib import Path
+from textwrap import wrap
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -59,7 +61,8 @@ def words() -> dict[str, list[str]]:
 def main() -> None:
     lines = []
     for text, families in words().items():
-        lines += [", ".join(families), *("    " + line.expandtabs(4) for line in text.splitlines()), ""]
+        written = (wrap(line.expandtabs(4), 66, drop_whitespace=False) for line in text.splitlines())
+        lines += [", ".join(families), *("    " + line for line in chain.from_iterable(written)), ""]
     left = draw(
         scene(), [Found(box, label) for box, label in zip(OBJECTS["bbox"], OBJECTS["ref"], strict=True)]
     )

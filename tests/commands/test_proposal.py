@@ -5,7 +5,6 @@ import json
 
 import programs
 import pytest
-from places import CONFIGS
 from programs import TYPED, ask, run_program
 from sources import write_sharegpt
 
@@ -17,6 +16,7 @@ from megatron_vlm.models.hf import load_config
 from megatron_vlm.overrides import from_yaml
 from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.planning.proposal import LR_OF_ADAPTERS, Proposal, propose
+from megatron_vlm.recipes.published import CONFIGS
 
 H100 = 80 * 10**9
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from places import CONFIGS, ROOT
+from places import ROOT
 
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.models.description import Description
@@ -14,7 +14,7 @@ from megatron_vlm.models.hf import load_config
 from megatron_vlm.planning.plan import RESERVE, make_plan
 from megatron_vlm.planning.rehearsal import rehearse
 from megatron_vlm.recipes import compose
-from megatron_vlm.recipes.published import SIZES
+from megatron_vlm.recipes.published import CONFIGS, SIZES
 
 WORST = 0.1  # between the planned and the rehearsed
 LISTED = ["adapter.target_modules=[q_proj,down_proj]", "adapter.exclude_modules=.*vision.*"]

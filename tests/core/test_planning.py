@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from places import CONFIGS
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
@@ -20,6 +19,7 @@ from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.layout import pipeline_layout
 from megatron_vlm.recipes import load_recipe
+from megatron_vlm.recipes.published import CONFIGS
 from tiny.distributed import run_distributed
 
 WORST_MEMORY = 0.1  # between a layer's estimated and its really saved bytes; measured below 0.06

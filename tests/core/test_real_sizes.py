@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import pytest
-from places import CONFIGS
 from published_parameters import PARAMETERS
 
 from tiny.distributed import run_distributed
@@ -32,7 +31,8 @@ RECIPES += [pytest.param(name, OTHERS, marks=pytest.mark.soak) for name in OTHER
 
 
 def count(recipe: str, config: str, untied: bool) -> dict:
-    from megatron_vlm.config import fewest_processes
+    from megatron_vlm.recipes.published import CONFIGS
+from megatron_vlm.config import fewest_processes
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config
     from megatron_vlm.planning.plan import make_plan

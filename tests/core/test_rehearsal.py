@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from parity import RENAMED
-from places import CONFIGS, ROOT
+from places import ROOT
 from rehearsals import config_of, run_of
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
@@ -18,6 +18,7 @@ from megatron_vlm.cli import app
 from megatron_vlm.cli import run as run_command
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
+from megatron_vlm.recipes.published import CONFIGS
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.distributed import run_distributed
 

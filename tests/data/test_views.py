@@ -119,12 +119,11 @@ def test_boxes_are_drawn_where_the_model_is_told_they_are(tmp_path_factory):
     edges = np.array([146 * width / 640, 137 * height / 428, 615 * width / 640, 415 * height / 428])
     assert np.abs([columns[0], rows[0], columns[-1], rows[-1]] - edges).max() < 3 < width < 640
 
-    answer = (
-        '```json\n[\n\t{"bbox_2d": [100, 100, 200, 150], "label": "it"}\n]\n```'  # 644 x 420 without limits
-    )
+    # by the processor's own limits the image is 112 x 84
+    answer = '```json\n[\n\t{"bbox_2d": [20, 20, 60, 50], "label": "it"}\n]\n```'
     lines = draw_answer(run, answer, (folder / "a.png").read_bytes(), folder / "drawn.png")
-    assert lines == ["[99.4, 101.9, 198.8, 152.9] it"]
-    assert np.ptp(np.asarray(Image.open(folder / "drawn.png")).astype(int)[102, 150]) > 50
+    assert lines == ["[114.3, 101.9, 342.9, 254.8] it"]
+    assert np.ptp(np.asarray(Image.open(folder / "drawn.png")).astype(int)[102, 200]) > 50
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,8 @@ def description(request):
     for name, value in named.items():
         if getattr(vision, name, None):
             setattr(vision, name, value)
+    if hasattr(hf_config, "insert_layer_id"):  # of MiniCPM-V's merger
+        hf_config.insert_layer_id = 1
     return describe(hf_config)
 
 

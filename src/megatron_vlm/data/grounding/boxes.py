@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from transformers import ProcessorMixin
 
@@ -94,8 +95,11 @@ class Boxes:
         lengths = (frame.image_width, frame.image_height)
 
         def on_image(shares: list[float]) -> list[float]:
-            axes = _by_axis(shares, frame[:2], starts, lengths, size)
-            return [(share * whole - start) / length * side for share, whole, start, length, side in axes]
+            axes = cycle(zip(frame[:2], starts, lengths, size, strict=True))  # of x, of y
+            return [
+                (share * whole - start) / length * side
+                for share, (whole, start, length, side) in zip(shares, axes, strict=False)
+            ]
 
         return [Found(on_image(found.numbers), found.label) for found in self.seen(text, frame[:2])]
 
@@ -104,7 +108,7 @@ class Boxes:
         unit = self._convention().unit
         ends = picture if unit is None else (unit, unit)
         return [
-            Found([number / end for number, end in _by_axis(numbers, ends)], label)
+            Found([number / end for number, end in zip(numbers, cycle(ends), strict=False)], label)
             for numbers, label in self._convention().read(text)
         ]
 
@@ -134,39 +138,42 @@ class Boxes:
             raise refused_by_processor(error) from error
 
 
-def _by_axis(numbers: Sequence[float], *pairs: Sequence) -> list[tuple]:
-    """Each of the numbers x, y, x, y, ... with what the pairs (of x, of y) hold for its axis."""
-    return [(number, *(pair[place % 2] for pair in pairs)) for place, number in enumerate(numbers)]
-
-
 def _shares(shape: Shape, unit: str, size: tuple[int, int]) -> list[float]:
     """The numbers of a shape in shares of its image. Raises BadSample if it is not inside."""
     ends = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[unit]
-    return _inside(
-        [number / end for number, end in _by_axis(shape.numbers, ends)],
-        f"{shape.numbers} is not inside image {shape.image}, {ends[0]} x {ends[1]} in bbox_type {unit}",
-    )
+    shares = [number / end for number, end in zip(shape.numbers, cycle(ends), strict=False)]
+    if not _are_inside(shares):
+        detail = (
+            f"{shape.numbers} is not inside image {shape.image}, {ends[0]} x {ends[1]} in bbox_type {unit}"
+        )
+        raise BadSample(REASON, detail)
+    return _at_edges(shares)
 
 
 def _seen(shares: list[float], frame: Frame, shape: Shape) -> list[float]:
     """Shares of the image as shares of the picture that the model sees. Raises BadSample outside of it."""
-    starts = (frame.left, frame.top)
-    lengths = (frame.image_width, frame.image_height)
-    return _inside(
-        [
-            (start + share * length) / whole
-            for share, start, length, whole in _by_axis(shares, starts, lengths, frame[:2])
-        ],
-        f"{shape.numbers} of image {shape.image} is not inside the middle that the processor cuts out",
-    )
+    starts = (frame.left / frame.width, frame.top / frame.height)
+    lengths = (frame.image_width / frame.width, frame.image_height / frame.height)
+    seen = [
+        start + share * length
+        for share, start, length in zip(shares, cycle(starts), cycle(lengths), strict=False)
+    ]
+    if not _are_inside(seen):
+        detail = (
+            f"{shape.numbers} of image {shape.image} is not inside the middle that the processor cuts out"
+        )
+        raise BadSample(REASON, detail)
+    return _at_edges(seen)
 
 
-def _inside(shares: list[float], otherwise: str) -> list[float]:
-    if min(shares) < -ROUNDING or max(shares) > 1 + ROUNDING:
-        raise BadSample(REASON, otherwise)
+def _are_inside(shares: list[float]) -> bool:
+    return min(shares) >= -ROUNDING and max(shares) <= 1 + ROUNDING
+
+
+def _at_edges(shares: list[float]) -> list[float]:
     return [min(max(share, 0.0), 1.0) for share in shares]
 
 
 def _scaled(shares: list[float], unit: int | None, frame: Frame) -> list[float]:
     ends = frame[:2] if unit is None else (unit, unit)
-    return [share * end for share, end in _by_axis(shares, ends)]
+    return [share * end for share, end in zip(shares, cycle(ends), strict=False)]
