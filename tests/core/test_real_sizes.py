@@ -7,6 +7,7 @@ import functools
 import pytest
 from published_parameters import PARAMETERS
 
+from megatron_vlm.recipes.published import CONFIGS
 from tiny.distributed import run_distributed
 
 # the weights hold an output layer of its own, which config.json does not say: see `models.weights.ties`
@@ -31,8 +32,7 @@ RECIPES += [pytest.param(name, OTHERS, marks=pytest.mark.soak) for name in OTHER
 
 
 def count(recipe: str, config: str, untied: bool) -> dict:
-    from megatron_vlm.recipes.published import CONFIGS
-from megatron_vlm.config import fewest_processes
+    from megatron_vlm.config import fewest_processes
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config
     from megatron_vlm.planning.plan import make_plan
