@@ -113,6 +113,8 @@ def load_processor(folder: str | Path) -> ProcessorMixin:
             f"checkpoint {printable(folder)}: no processor that Transformers knows ({_first_line(error)}); "
             "put the files of its processor and tokenizer there."
         ) from error
+    except ImportError as error:  # it names the package
+        raise ConfigError(f"checkpoint {printable(folder)}: {_first_line(error)}") from error
     except Exception as error:
         frames = [frame.filename for frame in extract_tb(error.__traceback__)]
         files = "*tokenizer*.json" if "tokenization" in str(frames) else "*processor_config.json"
