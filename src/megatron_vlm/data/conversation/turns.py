@@ -36,8 +36,8 @@ class BadSample(Exception):
 
 
 # What processors raise on images and videos that they cannot take: beside ValueErrors of their own, those of
-# arithmetic with sizes that become 0, and torch's
-REFUSALS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+# arithmetic with sizes that become 0, torch's, and one for a size that MiniCPM-V's sets only where it resizes
+REFUSALS = (ArithmeticError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
 
 def refused_by_processor(error: Exception) -> BadSample:
