@@ -37,7 +37,7 @@ class Supported:
     default_text: str | None = None
     other_texts: dict[str, str] = field(default_factory=dict)  # model_type -> why it is not supported
     other_classes: dict[str, str] = field(default_factory=dict)  # architecture -> what to do with it
-    since: str = ""  # the first Transformers that has it, if the package also allows older ones
+    since: str = ""  # the first Transformers whose code of it serves, if older ones are allowed
 
 
 _LIGHTON = (
@@ -70,7 +70,8 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     "llava_onevision": Supported("LlavaOnevisionForConditionalGeneration", ("qwen2",), "qwen2"),
     "internvl": Supported("InternVLForConditionalGeneration", ("qwen2", "qwen3"), "qwen2"),
     "qianfan_ocr": Supported("QianfanOCRForConditionalGeneration", ("qwen3",), "qwen3"),
-    "smolvlm": Supported("SmolVLMForConditionalGeneration", ("llama",), "llama"),
+    # the tower of older versions waits for the device, and up to 5.20 rounds places in bf16
+    "smolvlm": Supported("SmolVLMForConditionalGeneration", ("llama",), "llama", since="5.23"),
     "glm4v_moe": Supported("Glm4vMoeForConditionalGeneration"),
     "qwen2_vl": Supported("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Supported("Qwen2_5_VLForConditionalGeneration"),
@@ -193,13 +194,13 @@ def _problem(config: dict[str, Any]) -> str | None:
 
 
 def too_old(model_type: str) -> str | None:
-    """The message that the installed Transformers is older than this family; None if it has it."""
+    """The message that the installed Transformers is too old for this family; None if it is not."""
     since = SUPPORTED[model_type].since
     installed = version("transformers")
     if not since or _major_minor(installed) >= _major_minor(since):
         return None
     return (
-        f"model type {model_type!r} is in Transformers since {since}, and {installed} is installed; "
+        f"model type {model_type!r} needs Transformers {since}, and {installed} is installed; "
         f"pip install 'transformers>={since}'."
     )
 

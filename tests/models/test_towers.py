@@ -26,10 +26,11 @@ from megatron_vlm.models.vlm import recompute_layers
 from megatron_vlm.parallel import setup
 from megatron_vlm.planning.rehearsal import on_shapes
 from megatron_vlm.recipes.published import CONFIGS, SIZES
+from megatron_vlm.supported import too_old
 from tiny.checkpoints import build_tiny_checkpoint
 
 # the first size of each family
-REAL = {family: sizes[0][0] for (family, _), sizes in SIZES.items()}
+REAL = {family: sizes[0][0] for (family, _), sizes in SIZES.items() if not too_old(family)}
 
 
 LAYERS = 4  # of towers of real sizes: the further ones only repeat them
