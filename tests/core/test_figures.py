@@ -104,7 +104,9 @@ def router_weights(model: Any) -> int:
 
 def trained_share(vision: torch.nn.Module) -> float:
     """Of the tower's layers; LLaVA's features leave out the last, which has no backward pass."""
-    layers = next(m for m in vision.modules() if isinstance(m, torch.nn.ModuleList))
+    layers = next((m for m in vision.modules() if isinstance(m, torch.nn.ModuleList)), ())
+    if not layers:  # Gemma 4 12B's patches go straight into a linear
+        return 0.0
     return sum(any(p.requires_grad for p in layer.parameters()) for layer in layers) / len(layers)
 
 
