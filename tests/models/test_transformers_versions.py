@@ -26,7 +26,7 @@ from tiny.parts import build_language_model, build_tower
 
 COMPOSED = {"siglip2": "llama", "clip": "qwen2", "pixtral": "mistral"}  # tower -> language model
 # text settings of random models that say more than one token; 0.2 for all others
-VARIED = {"gemma3": {}, "gemma4": {"initializer_range": 0.05}}
+VARIED = {"gemma3": {}, **dict.fromkeys(("gemma4", "gemma4_unified"), {"initializer_range": 0.05})}
 IN_BOTH = [family for family in TINY_FAMILIES if not SUPPORTED[family].since]
 LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
 
