@@ -247,7 +247,7 @@ def test_a_name_that_is_nowhere(hub):
         read_config("me/none")
 
 
-@pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make setup` installs it")
+@pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make test-oldest` fetches it")
 def test_a_family_that_the_installed_transformers_lacks_is_named_with_the_remedy(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "minicpmv4_7"}')
     program = "import sys; from megatron_vlm.supported import read_config; read_config(sys.argv[1])"
