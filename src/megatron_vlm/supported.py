@@ -78,8 +78,9 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     "qwen3_vl": Supported("Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": Supported("Qwen3VLMoeForConditionalGeneration"),
     "qwen3_5_moe": Supported("Qwen3_5MoeForConditionalGeneration"),
-    "minicpmv4_6": Supported("MiniCPMV4_6ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0]),
-    "minicpmv4_7": Supported("MiniCPMV4_7ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0], since="5.18"),
+    # the image processor of older versions merges by 16 whatever `downsample_mode` says
+    "minicpmv4_6": Supported("MiniCPMV4_6ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0], since="5.21"),
+    "minicpmv4_7": Supported("MiniCPMV4_7ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0], since="5.21"),
     "qwen3_5": Supported("Qwen3_5ForConditionalGeneration"),
 }
 _FP8 = "fp8"  # the only quant_method that import reads, see `models.weights.files`

@@ -27,6 +27,8 @@ SECTIONS = keys.sections(
         keys.sizes("patch_size", "pooling_kernel_size", "mm_embed_dim", "mm_posemb_size")
         | keys.any_of("rms_norm_eps")
         | {"output_proj_dims": keys.Values("mm_embed_dim", lambda size, vision: size == vision.mm_embed_dim)},
+        # a product of the sizes above, and what Transformers' classes of configs look for in any
+        no_effect=("model_patch_size", *keys.TOP, "vocab_size"),
     ),
 )
 

@@ -34,11 +34,12 @@ TOP = patch_towers.TOP | {
 }
 NO_EFFECT = ("image_size", "drop_vision_last_layer", "patch_size")
 VISION = towers.TOWER | keys.any_of("layer_norm_eps") | {"window_kernel_size": SQUARE}
-OF_WHOLE = ("insert_layer_id",)  # Transformers takes the whole model's
+# Transformers takes the whole model's layer; and products of the sizes that are read
+OF_VISION = ("insert_layer_id", "window_hidden_size", "window_intermediate_size")
 SECTIONS = keys.sections(
     keys.Section(("minicpmv4_6",), TOP, no_effect=NO_EFFECT),
     qwen3_5.TEXT_SECTION,
-    keys.Section(("minicpmv4_6_vision",), VISION, no_effect=OF_WHOLE),
+    keys.Section(("minicpmv4_6_vision",), VISION, no_effect=OF_VISION),
 )
 
 
