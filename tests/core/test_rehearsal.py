@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity import RENAMED
+from parity import RELATIVES
 from places import ROOT
 from rehearsals import config_of, run_of
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
@@ -31,7 +31,7 @@ LAYOUTS = {
     "cp 2": ParallelConfig(cp=2),
 }
 # without experts: in fp32 torch computes theirs one by one and reads how many tokens each has
-DENSE = [name for name in TINY_FAMILIES if not load(name).has_experts and name not in RENAMED]
+DENSE = [name for name in TINY_FAMILIES if not load(name).has_experts and name not in RELATIVES]
 OBJECTIVES = ("tokens", "dpo")
 # A family is in every second layout, the next family in the others; in one of them with preferences.
 # `make test-soak` has all layouts with both objectives.

@@ -10,7 +10,7 @@ from pairs import covering
 from parity import takes_videos
 
 from megatron_vlm.models.families import load
-from megatron_vlm.models.family_parts.keys import NAMES, NO_EFFECT, Section, section_for
+from megatron_vlm.models.family_parts.keys import ANY, NAMES, NO_EFFECT, Section, section_for
 
 T, V = "text_config.", "vision_config."
 ROPE = T + "rope_parameters."
@@ -429,18 +429,35 @@ def changes_of(family: str, config: dict) -> dict[str, list[dict[str, Any]]]:
 
 
 def few_changes(configs: dict[str, dict]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Family -> key -> few of its changes: each of its keys is changed in every family, and every kind of
-    change of a key is tried in some family.
+    """Family -> key -> few of its changes: a key is changed in every family that says of its own which values
+    it may have, in one of those that share what says so, and every kind of change of a key in some family.
     """
-    found = {family: {path: [] for path in changes_of(family, config)} for family, config in configs.items()}
+    found: dict[str, dict[str, list]] = {family: {} for family in configs}
+    said = {family: _declared(family, config) for family, config in configs.items()}
     cells = [
         (family, path, _kind(family, path, number, change), change)
         for family, config in configs.items()
         for path, changes in changes_of(family, config).items()
         for number, change in enumerate(changes)
     ]
-    for family, path, _, change in covering(cells, lambda cell: {cell[:2], cell[1:3]}):
-        found[family][path].append(change)
+
+    def shows(cell: tuple) -> set:
+        family, path, kind, _ = cell
+        return {(path, said[family].get(path, family)), (path, kind)}
+
+    for family, path, _, change in covering(cells, shows):
+        found[family].setdefault(path, []).append(change)
+    return found
+
+
+def _declared(family: str, config: dict[str, Any]) -> dict[str, int]:
+    """Key -> the identity of what says which values it may have, where that is more than any."""
+    found = {}
+    for name, choices in zip(NAMES, load(family).sections, strict=True):
+        section = section_for(choices, (config[name] if name else config)["model_type"])
+        reads = section.reads | ({"rope_parameters": section.rope} if section.rope else {})
+        prefix = f"{name}." if name else ""
+        found |= {prefix + key: id(values) for key, values in reads.items() if values is not ANY}
     return found
 
 

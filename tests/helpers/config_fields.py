@@ -85,7 +85,7 @@ def names_asked(folder: str) -> list[list[str]]:
 def _no_constants(section: Any) -> set[str]:
     """Names that config.json can set: neither private nor constants and methods of Transformers' class."""
     kind = type(section)
-    settable = {name for name in dir(kind) if isinstance(getattr(kind, name, None), property)}
+    settable = {name for name in dir(kind) if getattr(getattr(kind, name, None), "fset", None)}
     names = {each.name for each in dataclasses.fields(kind)} | settable
     return {
         key

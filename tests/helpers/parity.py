@@ -76,12 +76,15 @@ INPUTS: dict[str, list[str]] = {
 }
 
 
-RENAMED = ("glm46v", "glmga")  # another family's model under a name of its own, with another processor
+# Families whose model is made of others' parts: another name, another text model that is known, one rule.
+# `make test-long` tries each where that shows, in one layout, and `make test-soak` everywhere.
+RELATIVES = ("glm46v", "glmga", "lighton_ocr", "qianfan_ocr", "minicpmv4_7")
+OF_RELATIVES = ("TP2+SP", "TP2+SP, adapter")
 
 
 def marks(family: str) -> list:
-    """Tests of the further families belong to `make test-long`, those of renamed ones to `make test-soak`."""
-    if family in RENAMED:
+    """Tests of the further families belong to `make test-long`, those of relatives to `make test-soak`."""
+    if family in RELATIVES:
         return [pytest.mark.soak]
     return [] if family == "gemma3" else [pytest.mark.long]
 
@@ -106,18 +109,21 @@ def cells(
     every_layout: Container[str] = EVERY_LAYOUT,
 ) -> list:
     """Every family in each of its layouts. `make test` has Gemma3 in those of `often`, `make test-long` the
-    families of `every_layout` in all and the others in those of `of_each`, `make test-soak` the rest, and all
-    of those that are `RENAMED`."""
+    families of `every_layout` in all and the others in two of `of_each`, in turn, relatives in one, and
+    `make test-soak` the rest."""
 
-    def mark(family: str, layout: str) -> list:
+    def mark(number: int, family: str, layout: str) -> list:
         if family == "gemma3" and layout in often:
             return []
-        each = layout in of_each and family not in RENAMED
-        return [pytest.mark.long if family in every_layout or each else pytest.mark.soak]
+        if family in RELATIVES:
+            return [pytest.mark.long if layout in OF_RELATIVES else pytest.mark.soak]
+        own = [name for name in of_family(family) if name in of_each]
+        dealt = [own[(number + turn) % len(own)] for turn in range(2)]
+        return [pytest.mark.long if family in every_layout or layout in dealt else pytest.mark.soak]
 
     return [
-        pytest.param(family, layout, marks=mark(family, layout))
-        for family in TINY_FAMILIES
+        pytest.param(family, layout, marks=mark(number, family, layout))
+        for number, family in enumerate(TINY_FAMILIES)
         for layout in of_family(family)
     ]
 
@@ -143,7 +149,7 @@ def cells_of_pairs(
 
     `make test` has Gemma3 in the layouts of `often` on all inputs. `make test-long` has few besides: each two
     of family, kind of parallelism, input and the `factors` of a layout meet in one, if they can, and every
-    layout has a model with experts and one without. `make test-soak` has all.
+    layout has a model with experts and one without; relatives meet inputs alone. `make test-soak` has all.
     """
     from megatron_vlm.models.families import load
 
@@ -156,13 +162,15 @@ def cells_of_pairs(
     short = [cell for cell in every if cell[0] == "gemma3" and cell[1] in often]
 
     def shows(family: str, layout: str, each: str) -> set[Hashable]:
+        if family in RELATIVES:
+            return {(family, each)} if layout in OF_RELATIVES else set()
         kinds = kinds_of_parallelism(*layouts[layout][:2])
         met = [pairs_of((family, kind, *factors(layout), each)) for kind in kinds]
         return set().union(*met, {(layout, load(family).has_experts)})
 
     shown = {cell: shows(*cell) for cell in every}
     in_short = set().union(*(shown[cell] for cell in short))
-    paired = covering((cell for cell in every if cell[0] not in RENAMED), lambda cell: shown[cell] - in_short)
+    paired = covering(every, lambda cell: shown[cell] - in_short)
     groups = {"": (short, []), "pairs": (paired, [pytest.mark.long]), "all": (every, [pytest.mark.soak])}
     found = []
     for name, (group, marks) in groups.items():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from parity import RENAMED
+from parity import RELATIVES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, FineGrainedFP8Config
@@ -29,7 +29,7 @@ EXACT = [
     (layout, family)
     for family in TINY_FAMILIES
     for layout in LAYOUTS
-    if layout == "TP2" or family not in RENAMED
+    if layout == "TP2" or family not in RELATIVES
 ]
 EXACT += [("TP2", kind) for kind in ("bf16", "hub", "untied", "untied mistral3")] + [("PP2", "untied")]
 IN_MEMORY = [
@@ -636,7 +636,7 @@ CASES = (
         (family, change): text
         for family in TINY_FAMILIES
         for change, text in BROKEN.items()
-        if family not in RENAMED and (family != "glm4v" or change != shift_gate_and_up)  # one tensor there
+        if family not in RELATIVES and (family != "glm4v" or change != shift_gate_and_up)  # one tensor there
     }
     | BROKEN_EXPERTS
     | BROKEN_VALUES

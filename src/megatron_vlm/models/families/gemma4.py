@@ -42,7 +42,7 @@ TEXT = (
     | keys.any_of("sliding_window", "attention_bias", "attention_k_eq_v")
     | keys.any_of("global_head_dim", "num_global_key_value_heads")
     # what Transformers makes of other keys, and how it may be asked for them
-    | keys.any_of("kv_sharing_modes", "per_layer_attributes", "allow_global_per_layer_attribute_access")
+    | keys.any_of("allow_global_per_layer_attribute_access")
     | keys.any_of("serialize_explicit_per_layer_config")
     | {
         "layer_types": keys.LAYER_TYPES,

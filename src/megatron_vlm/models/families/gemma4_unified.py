@@ -12,6 +12,11 @@ from megatron_vlm.models.families import gemma4
 from megatron_vlm.models.family_parts import keys
 from megatron_vlm.parallel.transfer import on_device
 
+
+def _of_pooled(size: int, vision: Any) -> bool:
+    return size == vision.patch_size * vision.pooling_kernel_size
+
+
 SECTIONS = keys.sections(
     keys.Section(("gemma4_unified",), gemma4.TOP | keys.any_of("audio_config"), no_effect=gemma4.MARKERS),
     keys.Section(
@@ -25,10 +30,12 @@ SECTIONS = keys.sections(
     keys.Section(
         ("gemma4_unified_vision",),
         keys.sizes("patch_size", "pooling_kernel_size", "mm_embed_dim", "mm_posemb_size")
-        | keys.any_of("rms_norm_eps")
-        | {"output_proj_dims": keys.Values("mm_embed_dim", lambda size, vision: size == vision.mm_embed_dim)},
-        # a product of the sizes above, and what Transformers' classes of configs look for in any
-        no_effect=("model_patch_size", *keys.TOP, "vocab_size"),
+        | keys.TOP  # Transformers' configs look for these, and for `vocab_size`, in any section
+        | keys.any_of("rms_norm_eps", "vocab_size")
+        | {
+            "output_proj_dims": keys.Values("mm_embed_dim", lambda size, vision: size == vision.mm_embed_dim),
+            "model_patch_size": keys.Values("patch_size times pooling_kernel_size", _of_pooled),
+        },
     ),
 )
 

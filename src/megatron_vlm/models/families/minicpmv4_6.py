@@ -34,12 +34,11 @@ TOP = patch_towers.TOP | {
 }
 NO_EFFECT = ("image_size", "drop_vision_last_layer", "patch_size")
 VISION = towers.TOWER | keys.any_of("layer_norm_eps") | {"window_kernel_size": SQUARE}
-# Transformers takes the whole model's layer; and products of the sizes that are read
-OF_VISION = ("insert_layer_id", "window_hidden_size", "window_intermediate_size")
+OF_WHOLE = ("insert_layer_id",)  # Transformers takes the whole model's
 SECTIONS = keys.sections(
     keys.Section(("minicpmv4_6",), TOP, no_effect=NO_EFFECT),
     qwen3_5.TEXT_SECTION,
-    keys.Section(("minicpmv4_6_vision",), VISION, no_effect=OF_VISION),
+    keys.Section(("minicpmv4_6_vision",), VISION, no_effect=OF_WHOLE),
 )
 
 

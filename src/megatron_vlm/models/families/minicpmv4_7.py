@@ -22,7 +22,7 @@ SECTIONS = keys.sections(
         no_effect=minicpmv4_6.NO_EFFECT,
     ),
     qwen3_5.TEXT_SECTION,
-    keys.Section(("minicpmv4_7_vision",), minicpmv4_6.VISION, no_effect=minicpmv4_6.OF_VISION),
+    keys.Section(("minicpmv4_7_vision",), minicpmv4_6.VISION, no_effect=minicpmv4_6.OF_WHOLE),
 )
 
 
