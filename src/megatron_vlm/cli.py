@@ -10,6 +10,7 @@ from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.compose import compose
+from megatron_vlm.commands.evaluate import evaluate
 from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, run, start_ranks, torchrun, world_size
 from megatron_vlm.config_rules.settings import validate
@@ -217,6 +218,7 @@ def replay(
 
 app.command()(prepare)
 app.command()(compose)
+app.command()(evaluate)
 
 
 @app.command("import")

@@ -1,6 +1,7 @@
 """The configuration that a command works with, checked before anything heavy is imported."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -138,12 +139,19 @@ def config_of_trained_run(
     return config
 
 
-def config_of_model(given: str, needs_processor: bool = True) -> RunConfig:
+def config_of_model(
+    given: str,
+    needs_processor: bool = True,
+    settings: Sequence[str] = (),
+    nproc: int | None = None,
+) -> RunConfig:
     """The configuration of a run; or one without a run folder, of a Hugging Face folder or hub name."""
     if is_run(Path(given)):
-        return config_of_trained_run(Path(given), None, None, needs_processor)
-    settings = {"model.hf_path": given, "data.train_data_path": NO_DATA, "data.seq_length": 1}
-    config = apply_overrides(RunConfig(), settings)
+        return config_of_trained_run(Path(given), list(settings), nproc, needs_processor)
+    assumed = {"model.hf_path": given, "data.train_data_path": NO_DATA, "data.seq_length": 1}
+    config = apply_overrides(RunConfig(), assumed | recipe_table.said(settings, {}))
+    if settings:
+        validate(apply_overrides(config, {"run_dir": "none"}), nproc or world_size() or 1)
     try:
         validate_model(config, needs_processor)
     except ConfigError as error:

@@ -26,10 +26,11 @@ from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
 
 
-def open_run(config: RunConfig) -> tuple[list[VLMModel], Source]:
+def open_run(config: RunConfig, raw_pixels: bool = False) -> tuple[list[VLMModel], Source]:
     """Join the processes and load the run's latest checkpoint, or a Hugging Face one without a run folder.
 
-    The model is in the layout of the configuration. Raises FileNotFoundError if the run has no checkpoint.
+    The model is in the layout of the configuration, and takes raw pixels if asked to. Raises
+    FileNotFoundError if the run has no checkpoint.
     """
     is_run = config.run_dir != MISSING
     if is_run and run_folder.latest_checkpoint(config.run_dir) is None:
@@ -39,7 +40,7 @@ def open_run(config: RunConfig) -> tuple[list[VLMModel], Source]:
     config = begun(config)
     setup.init_distributed(config.parallel, config.train.seed)
     source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied if is_run else None)
-    chunks = open_model(config, source, resumes=is_run, raw_pixels=False)
+    chunks = open_model(config, source, resumes=is_run, raw_pixels=raw_pixels)
     if is_run:
         checkpoint.load_latest(config.run_dir, chunks)
     return chunks, source

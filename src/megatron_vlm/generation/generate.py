@@ -5,7 +5,7 @@ prompts: a token at a time leaves context parallelism nothing to cut. Rows go th
 lanes, so that each stage computes one while the next stage computes another.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import index
@@ -71,12 +71,14 @@ def generate(
     seed: int = 0,
     stop: Iterable[int] = (),
     cache_bytes: int = 2**32,
+    numbers: Sequence[int] | None = None,
 ) -> list[list[Answer]]:
     """So many answers to each prompt, in the order of the prompts, the same on every rank.
 
     Collective: all ranks pass the same. `model` are this rank's chunks; they may be wrapped for data
     parallelism. Temperature 0 takes the likeliest token. Sampled answers depend on the seed, the prompt's
-    number and the answer's, and not on the layout or what else is asked (but for rounding).
+    number and the answer's, and not on the layout or what else is asked (but for rounding). `numbers` are
+    the prompts' (None: from 0 on).
 
     A rank's caches take at most `cache_bytes`, or what one row of each lane needs: for each token of a row,
     prompt and answer, 2 * layers * key/value heads / tp * head width * bytes of a number. Layers with a
@@ -85,7 +87,8 @@ def generate(
     _check(max_new_tokens, temperature, top_p, answers)
     if not prompts:
         return []
-    request = Request(prompts, max_new_tokens, Sampling(temperature, top_p, seed), sorted(set(stop)))
+    sampling = Sampling(temperature, top_p, seed)
+    request = Request(prompts, max_new_tokens, sampling, sorted(set(stop)), numbers or range(len(prompts)))
     inner = get_attr_wrapped_model(model[0], "layout", return_model_obj=True)
     request.check(inner)
     numbers: dict[tuple[int, int], np.ndarray] = {}  # by prompt and answer

@@ -1,5 +1,6 @@
 """Rows that grow together: their prompts and then their tokens as streams, and when each row ends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,12 +31,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """The settings of generation that all rows share."""
+    """The settings of generation that all rows share; what is drawn depends on the prompts' `numbers`."""
 
     prompts: list[Prompt]
     max_new_tokens: int
     sampling: Sampling
     stop: list[int]
+    numbers: Sequence[int]
 
     @property
     def longest(self) -> int:
@@ -71,7 +73,8 @@ class AnswerRows:
         self.piece_of_row = np.array([i for i, _ in rows])
         self.answers = [(pieces[i].prompt, answer) for i, answer in rows]
         prompts, steps = [request.prompts[piece.prompt] for piece in pieces], request.max_new_tokens
-        draws = [request.sampling.draws(pieces[i].prompt, answer, steps) for i, answer in rows]
+        numbers = [request.numbers[piece.prompt] for piece in pieces]
+        draws = [request.sampling.draws(numbers[i], answer, steps) for i, answer in rows]
         self.draws, self.steps = np.stack(draws), 0
         last = [prompt["position_ids"].max().item() for prompt in prompts]
         self.positions = np.array(last)[self.piece_of_row]  # that of the last token so far, on every axis

@@ -5,6 +5,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jinja2
 import torch
@@ -169,9 +170,8 @@ def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dic
 
     `drops` have `key`, `reason` and `detail` each. All text of records is escaped.
     """
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["url"] = data_url
-    return environment.from_string(TEMPLATE).render(
+    return rendered(
+        TEMPLATE,
         title=title,
         settings=settings,
         rows=rows[:shown],
@@ -187,7 +187,16 @@ def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dic
     )
 
 
-TEMPLATE = """<!doctype html>
+def rendered(template: str, **values: Any) -> str:
+    """A page of a template, which `{% include "head" %}` begins. All text is escaped."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=jinja2.DictLoader({"head": HEAD})
+    )
+    environment.filters["url"] = data_url
+    return environment.from_string(template).render(values)
+
+
+HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
@@ -204,6 +213,9 @@ section + section { border-top: 3px double #8885; }
 td, th { padding: .2rem .8rem; border: 1px solid #8885; text-align: left; overflow-wrap: anywhere; }
 </style></head><body>
 <h1>{{ title }}</h1>
+"""
+
+TEMPLATE = """{% include "head" %}
 <p class="totals">{% for name, count in totals.items() %}
 <span><b>{{ "{:,}".format(count) }}</b>{{ name }}</span>
 {% endfor %}</p>

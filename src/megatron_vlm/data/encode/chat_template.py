@@ -4,10 +4,11 @@ The template's `{% generation %}` blocks say where replies lie; for a template w
 `conversation.replies` finds them.
 """
 
+import contextlib
 import functools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -84,22 +85,38 @@ class ChatTemplate:
         """The rendered conversation. Raises BadSample when the template refuses the conversation or writes
         another number of images or videos."""
         text, replies, weights = self.render(messages, tools)
+        weights = [] if set(weights) <= {1} else weights
+        return replace(self._placed(text, images, videos), replies=replies, weights=weights)
+
+    def _placed(self, text: str, images: int, videos: int) -> RenderedChat:
+        """The text with the places of its images and videos, and without replies."""
         bos = self._tokenizer.bos_token  # a text that begins with it gets no second one
         return RenderedChat(
             text,
-            replies,
+            [],
             self._places(text, "images", images, self._image_patterns),
             self._places(text, "videos", videos, self._video_patterns),
             add_special_tokens=not (bos and text.startswith(bos)),
-            weights=[] if set(weights) <= {1} else weights,
         )
+
+    def prompt(
+        self, messages: list[dict], tools: list[dict] | None, images: int, videos: int = 0
+    ) -> RenderedChat:
+        """The conversation that the model is to continue, with the template's generation prompt at its end.
+        No reply is marked. Raises BadSample as a call."""
+        with _bad_text():
+            text, _ = self._render(
+                self._harmless(messages), self._harmless(tools), add_generation_prompt=True
+            )
+            text.encode()
+        return self._placed(text, images, videos)
 
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> tuple[str, list[Span], list]:
         """The rendered conversation, with record text made harmless.
 
         It has the character spans of the trained replies and their weights in the loss.
         """
-        try:
+        with _bad_text():
             messages, tools = self._harmless(messages), self._harmless(tools)
             if any(message["role"] == DOCUMENT for message in messages):
                 text, spans = self._document(messages)
@@ -110,10 +127,6 @@ class ChatTemplate:
             else:
                 prompt, spans = self._untagged(tools)(messages)
             prompt.encode()
-        except RecursionError as error:
-            raise BadSample("bad_conversation", "nested too deeply") from error
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
-            raise BadSample("bad_conversation", str(error)) from error
         weights = [message.get("loss", 1) for message in messages if message["role"] == "assistant"]
         weighted = self._trained(prompt, spans, weights)
         spans, weights = [span for span, _ in weighted], [weight for _, weight in weighted]
@@ -270,6 +283,17 @@ class ChatTemplate:
         if count:
             raise BadSample("placeholder_mismatch", f"the chat template wrote {most} of {count} {what}")
         return []
+
+
+@contextlib.contextmanager
+def _bad_text() -> Iterator[None]:
+    """Raises BadSample for what no template can write."""
+    try:
+        yield
+    except RecursionError as error:
+        raise BadSample("bad_conversation", "nested too deeply") from error
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+        raise BadSample("bad_conversation", str(error)) from error
 
 
 def _template_of(processor: ProcessorMixin) -> str:

@@ -157,8 +157,9 @@ class DocumentEncoder:
             for video, named in zip(sample.videos or [], sample.limits["video"], strict=True)
         ]
 
-    def _prompt(self, sample: ChatMLSample) -> RenderedChat:
-        """The rendered conversation, of which the replies are trained that the settings ask for."""
+    def _written(self, sample: ChatMLSample) -> list[dict]:
+        """The messages with their boxes as the family writes them. Raises BadSample for media that the model
+        does not take."""
         if sample.problem is not None:
             raise sample.problem
         images, videos = len(sample.imgs or []), len(sample.videos or [])
@@ -166,15 +167,19 @@ class DocumentEncoder:
             raise BadSample("video_unsupported", f"{videos} videos")
         if images and videos and self._needs.images_or_videos:
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
-        messages = sample.messages
-        if sample.objects:
-            some = sample.rejected is not None  # the other answer may have objects of its own
-            messages = self.boxes.written(messages, sample.objects, self._images(sample), some)
+        if not sample.objects:
+            return sample.messages
+        some = sample.rejected is not None  # the other answer may have objects of its own
+        return self.boxes.written(sample.messages, sample.objects, self._images(sample), some)
+
+    def _prompt(self, sample: ChatMLSample) -> RenderedChat:
+        """The rendered conversation, of which the replies are trained that the settings ask for."""
+        messages = self._written(sample)
         if self._data.thinking == "drop":
             messages = [without_thinking(message) for message in messages]
         if self._data.train_replies == "last":
             messages = last_reply_alone(messages)
-        prompt = self.chat(messages, sample.tools, images, videos)
+        prompt = self.chat(messages, sample.tools, len(sample.imgs or []), len(sample.videos or []))
         if (count := len(prompt.text)) > self._most_characters:
             detail = f"{count} characters; more than {self._most_characters} never fit"
             raise BadSample("over_length", detail)

@@ -125,13 +125,19 @@ class HFProvider:
         measure = _Measuring(rows, size, data.num_workers)
         return BufferedPacking(order, size, measure, rows.encoder.select_rows, (*order.place, 0))
 
-    @reading("self._data.valid_data_path")
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> HFValidLoader | None:
-        """A finite loader in stored order: each row on exactly one rank, as many batches on every rank.
-        It never streams; of a meta file it reads the rows of the first epoch; with `validation_share`, those
-        that are held out.
+        """A finite loader of `valid_rows` in stored order: each row on exactly one rank, as many batches on
+        every rank. None if there are none."""
+        if (found := self.valid_rows(encoder, seed)) is None:
+            return None
+        return HFValidLoader(found[0], found[1], rank, world_size, micro_batch_size, self._data.num_workers)
+
+    @reading("self._data.valid_data_path")
+    def valid_rows(self, encoder, seed: int = 0) -> tuple[str, EncodedRows] | None:
+        """(what is read, for messages; the rows that are validated on). It never streams; of a meta file
+        these are the rows of the first epoch; with `validation_share`, those that are held out.
 
         None if no validation path is set and the training dataset has no validation split, or is streamed.
         """
@@ -139,20 +145,16 @@ class HFProvider:
         if data.streaming and data.valid_data_path is None:
             return None
         if data.validation_share:
-            name = "validation_share: what is held out"
-            rows = self.train_rows(encoder, seed, held_out=True)
-        else:
-            key = "train_data_path" if data.valid_data_path is None else "valid_data_path"
-            splits = [(one, _validation_split(one)) for one in sources_of(getattr(data, key))]
-            if data.valid_data_path is None:  # all rows of the splits, however many rows are trained
-                splits = [(replace(one, rows=None, share=None), split) for one, split in splits if split]
-            if not splits:
-                return None
-            rows = self._rows(splits, encoder, data.datasets if data.valid_data_path is None else ())
-            name = f"{key}: " + ", ".join(
-                f"{one.path} ({split})" if split else one.path for one, split in splits
-            )
-        return HFValidLoader(f"data.{name}", rows, rank, world_size, micro_batch_size, data.num_workers)
+            return "data.validation_share: what is held out", self.train_rows(encoder, seed, held_out=True)
+        key = "train_data_path" if data.valid_data_path is None else "valid_data_path"
+        splits = [(one, _validation_split(one)) for one in sources_of(getattr(data, key))]
+        if data.valid_data_path is None:  # all rows of the splits, however many rows are trained
+            splits = [(replace(one, rows=None, share=None), split) for one, split in splits if split]
+        if not splits:
+            return None
+        named = ", ".join(f"{one.path} ({split})" if split else one.path for one, split in splits)
+        rows = self._rows(splits, encoder, data.datasets if data.valid_data_path is None else ())
+        return f"data.{key}: {named}", rows
 
     def _rows(
         self, splits: list[tuple[DataSource, str | None]], encoder, names: Sequence[str]

@@ -1,0 +1,1 @@
+"""Answers of a model to held-out conversations, and their scores."""

@@ -1,0 +1,78 @@
+"""The folder of an evaluation, to which answers are added as they come.
+
+settings.json   what decides the answers; another evaluation is refused
+answers.jsonl   one line for each question, in order
+scores.json     the scores, and each answer's own
+answers.html    the worst answers, with their images
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.files import naming, open_to_write, read_file, read_text, write_whole
+from megatron_vlm.messages import listed, printable
+
+MOST_BYTES = 1 << 34
+
+
+def check_folder(folder: str | Path) -> None:
+    """Raises ConfigError unless the folder is new, empty, or one of an evaluation."""
+    folder = Path(folder)
+    inside = set(os.listdir(folder)) - {"errors", "ranks"} if folder.is_dir() else set()
+    if (folder.exists() and not folder.is_dir()) or (inside and "settings.json" not in inside):
+        raise ConfigError(
+            f"--output: {printable(folder)} holds no evaluation; give a new or an empty folder."
+        )
+
+
+def begin(folder: str | Path, settings: Mapping[str, Any]) -> int:
+    """Makes the folder, or goes on in it; returns how many answers are there. A last line that a kill cut
+    short goes. Raises ConfigError if its answers were made with other settings."""
+    folder = Path(folder)
+    kept = folder / "settings.json"
+    file = folder / "answers.jsonl"
+    settings = json.loads(json.dumps(settings))
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if kept.exists():
+        theirs = json.loads(read_text(kept))
+        different = [name for name in {**theirs, **settings} if theirs.get(name) != settings.get(name)]
+        if different:
+            raise ConfigError(
+                f"--output: {printable(folder)} has the answers of another evaluation, which differs in "
+                f"{listed(different, 5)}; give another folder, or remove it."
+            )
+    write_whole(kept, json.dumps(settings, indent=1) + "\n")
+    if not file.exists():
+        return 0
+    content = read_file(file, MOST_BYTES)
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        write_whole(file, content[:whole])
+    return content.count(b"\n")
+
+
+def append(folder: str | Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Adds a line for each record; another process then sees them."""
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    with naming(Path(folder)), open_to_write(Path(folder, "answers.jsonl"), append=True) as file:
+        file.write(lines.encode("utf-8", "backslashreplace"))
+
+
+def read_answers(folder: str | Path) -> list[dict[str, Any]]:
+    """All records, in order. Raises ConfigError that names a line that is none."""
+    records = []
+    lines = read_file(Path(folder, "answers.jsonl"), MOST_BYTES).splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(
+                f"{printable(folder)}/answers.jsonl: line {number} is not what an evaluation wrote; remove "
+                "the folder, or give another one."
+            ) from error
+    return records
