@@ -136,6 +136,8 @@ class DataConfig:
     dataset_type: Literal["energon", "hf"] = "energon"
     train_data_path: DataPaths = MISSING  # samples of several paths are mixed
     valid_data_path: DataPaths | None = None  # None: the validation split of train_data_path, if it has one
+    # conversations that `train.score_every` asks, of dataset_type hf; None: the validation data
+    score_path: PathName | None = None
     # share of the training rows that are held out for validation, chosen by their keys; for dataset_type hf
     validation_share: PartialShare = 0.0
     columns: dict[str, Name] = field(default_factory=dict)  # our name: the source's, such as images: pictures
@@ -216,9 +218,16 @@ class TrainConfig:
     eval_steps: FromZero = 0  # validation steps; 0: the whole validation split
     save_every: Every = 0  # steps between checkpoints, or "epoch"; 0: only at the end
     keep_checkpoints: FromOne = 2
-    # keep the one with the lowest validation loss, too; each save then validates first
+    # keep the best one, too, by `best_by`; each save then validates or scores first
     keep_best: bool = False
+    best_by: Name = "valid_loss"  # or a score, such as score/anls
+    score_every: Every = 0  # steps between scores of answers, or "epoch"; 0: none
+    score_metric: Name = "exact_match"  # see docs/evaluation.md
+    score_samples: FromOne = 100  # questions; the same ones each time
+    score_tokens: FromOne = 64  # of the longest answer
     export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
+    # a command that is started for each of these folders, with the folder as its last word
+    on_export: Name | None = None
     # if no rank makes progress for this time, the job ends and writes all stacks
     hang_seconds: Seconds = 480.0
     objective: str = "tokens"  # one of `objectives.OBJECTIVES`; "dpo": preference pairs, see docs/rl.md

@@ -77,6 +77,7 @@ class Feed:
     def resume(self, resumed: Saved | None) -> None:
         """Begin to read: where `resumed` was saved, unless the data is to begin again (`data.restart`)."""
         watchdog.beat("finding the place in the data")
+        self._resumed = resumed
         if self._data:
             self._submit(partial(self._begin, resumed))()
 
@@ -117,7 +118,9 @@ class Feed:
         return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
 
     def notes(self) -> Iterator[str]:
-        """Lines that a user should know about the data before the first step."""
+        """Lines that a user should know about where the run begins, and its data, before the first step."""
+        if self._resumed:
+            yield f"resumed after step {self._resumed.step} from {self._resumed.path}"
         if self._begun[0] and self._config.data.restart:
             yield "data.restart: the data begins again from here"
         if self._data:
@@ -130,8 +133,10 @@ class Feed:
             yield from self._epochs.notes(self._config, last, self.rows_after(last))
         yield from self.milestones.notes(self._begun[0])
 
-    def valid(self) -> Callable[[int], list[Batch]]:
-        """One pass over the validation split: a function (count) -> the next batches, fewer at the end."""
+    def valid(self, step: int) -> Callable[[int], list[Batch]]:
+        """One pass over the validation split after a step: a function (count) -> the next batches, fewer at
+        the end."""
+        watchdog.beat(f"evaluating after step {step}")
         batches = self._data and self._data.valid_batches()
         return lambda count: self._submit(partial(self._broadcaster.take, batches, count))()
 

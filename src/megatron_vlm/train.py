@@ -8,6 +8,7 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_vlm.config import RunConfig
+from megatron_vlm.evaluation.in_training import Scoring, scoring_of
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.failures import closing
@@ -49,25 +50,22 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     description = source.description
     parts = parameters_by_part(model, config.optimizer.by_part, description.groups, description.rules)
     optimizer, scheduler = build_optimizer(model, config, milestones.steps, parts)
-    resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
-    feed.resume(resumed)
+    feed.resume(checkpoint.load_latest(config.run_dir, model, optimizer, scheduler))
     figures = StepFigures(config, description, model, feed.sources)
     first = saved.step + 1
     log = RunLogger(config.run_dir, asked_for, milestones.steps, first, setup.is_first_rank(), saved.extra)
-    if resumed:
-        log.message(f"resumed after step {resumed.step} from {resumed.path}")
     for message in chain(notes_of_start(config), feed.notes()):
         log.message(message)
-    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, log)
+    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, scoring_of(config, source), log)
     with closing(log, feed), profiling(config.run_dir, profile_steps, first, model, log.message) as profiled:
         if saved.step and milestones.exports_after(saved.step):  # a kill may have come before it was whole
             exports.export_step(config, source, model, saved.step, replace=False)
         for step in range(first, milestones.steps + 1):
             run.train(step)
             profiled()
-            valid_loss = run.evaluate(step) if milestones.evaluates_after(step) else None
+            rated = run.evaluate(step)
             if milestones.saves_after(step):
-                run.save(step, valid_loss)
+                run.save(step, rated)
             if milestones.exports_after(step):
                 exports.export_step(config, source, model, step)
         if dropped := feed.dropped_by_reason():
@@ -80,8 +78,8 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
     """This rank's chunks, with the source's weights unless a checkpoint provides all that the run needs."""
     # what compares with the starting weights needs them also when it resumes
-    resumes = checkpoint.saved(config.run_dir).path is not None
-    resumes = resumes and not objective_of(config).reference_passes
+    saved = checkpoint.saved(config.run_dir)
+    resumes = saved.path is not None and not objective_of(config).reference_passes
     chunks = open_model(config, source, resumes, run_dir=config.run_dir)
     return data_parallel(chunks, config)
 
@@ -97,6 +95,7 @@ class Run:
     scheduler: Any
     step_loss: StepLoss
     figures: StepFigures
+    scoring: Scoring | None
     log: RunLogger
 
     def train(self, step: int) -> None:
@@ -130,19 +129,23 @@ class Run:
             figures=self.figures.of_step(seconds, waited) | self.feed.epoch_after(step) | rates_of_parts,
         )
 
-    def evaluate(self, step: int) -> float | None:
-        """The validation loss after a step, which is logged."""
-        watchdog.beat(f"evaluating after step {step}")
-        loss, figures = validation_loss(
-            self.config, self.model, self.step_loss, take=self.feed.valid(), sources=self.feed.valid_sources
-        )
-        self.log.log_eval(step, loss, figures)
-        return loss
+    def evaluate(self, step: int) -> dict[str, float | None]:
+        """Figures by which a checkpoint is rated, less is better: validation loss and scores that are due."""
+        rated = {}
+        if self.feed.milestones.evaluates_after(step):
+            loss, figures = validation_loss(
+                self.config, self.model, self.step_loss, self.feed.valid(step), self.feed.valid_sources
+            )
+            self.log.log_eval(step, loss, figures)
+            rated["valid_loss"] = loss
+        if self.feed.milestones.scores_after(step):
+            rated |= self.scoring.rated(self.model, step, self.log)
+        return rated
 
-    def save(self, step: int, valid_loss: float | None) -> None:
+    def save(self, step: int, rated: dict[str, float | None]) -> None:
         """Write a checkpoint of a step, and the pictures of the run so far."""
-        extra = {**self.log.totals, "rows": self.feed.rows_after(step), "valid_loss": valid_loss}
-        extra["dropped"] = self.feed.dropped_by_reason()
+        extra = {**self.log.totals, "rows": self.feed.rows_after(step)}
+        extra |= {"rated": rated.get(self.config.train.best_by), "dropped": self.feed.dropped_by_reason()}
         checkpoint.save(
             self.config.run_dir,
             step,

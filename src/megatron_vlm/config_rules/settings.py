@@ -43,6 +43,7 @@ def _relation_problems(config: RunConfig) -> Iterator[str]:
     yield from _packing_problems(config.data)
     yield from _length_problems(config)
     yield from _part_problems(config)
+    yield from _score_problems(config)
     yield from objective_of(config).problems(config)
     optimizer = config.optimizer
     steps = config.train.steps
@@ -66,6 +67,21 @@ def _single_problems(config: RunConfig) -> Iterator[str]:
             yield str(error)
     if (name := config.train.objective) not in OBJECTIVES:
         yield f"train.objective: {name} does not exist{suggestion(name, OBJECTIVES)}"
+
+
+def _score_problems(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    by_score = train.best_by.startswith("score/")
+    if not by_score and train.best_by != "valid_loss":
+        yield f"train.best_by: {train.best_by} is no figure to choose by; give valid_loss or score/NAME."
+    asks = train.score_every or (train.keep_best and by_score)
+    if asks and config.data.dataset_type == "energon" and config.data.score_path is None:
+        yield (
+            "train.score_every: an Energon dataset is read in order and not by number; give data.score_path, "
+            "a file or folder of conversations."
+        )
+    if train.on_export is not None and not train.export_every:
+        yield "train.on_export: nothing is exported; set train.export_every, or leave it out."
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:

@@ -8,6 +8,8 @@ from math import ceil
 
 from megatron_vlm.config import EPOCH, ConfigError, RunConfig, TrainConfig
 
+SCORE = "score/"  # begins the names of scores among a run's figures
+
 
 class Epochs:
     """The rows that epochs of the training data have, on all ranks together.
@@ -53,7 +55,7 @@ class Epochs:
 
 def check_validation(train: TrainConfig, has_data: bool) -> None:
     """Raises ConfigError if the best checkpoint is asked for, and there is nothing to tell it by."""
-    if train.keep_best and not has_data:
+    if train.keep_best and not train.best_by.startswith(SCORE) and not has_data:
         raise ConfigError(
             "train.keep_best: there is no validation data to tell which checkpoint is the best; give "
             "data.valid_data_path or data.validation_share."
@@ -88,7 +90,12 @@ class Milestones:
             )
 
     def evaluates_after(self, step: int) -> bool:
-        return self._due(self.train.eval_every, step) or (self.train.keep_best and self.saves_after(step))
+        by_loss = self.train.keep_best and not self.train.best_by.startswith(SCORE)
+        return self._due(self.train.eval_every, step) or (by_loss and self.saves_after(step))
+
+    def scores_after(self, step: int) -> bool:
+        by_score = self.train.keep_best and self.train.best_by.startswith(SCORE)
+        return self._due(self.train.score_every, step) or (by_score and self.saves_after(step))
 
     def saves_after(self, step: int) -> bool:
         return step == self.steps or self._due(self.train.save_every, step)
@@ -98,7 +105,8 @@ class Milestones:
 
     def goes_on_after(self, step: int) -> bool:
         """Whether the next step follows at once."""
-        return not (self.evaluates_after(step) or self.saves_after(step) or self.exports_after(step))
+        done = (self.evaluates_after, self.scores_after, self.saves_after, self.exports_after)
+        return not any(is_due(step) for is_due in done)
 
     def _due(self, every: int | str, step: int) -> bool:
         if not every or step == self.steps:
@@ -114,7 +122,8 @@ def milestones(train: TrainConfig, epochs: Epochs | None, done: int = 0, rows: i
     and every step has `global_batch_size` rows. `epochs` None: their rows are not known before reading, which
     ConfigError says if the configuration counts in epochs.
     """
-    counted = [name for name in ("eval_every", "save_every", "export_every") if getattr(train, name) == EPOCH]
+    every = ("eval_every", "score_every", "save_every", "export_every")
+    counted = [name for name in every if getattr(train, name) == EPOCH]
     counted += ["epochs"] if train.epochs is not None else []
     if not counted:
         return Milestones(train, train.steps)

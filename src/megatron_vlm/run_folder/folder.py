@@ -28,6 +28,7 @@ from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_text
 
 FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "ranks", "profile")
+FOLDERS += ("scores", "on_export")
 OWN = {*FOLDERS, *("exports", "config.yaml", "recipe.yaml", "recipe.yaml.old", "lock")}
 OWN |= {"metrics.jsonl", "loss.png", "held_out.jsonl"}
 OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
@@ -241,11 +242,12 @@ def prune(run_dir: str | Path, newest: str, keep: int, keep_best: bool = False) 
 
 
 def best_checkpoint(run_dir: str | Path) -> str | None:
-    """The complete checkpoint that was saved with the lowest validation loss, of equal ones the first."""
+    """The complete checkpoint that was saved with the lowest rating, of equal ones the first."""
     losses = {}
     for name in complete_checkpoints(run_dir):
         with suppress(ValueError, OSError):  # a damaged one is not the best
-            losses[name] = read_state(checkpoints(run_dir) / name)["extra"].get("valid_loss")
+            extra = read_state(checkpoints(run_dir) / name)["extra"]
+            losses[name] = extra.get("rated", extra.get("valid_loss"))  # the latter before `best_by`
     known = {name: loss for name, loss in losses.items() if loss is not None and isfinite(loss)}
     return min(known, key=known.__getitem__, default=None)
 

@@ -119,6 +119,14 @@ class RunLogger:
         words = [f"{name} {number:.4f}" for name, number in figures.items() if name.startswith("valid_loss/")]
         self.message(" · ".join([f"step {step}: validation loss {loss:.4f}", *words]))
 
+    def log_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Log the scores of answers after `step`, the last logged step."""
+        if self.is_writer:
+            self._write(step, dict(scores))
+            self.message(
+                f"step {step}: " + " · ".join(f"{name} {score:.4f}" for name, score in scores.items())
+            )
+
     def message(self, text: str) -> None:
         """Print a line above the bar."""
         if self.is_writer:

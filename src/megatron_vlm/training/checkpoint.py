@@ -83,7 +83,7 @@ def save(
 
     `loader_state` is JSON data from the ranks that read (one per data-parallel rank), None elsewhere; `extra`
     is JSON data, of which rank 0's is kept. `latest` changes only when everything is on disk; then all but
-    the `keep` newest checkpoints are removed and, if asked for, the one with the lowest `valid_loss` in its
+    the `keep` newest checkpoints are removed and, if asked for, the one with the lowest `rated` in its
     `extra`. A step that `latest` names already is not written again. Raises OSError with the place, the bytes
     to write and the bytes free; `latest` then stays as it was.
     """

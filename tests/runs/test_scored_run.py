@@ -1,0 +1,109 @@
+"""A run whose answers are scored while it trains: its curve, its best checkpoint, a command for an export."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from sources import record, write_sharegpt
+
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.files import read_rows
+from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.recipes import compose
+from tiny.distributed import run_distributed
+
+ROWS = 12
+METRIC = """
+asked = 0
+
+def worse(answer, references, question):
+    global asked
+    asked += 1
+    return 1 / asked
+"""
+
+
+def train_scored(root: str, name: str, checkpoint: str, *others: str) -> None:
+    from megatron_vlm.train import train
+
+    settings = ["steps=4", "tp=1", "micro_batch_size=1", "global_batch_size=4", "num_workers=0"]
+    settings += ["data.dataset_type=hf", "train.eval_every=0", "optimizer.lr=0.01", *others]
+    paths = {"run_dir": f"{root}/{name}", "hf_path": checkpoint, "train_data_path": f"{root}/data.jsonl"}
+    train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
+
+
+def scored_settings(root: Path) -> list[str]:
+    scored = [f"data.score_path={root}/data.jsonl", "train.score_every=2", "train.score_samples=5"]
+    scored += ["train.score_tokens=3", f"train.score_metric={root}/metric.py:worse", "train.save_every=2"]
+    scored += ["train.keep_checkpoints=1", "train.keep_best=true", "train.best_by=score/worse"]
+    return [*scored, "train.export_every=4", f"train.on_export=sh {root}/export.sh"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_gemma3) -> Path:
+    """Runs on two ranks: `plain`, and `scored` with a metric that only becomes worse."""
+    folder = tmp_path_factory.mktemp("scored")
+    write_sharegpt(folder, ROWS)
+    (folder / "data.jsonl").write_text("".join(json.dumps(record(n)) + "\n" for n in range(ROWS)))
+    (folder / "metric.py").write_text(METRIC)
+    (folder / "export.sh").write_text('echo "told of $1, rank $RANK"\nls "$1"\nexit 3\n')
+    run_distributed(2, train_scored, str(folder), "plain", str(tiny_gemma3), timeout=100)
+    own = scored_settings(folder)
+    run_distributed(2, train_scored, str(folder), "scored", str(tiny_gemma3), *own, timeout=100)
+    return folder
+
+
+def test_scores_are_logged_and_change_nothing_that_is_trained(folder):
+    plain, scored = (list(read_rows(folder / name / "metrics.jsonl")) for name in ("plain", "scored"))
+    assert [row["step"] for row in scored if "score/worse" in row] == [2, 4]
+    losses = [[(row["loss"], row["grad_norm"]) for row in rows if "loss" in row] for rows in (plain, scored)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_the_same_questions_are_asked_each_time(folder):
+    answers = [
+        [
+            json.loads(line)
+            for line in (folder / f"scored/scores/step_{step:08d}.jsonl").read_text().splitlines()
+        ]
+        for step in (2, 4)
+    ]
+    keys = [[one["key"] for one in records] for records in answers]
+    assert keys[0] == keys[1] and len(set(keys[0])) == 5
+    assert [one["answer"] for one in answers[0]] != [one["answer"] for one in answers[1]]
+
+
+def test_the_checkpoint_of_the_best_score_is_kept(folder):
+    kept = sorted(path.name for path in (folder / "scored/checkpoints").glob("step_*"))
+    assert kept == ["step_00000002", "step_00000004"]
+    assert (folder / "scored/checkpoints/best").read_text().strip() == "step_00000002"
+
+
+def test_a_command_is_told_of_an_export_and_may_fail(folder):
+    import time
+
+    log = folder / "scored/on_export/step_00000004.txt"
+    for _ in range(100):  # the thread of the first rank may outlive the call that trained
+        if log.exists() and "model.safetensors" in log.read_text():
+            break
+        time.sleep(0.1)
+    said = log.read_text()
+    assert re.match(r"told of /\S+/scored/exports/step_00000004, rank \n", said), said
+    assert "model.safetensors" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train.best_by": "anls"}, r"best_by: anls is no figure .*; give valid_loss or score/NAME"),
+        ({"train.score_every": 5}, r"score_every: an Energon dataset .*; give data.score_path"),
+        ({"train.on_export": "ls"}, r"on_export: nothing is exported; set train.export_every"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_together_is_refused(settings, said):
+    needed = {"run_dir": "r", "model.hf_path": "m", "data.train_data_path": "d"}
+    with pytest.raises(ConfigError, match=said):
+        validate(apply_overrides(RunConfig(), needed | settings))
