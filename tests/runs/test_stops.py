@@ -88,10 +88,8 @@ def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
     [
         (1, {0: signal.SIGTERM}, ["num_workers=0"], "SIGTERM"),
         pytest.param(2, {1: signal.SIGUSR1}, [], "SIGUSR1", marks=pytest.mark.long),
-        pytest.param(2, {0: signal.SIGTERM, 1: signal.SIGTERM}, ["tp=2"], "SIGTERM", marks=pytest.mark.long),
-        pytest.param(
-            2, None, ["train.stop_after=1s", "async_save=false"], "train.stop_after", marks=pytest.mark.long
-        ),
+        pytest.param(2, {0: signal.SIGTERM, 1: signal.SIGTERM}, ["tp=2"], "SIGTERM", marks=pytest.mark.soak),
+        pytest.param(1, None, ["train.stop_after=1s"], "train.stop_after", marks=pytest.mark.soak),
     ],
 )
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(
@@ -116,13 +114,14 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
-        (signal.SIGUSR1, 75, rf" by SIGUSR1, {SAID}"),
-        (signal.SIGTERM, 75, rf" by SIGTERM, {SAID}"),
-        (signal.SIGINT, 130, "; start again: a run goes on from its last checkpoint, if it has saved one."),
+        pytest.param(signal.SIGUSR1, 75, f" by SIGUSR1, {SAID}", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 75, f" by SIGTERM, {SAID}", marks=pytest.mark.soak),
+        pytest.param(
+            signal.SIGINT, 130, "from its last checkpoint, if it has saved one.", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_a_launcher_passes_warnings_on_to_its_ranks(number, code, said, dataset, tiny_gemma3, tmp_path):
@@ -204,7 +203,7 @@ def test_a_rank_is_ended_at_once_by_a_launcher_that_has_lost_another(tmp_path):
     ],
 )
 def test_a_run_stops_after_the_step_that_has_begun(asked_in, stops_after, saves):
-    """Data and parameters of step n + 1 are on their way while n ends, unless something comes between them."""
+    """What the next step needs is on its way when a step ends, unless that saves or validates."""
     train = TrainConfig(steps=10, save_every=4, eval_every=6, keep_best=True)
     stopping = Milestones(train, 10).stopping_soon(asked_in)
     assert stopping.stop == stops_after and stopping.stopping_soon(asked_in + 1).stop == stops_after

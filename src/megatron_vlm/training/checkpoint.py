@@ -9,6 +9,7 @@ tensors. Only the run's own folder is ever read.
 """
 
 import base64
+import gc
 import json
 import os
 import random
@@ -34,8 +35,8 @@ from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
 from megatron_vlm.training.tensor_files import (
+    Copies,
     bytes_to_write,
-    copy_tensors,
     read_tensors,
     sharded_state,
     write_tensors,
@@ -77,13 +78,14 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
 
 def save(*arguments: Any, **options: Any) -> Path:
     """Write a checkpoint as `begin_save` begins it; every rank calls it. Returns its folder."""
-    return begin_save(*arguments, **options)(None)
+    return begin_save(Copies(), *arguments, **options)(None)
 
 
 Write = Callable[[dist.ProcessGroup | None], Path]
 
 
 def begin_save(
+    copies: Copies,
     run_dir: str | Path,
     step: int,
     model_chunks: list,
@@ -111,7 +113,7 @@ def begin_save(
     tensors = sharded_state(model_chunks, optimizer, loading=False)
     needed = sum(from_all_ranks(bytes_to_write(tensors)))
     partial = on_first_rank(run_folder.begin, run_dir, step, needed)
-    copied = copy_tensors(partial, tensors)
+    copied = copies.take(partial, tensors)
     state = {"step": step, "layout": layout(), "schedule": dict(scheduler.state_dict())}
     state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
     state |= {"adapters": _adapters(model_chunks), "extra": extra or {}, "ranks": ranks}
@@ -141,6 +143,9 @@ class Writer:
     def __init__(self, config: RunConfig, model_chunks: list, optimizer, scheduler):
         beside = config.train.async_save
         self._config, self._run = config, (model_chunks, optimizer, scheduler)
+        self._copies = Copies()
+        gc.collect()
+        gc.freeze()  # Megatron collects garbage in every save, which takes half a second among all imports
         self._group = group_beside() if beside else None
         self._thread = ThreadPoolExecutor(1, "checkpoints", use_device, (device(),)) if beside else None
         self._writing: Future[Path] | None = None
@@ -152,6 +157,7 @@ class Writer:
         run_dir, train = self._config.run_dir, self._config.train
         self._doing = f"saving step {step} in {run_dir}"
         write = begin_save(
+            self._copies,
             run_dir,
             step,
             *self._run,

@@ -58,10 +58,33 @@ _METADATA_NAMES = {  # by module, apart from torch's dtypes
 }
 
 
-class _Copies(TorchDistSaveShardedStrategy):
-    """Writes nothing: `copied` is what this rank is to write, in host memory, as torch has checkpoints."""
+class Copies:
+    """Copies in host memory of what this rank writes of a run's checkpoints, one after the other.
 
-    copied: dict[str, Any]
+    The model stays the same, so each copy goes where the last was, which must be written by then.
+    """
+
+    def __init__(self) -> None:
+        self._strategy = _Copying()
+        self._to_ranks = FullyParallelSaveStrategyWrapper(
+            self._strategy, _replicas(), do_cache_distribution=True
+        )
+
+    def take(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Copies a sharded state; returns it as torch has checkpoints. Collective; the folder gets the small
+        file that names the format."""
+        is_new = self._to_ranks.cached_distribution is None
+        dist_checkpointing.save(state, str(path), self._to_ranks, validate_access_integrity=is_new)
+        return self._strategy.copied
+
+
+class _Copying(TorchDistSaveShardedStrategy):
+    """A strategy of Megatron's that writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: dict[str, Any] = {}
+        self._places: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         parts, *_ = _replace_state_dict_keys_with_sharded_keys(
@@ -69,22 +92,16 @@ class _Copies(TorchDistSaveShardedStrategy):
         )
         for part in nested_values(parts):
             if isinstance(part, ShardedTensor):
-                part.data = _copied(part.data.detach())
+                part.data = self._copied(part)
         torch.cuda.synchronize()
         self.copied = mcore_to_pyt_state_dict(parts)
 
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)
-
-
-def copy_tensors(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """A copy in host memory of the part of a sharded state that this rank writes. Collective; the folder gets
-    the small file that names the format."""
-    strategy = _Copies()
-    dist_checkpointing.save(state, str(path), FullyParallelSaveStrategyWrapper(strategy, _replicas()))
-    return strategy.copied
+    def _copied(self, part: ShardedTensor) -> torch.Tensor:
+        shape, dtype = part.data.shape, part.data.dtype
+        which = (part.key, part.global_offset, shape, dtype)
+        if which not in self._places:
+            self._places[which] = torch.empty(shape, dtype=dtype, pin_memory=part.data.is_cuda)
+        return self._places[which].copy_(part.data.detach(), non_blocking=True)
 
 
 class _Files(FileSystemWriter):
@@ -94,7 +111,7 @@ class _Files(FileSystemWriter):
 
 
 def write_tensors(path: Path, copied: dict[str, Any], needed: int, group: dist.ProcessGroup | None) -> None:
-    """Write what `copy_tensors` returned. Collective over a group of all ranks. Raises OSError if they cannot
+    """Write what `Copies.take` returned. Collective over a group of all ranks. Raises OSError if they cannot
     be written; its text has `needed`, the bytes of all ranks."""
     planner = MCoreSavePlanner(
         dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
