@@ -47,8 +47,11 @@ def expect_warnings() -> None:
 
 @contextlib.contextmanager
 def heeding(stop_after: str | None = None) -> Iterator[None]:
-    """Within the block, SIGTERM is noted, too, and so is that so much time (`config.seconds_in`) has passed
-    since the command began, or since now where no command is watched."""
+    """Within the block, SIGTERM is noted, too.
+
+    So is the end of `stop_after`, a time as `config.seconds_in` reads it, since the command began, or since now
+    where no command is watched.
+    """
     global _ends
     watched = watchdog.watch()
     began = watched.began if watched else time.monotonic()
