@@ -44,7 +44,7 @@ def main() -> None:
 def blocked(folder: str) -> dict[str, float]:
     """Medians of the seconds for which a save holds training up, in both ways, and their ratio."""
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training.checkpoint import Writer
+    from megatron_vlm.training.checkpoint import CheckpointWriter
 
     setup.init_distributed(ParallelConfig(), seed=1)
     run = RunConfig(run_dir=folder)
@@ -52,7 +52,7 @@ def blocked(folder: str) -> dict[str, float]:
     writers = {}
     for beside in (False, True):
         run.train.async_save = beside
-        writers[beside] = Writer(run, *parts)
+        writers[beside] = CheckpointWriter(run, *parts)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     whole = []
     for number in range(2 * (TIMES + 1)):  # the first of each loads what it needs, and does not count

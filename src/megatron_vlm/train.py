@@ -59,7 +59,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
         log.message(f"resumed after step {resumed.step} from {resumed.path}")
     for message in chain(notes_of_start(config), feed.notes()):
         log.message(message)
-    writer = checkpoint.Writer(config, model, optimizer, scheduler)
+    writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, log, writer)
     profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
     with closing(writer, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
@@ -106,7 +106,7 @@ class Run:
     step_loss: StepLoss
     figures: StepFigures
     log: RunLogger
-    writer: checkpoint.Writer
+    writer: checkpoint.CheckpointWriter
 
     def train(self, step: int) -> None:
         """One optimizer step with the next global batch."""

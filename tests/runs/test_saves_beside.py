@@ -22,7 +22,7 @@ def _writer(root: str):
     run = launches._start("dp", seed=1)
     config = launches.run_config("dp")
     config.run_dir = root
-    return run, checkpoint.Writer(config, *run)
+    return run, checkpoint.CheckpointWriter(config, *run)
 
 
 def _train_meanwhile(root: str) -> dict:

@@ -126,7 +126,9 @@ class _PassesOn:
     no rank heeds it, and when it comes again."""
 
     def __init__(self, folder: str, nproc: int):
-        self._folder, self._nproc, self._first = folder, nproc, math.inf
+        self._folder = folder
+        self._nproc = nproc
+        self._first = math.inf
 
     def __call__(self, number: int, frame: Any) -> None:
         contents = _said(self._folder, self._nproc).values()

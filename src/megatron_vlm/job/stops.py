@@ -49,8 +49,8 @@ def expect_warnings() -> None:
 def heeding(stop_after: str | None = None) -> Iterator[None]:
     """Within the block, SIGTERM is noted, too.
 
-    So is the end of `stop_after`, a time as `config.seconds_in` reads it, since the command began, or since now
-    where no command is watched.
+    So is the end of `stop_after`, a time as `config.seconds_in` reads it, since the command began,
+    or since now where none is watched.
     """
     global _ends
     watched = watchdog.watch()

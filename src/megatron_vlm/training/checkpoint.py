@@ -133,7 +133,7 @@ def begin_save(
     return write
 
 
-class Writer:
+class CheckpointWriter:
     """Writes a run's checkpoints; with `train.async_save` on a thread, while training goes on. Every rank
     creates one, and all call its methods together.
 
@@ -142,7 +142,8 @@ class Writer:
 
     def __init__(self, config: RunConfig, model_chunks: list, optimizer, scheduler):
         beside = config.train.async_save
-        self._config, self._run = config, (model_chunks, optimizer, scheduler)
+        self._config = config
+        self._run = (model_chunks, optimizer, scheduler)
         self._copies = Copies()
         gc.collect()
         gc.freeze()  # Megatron collects garbage in every save, which takes half a second among all imports
@@ -180,7 +181,8 @@ class Writer:
         """Wait until all that was saved is on disk."""
         if self._writing:
             watchdog.beat(self._doing, files=True)
-            writing, self._writing = self._writing, None
+            writing = self._writing
+            self._writing = None
             wait([writing])
             writing.result()
 

@@ -97,7 +97,8 @@ class _Copying(TorchDistSaveShardedStrategy):
         self.copied = mcore_to_pyt_state_dict(parts)
 
     def _copied(self, part: ShardedTensor) -> torch.Tensor:
-        shape, dtype = part.data.shape, part.data.dtype
+        shape = part.data.shape
+        dtype = part.data.dtype
         which = (part.key, part.global_offset, shape, dtype)
         if which not in self._places:
             self._places[which] = torch.empty(shape, dtype=dtype, pin_memory=part.data.is_cuda)
