@@ -15,7 +15,7 @@ from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, run, start_ranks, torchrun, world_size
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import refuse_existing, write_whole
-from megatron_vlm.job import watchdog
+from megatron_vlm.job import stops, watchdog
 from megatron_vlm.messages import printable, printable_lines
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes.published import shipped_config
@@ -82,6 +82,7 @@ def train(
         options = {"recipe": recipe, "config": file, **flags, "profile": profile}
         raise typer.Exit(start_ranks(nproc, "train", options, settings))
 
+    stops.expect_warnings()
     with watchdog.watching(config.run_dir, config.train.hang_seconds):
         from megatron_vlm.train import train as run
 

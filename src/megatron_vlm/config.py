@@ -7,6 +7,7 @@ several settings are in `config_rules`.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -28,6 +29,23 @@ def as_path(text: str) -> str:
     return os.path.expanduser(text[1:-1] if quoted else text)
 
 
+def seconds_in(time: str) -> float:
+    """The seconds of a time such as 3h50m, 1d12h, 90s or 90. Raises ValueError for anything else."""
+    number = r"(\d+(?:\.\d+)?)"
+    parts = re.fullmatch(f"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s?)?", str(time))
+    if not parts or not any(parts.groups()):
+        raise ValueError(f"{time} is no time; write it as 3h50m, 90s or a number of seconds.")
+    units = (86_400, 3600, 60, 1)
+    return sum(float(count or 0) * unit for count, unit in zip(parts.groups(), units, strict=True))
+
+
+def as_time(text: str) -> str:
+    """The text, if it is a time of a second or more."""
+    if seconds_in(text) < 1:
+        raise ValueError(f"{text} is less than a second.")
+    return text
+
+
 FromZero = Annotated[int, Ge(0), Le(MOST)]
 FromOne = Annotated[int, Ge(1), Le(MOST)]
 NotNegative = Annotated[float, Ge(0)]
@@ -35,6 +53,7 @@ Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 PartialShare = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Ge(1), Le(86_400)]
+Time = Annotated[str, as_time, "a time, as 3h50m, 90s or a number of seconds"]
 Name = Annotated[str, MinLen(1)]
 PathName = Annotated[Name, as_path]
 DataPaths = Annotated[
@@ -217,6 +236,7 @@ class TrainConfig:
     eval_every: Every = 0  # steps between validations, or "epoch": after each epoch; 0: none
     eval_steps: FromZero = 0  # validation steps; 0: the whole validation split
     save_every: Every = 0  # steps between checkpoints, or "epoch"; 0: only at the end
+    async_save: bool = True  # a checkpoint is written while training goes on; False: training waits for it
     keep_checkpoints: FromOne = 2
     # keep the best one, too, by `best_by`; each save then validates or scores first
     keep_best: bool = False
@@ -230,6 +250,8 @@ class TrainConfig:
     on_export: Name | None = None
     # if no rank makes progress for this time, the job ends and writes all stacks
     hang_seconds: Seconds = 480.0
+    # when the command has run for so long, it saves and ends with exit code 75; the same command goes on
+    stop_after: Time | None = None
     objective: str = "tokens"  # one of `objectives.OBJECTIVES`; "dpo": preference pairs, see docs/rl.md
     dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
 

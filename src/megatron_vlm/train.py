@@ -10,7 +10,7 @@ from torch.nn import Module
 from megatron_vlm.config import RunConfig
 from megatron_vlm.evaluation.in_training import Scoring, scoring_of
 from megatron_vlm.feed import Feed
-from megatron_vlm.job import watchdog
+from megatron_vlm.job import stops, watchdog
 from megatron_vlm.job.failures import closing
 from megatron_vlm.models.adapters.files import notes_of_start
 from megatron_vlm.models.hf import Source, open_source
@@ -35,7 +35,8 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     """Train to the last of `config.train.steps` or `epochs`, from the run folder's latest checkpoint if any.
 
     Every process of the layout calls it. The run folder then holds checkpoints, metrics and pictures, and
-    with `profile_steps` a trace of so many steps (see `training.profile`).
+    with `profile_steps` a trace of so many steps (see `training.profile`). Raises `stops.Stopped` on every
+    rank if any was asked to end early; its checkpoint is then there.
     """
     setup.init_distributed(config.parallel, config.train.seed, config.train.deterministic)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
@@ -56,23 +57,31 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     log = RunLogger(config.run_dir, asked_for, milestones.steps, first, setup.is_first_rank(), saved.extra)
     for message in chain(notes_of_start(config), feed.notes()):
         log.message(message)
-    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, scoring_of(config, source), log)
-    with closing(log, feed), profiling(config.run_dir, profile_steps, first, model, log.message) as profiled:
+    writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
+    scoring = scoring_of(config, source)
+    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, scoring, log, writer)
+    profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
+    with closing(writer, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
         if saved.step and milestones.exports_after(saved.step):  # a kill may have come before it was whole
             exports.export_step(config, source, model, saved.step, replace=False)
         for step in range(first, milestones.steps + 1):
             run.train(step)
             profiled()
             rated = run.evaluate(step)
-            if milestones.saves_after(step):
+            if feed.milestones.saves_after(step):
                 run.save(step, rated)
             if milestones.exports_after(step):
                 exports.export_step(config, source, model, step)
+            if step == feed.milestones.stop:
+                break
+        writer.wait()
         if dropped := feed.dropped_by_reason():
             log.message(f"dropped samples: {dropped}; which and why: {config.run_dir}/drops")
         watchdog.beat("leaving the other ranks")
     lock.close()
     setup.shutdown()
+    if stop := feed.milestones.stop:
+        raise stops.Stopped(stop, milestones.steps, " and ".join(figures.asked_to_stop))
 
 
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
@@ -97,9 +106,11 @@ class Run:
     figures: StepFigures
     scoring: Scoring | None
     log: RunLogger
+    writer: checkpoint.CheckpointWriter
 
     def train(self, step: int) -> None:
         """One optimizer step with the next global batch."""
+        self.writer.check()
         began = time.monotonic()
         rates_of_parts = learning_rates(self.scheduler)
         lr = rates_of_parts.pop("lr")
@@ -128,6 +139,8 @@ class Run:
             dropped=self.feed.dropped_everywhere(),
             figures=self.figures.of_step(seconds, waited) | self.feed.epoch_after(step) | rates_of_parts,
         )
+        if self.figures.asked_to_stop:
+            self.feed.milestones = self.feed.milestones.stopping_soon(step)
 
     def evaluate(self, step: int) -> dict[str, float | None]:
         """Figures by which a checkpoint is rated, less is better: validation loss and scores that are due."""
@@ -146,15 +159,5 @@ class Run:
         """Write a checkpoint of a step, and the pictures of the run so far."""
         extra = {**self.log.totals, "rows": self.feed.rows_after(step)}
         extra |= {"rated": rated.get(self.config.train.best_by), "dropped": self.feed.dropped_by_reason()}
-        checkpoint.save(
-            self.config.run_dir,
-            step,
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            loader_state=self.feed.state(),
-            keep=self.config.train.keep_checkpoints,
-            extra=extra,
-            keep_best=self.config.train.keep_best,
-        )
+        self.writer.save(step, self.feed.state(), extra)
         self.log.save()

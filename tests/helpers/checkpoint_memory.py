@@ -27,28 +27,33 @@ def of_rank(folder: str, gathered: bool) -> dict[str, int]:
 
     `gathered`: as Megatron's fully reshardable format does it.
     """
-    from megatron_vlm.models.families import describe
-    from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import checkpoint
-    from megatron_vlm.training.gradients import data_parallel
-    from megatron_vlm.training.optimizer import build_optimizer
 
     setup.init_distributed(ParallelConfig(), seed=1)
     if gathered:
         as_megatron_does()
-    run = RunConfig(run_dir=folder)
-    run.model.load_weights = False
-    parts = TINY_FAMILIES[FAMILY]
-    hf_config = parts.config(parts.processor(default_corpus(), parts.template), TEXT, {})
-    model = data_parallel(build_model(run, describe(hf_config), setup.device()), run)
-    parts = (model, *build_optimizer(model, run))
-    found = {}
+    saved, found = parts(RunConfig(run_dir=folder)), {}
     for step in (1, 2):  # what the first loads once does not count
-        found["save"] = growth(checkpoint.save, folder, step, *parts)
-        found["load"] = growth(checkpoint.load_latest, folder, *parts)
+        found["save"] = growth(checkpoint.save, folder, step, *saved)
+        found["load"] = growth(checkpoint.load_latest, folder, *saved)
     files = (Path(folder) / "checkpoints/step_00000002").iterdir()
     return found | {"shard": sum(file.stat().st_size for file in files) // int(os.environ["WORLD_SIZE"])}
+
+
+def parts(run: RunConfig) -> tuple[list, Any, Any]:
+    """The model, its optimizer and its schedule, after Adam has allocated what it keeps."""
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.training.gradients import data_parallel
+    from megatron_vlm.training.optimizer import build_optimizer
+
+    run.model.load_weights = False
+    family = TINY_FAMILIES[FAMILY]
+    hf_config = family.config(family.processor(default_corpus(), family.template), TEXT, {})
+    model = data_parallel(build_model(run, describe(hf_config), setup.device()), run)
+    return model, *build_optimizer(model, run)
 
 
 def as_megatron_does() -> None:

@@ -103,8 +103,10 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def kill_after_step(step: int, run_dir: Path, job: Job) -> None:
-    """SIGKILL to every process of the run once it logged `step`."""
+    """SIGKILL to every process of the run once it logged `step` and has the checkpoint before it."""
     wait_for_step(step, run_dir, job)
+    while not (run_dir / "checkpoints/latest").exists():
+        assert all(rank.is_alive() for rank in job.ranks), job.log.read_text()[-4000:]
     for member in members(job):
         member.kill()
     for rank in job.ranks:

@@ -102,7 +102,8 @@ def train(config: Path, run_dir: Path, killed_after: int | None = None) -> list[
 
     def is_logged() -> bool:
         begun = metrics.exists() and metrics.stat().st_ino != before
-        return begun and f'"step": {killed_after},' in metrics.read_text()
+        saved = (run_dir / "checkpoints/latest").exists()  # it is written while training goes on
+        return begun and saved and f'"step": {killed_after},' in metrics.read_text()
 
     words = ("train", "--config", config, "--run_dir", run_dir)
     done = run_program(COMMAND, *words, until=is_logged if killed_after else None)

@@ -1,9 +1,12 @@
 """How the commands run: as programs with short errors, and in several processes."""
 
+import contextlib
 import logging
+import math
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.failures import LastWords
 from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, interrupted, last_words, say
+from megatron_vlm.job.stops import AGAIN_AFTER, WARNINGS
 from megatron_vlm.messages import PrintableRecord
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
@@ -80,7 +84,8 @@ def torchrun(
 ) -> int:
     """Run the program `module` in `nproc` processes; when they fail, says why. Returns the exit code.
 
-    torchrun's own report of a failure is left out. Raises ConfigError if there are `gpus` (None: as many as
+    SIGUSR1 and SIGTERM go on to ranks that heed them (see `job.stops`). torchrun's own report of a failure is
+    left out. Raises ConfigError if there are `gpus` (None: as many as
     torch sees), but fewer than processes.
     """
     from torch import cuda
@@ -94,6 +99,8 @@ def torchrun(
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
         os.environ[LAUNCHER_SPEAKS] = "1"
         command = ["--standalone", f"--nproc_per_node={nproc}", f"--log-dir={folder}"]
+        command += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"]
+        before = [signal.signal(number, _PassesOn(folder, nproc)) for number in WARNINGS]
         try:
             launcher.run(launcher.parse_args([*command, "-m", module, *arguments]))
         except SignalException as stop:
@@ -106,9 +113,36 @@ def torchrun(
             code, message = last_words(_said(folder, nproc), codes)
         else:
             return 0
+        finally:
+            for number, handler in zip(WARNINGS, before, strict=True):
+                signal.signal(number, handler)
     os.environ.pop(LAUNCHER_SPEAKS)
     say(message)
     return code
+
+
+class _PassesOn:
+    """A launcher's handler, which passes signals on to its ranks. SIGTERM ends the job as torchrun does where
+    no rank heeds it, and when it comes again."""
+
+    def __init__(self, folder: str, nproc: int):
+        self._folder = folder
+        self._nproc = nproc
+        self._first = math.inf
+
+    def __call__(self, number: int, frame: Any) -> None:
+        contents = _said(self._folder, self._nproc).values()
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            self._first = min(self._first, now)
+            again = now - self._first > AGAIN_AFTER
+            if again or not any(content["heeds"] for content in contents):
+                from torch.distributed.elastic.multiprocessing import SignalException
+
+                raise SignalException("", signal.SIGTERM)
+        for content in contents:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(content["pid"], number)
 
 
 def _said(folder: str, nproc: int) -> dict[int, dict[str, Any]]:

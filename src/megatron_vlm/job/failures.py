@@ -23,6 +23,7 @@ from megatron_vlm.files import NotAFile, open_to_write, write_whole
 from megatron_vlm.job import ranks, watchdog
 from megatron_vlm.job.ranks import START_AGAIN, interrupted, say
 from megatron_vlm.job.reasons import BUG_CODE, explain, is_anothers_end, is_for_users, without_traceback
+from megatron_vlm.job.stops import Stopped
 
 PATIENCE = 5.0  # seconds for which a rank that lost another waits for the other's reason
 INTERRUPTED_CODE = 130
@@ -33,8 +34,9 @@ _STOPS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SI
 class LastWords:
     """A context manager around a command: it says what ended the command, and exits with the matching code.
 
-    The code is 2 for what a user can fix, 1 for a bug, 130 after Ctrl-C and 143 after SIGTERM; under DEBUG
-    the traceback is shown above the message. Ranks leave signals to their launcher.
+    The code is 2 for what a user can fix, 1 for a bug, 130 after Ctrl-C, 143 after SIGTERM, and 75 for a run
+    that was asked to end early (see `stops`); under DEBUG the traceback is shown above the message. Ranks
+    leave signals to their launcher.
     """
 
     def __init__(self, name: str):
@@ -49,6 +51,8 @@ class LastWords:
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
         watched, before = watchdog.watch(), f"{self._name}: {_place()}"
+        if isinstance(error, Stopped):
+            _end("interrupt", error.code, f"{self._name}: {error.text}", error)
         code = error.code if isinstance(error, SystemExit) else INTERRUPTED_CODE
         by = _STOPS.get(code - 128) if isinstance(code, int) else None
         if isinstance(error, KeyboardInterrupt | SystemExit) and by:

@@ -83,7 +83,7 @@ def guarding() -> Iterator[None]:
 def _attend(
     record: ranks.RankFile, heard: socket.socket, guarded: int, stacks: int | None, most_silence: float
 ) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if _waits_too_long(record, heard, guarded, most_silence):
         signal.pidfd_send_signal(guarded, signal.SIGUSR2)  # faulthandler writes the stacks

@@ -1,7 +1,7 @@
 """When a run ends, evaluates and saves, counted in steps, whatever its configuration counts in."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count, takewhile
 from math import ceil
@@ -80,6 +80,7 @@ class Milestones:
     train: TrainConfig
     steps: int
     epoch_ends: frozenset[int] = frozenset()
+    stop: int | None = None  # the step after which the run ends early, with a checkpoint; see `stops`
 
     def notes(self, done: int) -> Iterator[str]:
         """Lines about a run that has trained so many steps, if it is at its end."""
@@ -89,15 +90,23 @@ class Milestones:
                 "train.steps or train.epochs"
             )
 
+    def stopping_soon(self, step: int) -> "Milestones":
+        """These with an early end: after `step`, or after the next if that has begun already."""
+        stop = step + self.goes_on_after(step) if self.stop is None else self.stop
+        return replace(self, stop=stop) if stop < self.steps else self
+
     def evaluates_after(self, step: int) -> bool:
         by_loss = self.train.keep_best and not self.train.best_by.startswith(SCORE)
-        return self._due(self.train.eval_every, step) or (by_loss and self.saves_after(step))
+        return self._due(self.train.eval_every, step) or (by_loss and self._save_is_due(step))
 
     def scores_after(self, step: int) -> bool:
         by_score = self.train.keep_best and self.train.best_by.startswith(SCORE)
-        return self._due(self.train.score_every, step) or (by_score and self.saves_after(step))
+        return self._due(self.train.score_every, step) or (by_score and self._save_is_due(step))
 
     def saves_after(self, step: int) -> bool:
+        return step == self.stop or self._save_is_due(step)
+
+    def _save_is_due(self, step: int) -> bool:
         return step == self.steps or self._due(self.train.save_every, step)
 
     def exports_after(self, step: int) -> bool:

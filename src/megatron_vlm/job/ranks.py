@@ -81,6 +81,7 @@ class RankFile:
             "step": 0,
             "beats": 0,
             "looked": time.time(),  # when the watchdog last did
+            "heeds": False,  # whether SIGTERM asks it to save and end, see `stops`
             "hang": None,
             "ended": None,
         }

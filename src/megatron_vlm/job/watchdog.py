@@ -111,6 +111,7 @@ class Watch:
         self.files, self._moved = False, 0
         self._progress_seen: list[Any] = []
         self._parent = os.getppid()
+        self.began = time.monotonic()
         self._period = min(5.0, hang_seconds / 20)
         self._done = threading.Event()
         errors.mkdir(parents=True, exist_ok=True)

@@ -82,8 +82,13 @@ def pretended(parallel: ParallelConfig, processes: int, rank: int = 0) -> Iterat
         dist.destroy_process_group()
 
 
+def group_beside() -> dist.ProcessGroup:
+    """All processes once more, for a thread that works while they train. Collective; `shutdown` ends it."""
+    return dist.new_group(timeout=collective_timeout(), backend="gloo")
+
+
 def shutdown() -> None:
-    """Leave all process groups. Every process calls it when its work is done."""
+    """Leave all process groups, `group_beside`'s, too. Every process calls it when its work is done."""
     _destroy_groups()
     dist.destroy_process_group()
     own_connection.cache_clear()  # or the store would live on, with what was said in it
@@ -119,10 +124,11 @@ def is_first_rank() -> bool:
     return dist.get_rank() == 0
 
 
-def on_first_rank(do: Callable, *arguments: Any) -> Any:
+def on_first_rank(do: Callable, *arguments: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Returns on every rank what `do` returns on rank 0, or raises its ValueError or OSError.
 
-    Every rank calls it. So all ranks act on what one sees, whatever a network file system shows the others.
+    Every rank calls it, over a group of all ranks. So all ranks act on what one sees, whatever a network file
+    system shows the others.
     """
     answer = [None, None]
     if dist.get_rank() == 0:
@@ -130,7 +136,7 @@ def on_first_rank(do: Callable, *arguments: Any) -> Any:
             answer = [do(*arguments), None]
         except (ValueError, OSError) as error:
             answer = [None, error]
-    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(answer, src=0, group=group, device=torch.device("cpu"))
     if answer[1] is not None:
         raise answer[1].with_traceback(None)
     return answer[0]

@@ -247,7 +247,7 @@ def best_checkpoint(run_dir: str | Path) -> str | None:
     for name in complete_checkpoints(run_dir):
         with suppress(ValueError, OSError):  # a damaged one is not the best
             extra = read_state(checkpoints(run_dir) / name)["extra"]
-            losses[name] = extra.get("rated", extra.get("valid_loss"))  # the latter before `best_by`
+            losses[name] = extra.get("rated")
     known = {name: loss for name, loss in losses.items() if loss is not None and isfinite(loss)}
     return min(known, key=known.__getitem__, default=None)
 

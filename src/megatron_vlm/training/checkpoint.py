@@ -9,11 +9,13 @@ tensors. Only the run's own folder is ever read.
 """
 
 import base64
+import gc
 import json
 import os
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,15 +26,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
-from megatron_vlm.config import ConfigError
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import reading
 from megatron_vlm.models.adapters.model import check_same
-from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
+from megatron_vlm.parallel.setup import device, from_all_ranks, group_beside, on_first_rank, use_device
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
-from megatron_vlm.training.tensor_files import bytes_to_write, read_tensors, sharded_state, write_tensors
+from megatron_vlm.training.tensor_files import (
+    Copies,
+    bytes_to_write,
+    read_tensors,
+    sharded_state,
+    write_tensors,
+)
 
 
 @dataclass
@@ -68,7 +76,16 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
     return locks[0] if locks else run_lock.join(run_dir, dist.get_rank())
 
 
-def save(
+def save(*arguments: Any, **options: Any) -> Path:
+    """Write a checkpoint as `begin_save` begins it; every rank calls it. Returns its folder."""
+    return begin_save(Copies(), *arguments, **options)(None)
+
+
+Write = Callable[[dist.ProcessGroup | None], Path]
+
+
+def begin_save(
+    copies: Copies,
     run_dir: str | Path,
     step: int,
     model_chunks: list,
@@ -78,8 +95,9 @@ def save(
     keep: int = 2,
     extra: dict[str, Any] | None = None,
     keep_best: bool = False,
-) -> Path:
-    """Write a checkpoint of `step`; every rank calls it. Returns its folder.
+) -> Write:
+    """Copy what a checkpoint of `step` needs to host memory. Returns a function that writes it, given a group
+    of all ranks, and returns its folder: it may run on a thread while they train. Both are collective.
 
     `loader_state` is JSON data from the ranks that read (one per data-parallel rank), None elsewhere; `extra`
     is JSON data, of which rank 0's is kept. `latest` changes only when everything is on disk; then all but
@@ -89,26 +107,92 @@ def save(
     """
     final = run_folder.checkpoints(run_dir) / f"step_{step:08d}"
     if on_first_rank(run_folder.is_latest, final):
-        return final
+        return lambda group: final
     watchdog.beat(f"saving step {step} in {run_dir}", files=True)
     ranks = from_all_ranks(_rank_state(loader_state))
     tensors = sharded_state(model_chunks, optimizer, loading=False)
     needed = sum(from_all_ranks(bytes_to_write(tensors)))
     partial = on_first_rank(run_folder.begin, run_dir, step, needed)
-    write_tensors(partial, tensors, needed)
-    with run_folder.naming(partial):
-        written = from_all_ranks(checksums(partial, _files_of_rank(os.listdir(partial))))
+    copied = copies.take(partial, tensors)
+    state = {"step": step, "layout": layout(), "schedule": dict(scheduler.state_dict())}
+    state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
+    state |= {"adapters": _adapters(model_chunks), "extra": extra or {}, "ranks": ranks}
 
-    def finish() -> Path:
-        files = {name: known for rank in written for name, known in rank.items()}
-        state = {"step": step, "layout": layout(), "schedule": scheduler.state_dict()}
-        state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
-        state |= {"adapters": _adapters(model_chunks), "extra": extra or {}, "ranks": ranks, "files": files}
-        final = run_folder.complete(partial, state)
+    def write(group: dist.ProcessGroup | None) -> Path:
+        write_tensors(partial, copied, needed, group)
+        with run_folder.naming(partial):
+            known = from_all_ranks(checksums(partial, _files_of_rank(os.listdir(partial))), group)
+        return on_first_rank(finish, known, group=group)
+
+    def finish(known: list[dict[str, list]]) -> Path:
+        files = {name: size_and_checksum for rank in known for name, size_and_checksum in rank.items()}
+        final = run_folder.complete(partial, {**state, "files": files})
         run_folder.prune(run_dir, final.name, keep, keep_best)
         return final
 
-    return on_first_rank(finish)
+    return write
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints; with `train.async_save` on a thread, while training goes on. Every rank
+    creates one, and all call its methods together.
+
+    One is written at a time. What fails on the thread is raised by the next call of any method.
+    """
+
+    def __init__(self, config: RunConfig, model_chunks: list, optimizer, scheduler):
+        beside = config.train.async_save
+        self._config = config
+        self._run = (model_chunks, optimizer, scheduler)
+        self._copies = Copies()
+        gc.collect()
+        gc.freeze()  # Megatron collects garbage in every save, which takes half a second among all imports
+        self._group = group_beside() if beside else None
+        self._thread = ThreadPoolExecutor(1, "checkpoints", use_device, (device(),)) if beside else None
+        self._writing: Future[Path] | None = None
+        self._doing = ""
+
+    def save(self, step: int, loader_state: Any, extra: dict[str, Any]) -> None:
+        """Save as `begin_save` says. When this returns, tensors may change; after `wait`, all is on disk."""
+        self.wait()
+        run_dir, train = self._config.run_dir, self._config.train
+        self._doing = f"saving step {step} in {run_dir}"
+        write = begin_save(
+            self._copies,
+            run_dir,
+            step,
+            *self._run,
+            loader_state=loader_state,
+            keep=train.keep_checkpoints,
+            extra=extra,
+            keep_best=train.keep_best,
+        )
+        if self._thread is None:
+            write(None)
+        else:
+            self._writing = self._thread.submit(write, self._group)
+
+    def check(self) -> None:
+        """Raises what has failed on the thread so far; it waits for nothing."""
+        if self._writing and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all that was saved is on disk."""
+        if self._writing:
+            watchdog.beat(self._doing, files=True)
+            writing = self._writing
+            self._writing = None
+            wait([writing])
+            writing.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._thread:
+                self._thread.shutdown()
 
 
 @reading("run_dir")

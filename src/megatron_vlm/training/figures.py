@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
+from megatron_vlm.job import stops
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.models.work.step_work import StepWork, Work
@@ -63,6 +64,7 @@ class StepFigures:
         self._by_source = BySource(sources, objective_of(config).figures)
         self._done = Work(0, 0, 0, 0)
         self.sums: list[float] = []  # over all ranks, of what `of_this_rank` returned
+        self.asked_to_stop: list[str] = []  # the ways in which any rank was, up to the last step
         on_gpu = setup.device().type == "cuda"
         name = torch.cuda.get_device_name() if on_gpu and config.model.dtype == "bf16" else ""
         self._peak = peak_flops(name)
@@ -84,7 +86,7 @@ class StepFigures:
         """The numbers to add over all ranks, fp64 on the device."""
         memory = [0.0] * dist.get_world_size()  # added, it has that of each rank
         memory[dist.get_rank()] = _peak_memory()
-        numbers = on_device(np.array([*self._done, *memory], np.float64), setup.device())
+        numbers = on_device(np.array([*self._done, *stops.asked(), *memory], np.float64), setup.device())
         experts = self._expert_tokens.flatten().double()
         self._expert_tokens.zero_()
         return torch.cat((numbers, experts, self._by_source.sums()))
@@ -92,8 +94,9 @@ class StepFigures:
     def of_step(self, seconds: float, data_seconds: float) -> dict[str, float]:
         """The figures of the step that took `seconds`, in `data_seconds` of which it waited for data."""
         done, ranks = Work(*self.sums[: len(Work._fields)]), dist.get_world_size()
-        rest, places = np.array(self.sums[len(done) :]), [ranks, ranks + self._expert_tokens.numel()]
-        memory, experts, by_source = np.split(rest, places)
+        sizes = [len(stops.WAYS), ranks, self._expert_tokens.numel()]
+        asked, memory, experts, by_source = np.split(np.array(self.sums[len(done) :]), np.cumsum(sizes))
+        self.asked_to_stop = [way for way, number in zip(stops.WAYS, asked, strict=True) if number]
         device_seconds = max(seconds, 1e-9) * ranks
         figures = {
             "mfu": done.flops / device_seconds / self._peak if self._peak else None,

@@ -1,4 +1,7 @@
-"""Writes and reads a checkpoint's tensors with Megatron's dist_checkpointing: any layout can read them.
+"""Writes and reads a checkpoint's tensors in Megatron's distributed format: any layout can read them.
+
+Megatron says which rank writes what, and torch's distributed checkpoint writes it: it can do so on a thread,
+over a process group of its own, while training goes on.
 
 Nothing is loaded that could run code: Megatron's objects are read with `weights_only`, and torch's pickled
 `.metadata` only after a check of the names in it.
@@ -6,7 +9,6 @@ Nothing is loaded that could run code: Megatron's objects are read with `weights
 
 import os
 import pickle
-import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,17 +20,20 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
 )
 from megatron.core.utils import unwrap_model
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_vlm.config import ConfigError
@@ -53,14 +58,68 @@ _METADATA_NAMES = {  # by module, apart from torch's dtypes
 }
 
 
-def write_tensors(path: Path, state: dict[str, Any], needed: int) -> None:
-    """Collective. Raises OSError if they cannot be written; its text has `needed`, the bytes of all ranks."""
-    # Megatron starts a manager process for a queue even if it writes in this process; that costs seconds.
-    filesystem_async._results_queue = queue.Queue()
-    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), _replicas())
+class Copies:
+    """Copies in host memory of what this rank writes of a run's checkpoints, one after the other.
+
+    The model stays the same, so each copy goes where the last was, which must be written by then.
+    """
+
+    def __init__(self) -> None:
+        self._strategy = _Copying()
+        self._to_ranks = FullyParallelSaveStrategyWrapper(
+            self._strategy, _replicas(), do_cache_distribution=True
+        )
+
+    def take(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Copies a sharded state; returns it as torch has checkpoints. Collective; the folder gets the small
+        file that names the format."""
+        is_new = self._to_ranks.cached_distribution is None
+        dist_checkpointing.save(state, str(path), self._to_ranks, validate_access_integrity=is_new)
+        return self._strategy.copied
+
+
+class _Copying(TorchDistSaveShardedStrategy):
+    """A strategy of Megatron's that writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: dict[str, Any] = {}
+        self._places: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        parts, *_ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, keep_only_main_replica=True
+        )
+        for part in nested_values(parts):
+            if isinstance(part, ShardedTensor):
+                part.data = self._copied(part)
+        torch.cuda.synchronize()
+        self.copied = mcore_to_pyt_state_dict(parts)
+
+    def _copied(self, part: ShardedTensor) -> torch.Tensor:
+        shape = part.data.shape
+        dtype = part.data.dtype
+        which = (part.key, part.global_offset, shape, dtype)
+        if which not in self._places:
+            self._places[which] = torch.empty(shape, dtype=dtype, pin_memory=part.data.is_cuda)
+        return self._places[which].copy_(part.data.detach(), non_blocking=True)
+
+
+class _Files(FileSystemWriter):
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.path)  # as `.metadata` holds it: text, and no object of pathlib
+
+
+def write_tensors(path: Path, copied: dict[str, Any], needed: int, group: dist.ProcessGroup | None) -> None:
+    """Write what `Copies.take` returned. Collective over a group of all ranks. Raises OSError if they cannot
+    be written; its text has `needed`, the bytes of all ranks."""
+    planner = MCoreSavePlanner(
+        dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+    )
     try:
         with naming(path):
-            dist_checkpointing.save(state, str(path), strategy)
+            torch_checkpoint.save(copied, storage_writer=_Files(path), planner=planner, process_group=group)
     except CheckpointException as error:
         free = free_bytes(path)
         if dist.get_rank() == 0:
