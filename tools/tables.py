@@ -50,6 +50,16 @@ def parity(report: list[dict]) -> str:
     )
 
 
+def saves(report: dict) -> str:
+    """How long training stands still for a checkpoint in both ways, in one sentence."""
+    beside, waited = (f"{report[name]:.2f} s" for name in ("beside", "waited"))
+    return (
+        f"{report['bytes'] / 1e6:.0f} MB, one process: training stands still for {beside}. With "
+        f"`async_save=false` it waits {waited}: a share of {report['ratio']:.1%}. "
+        f"({report['date']}, torch {report['torch']}.)"
+    )
+
+
 def worst(report: list[dict]) -> str:
     """The worst numbers of all cells in one sentence."""
     logits, loss, grads = (
@@ -514,6 +524,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "weights": ("bench_weights.json", DOCS / "weights.md", weights),
     "packing": ("bench_packing.json", DOCS / "packing.md", packing),
     "boxes": ("bench_boxes.json", DOCS / "boxes.md", boxes),
+    "saves": ("bench_saves.json", DOCS / "clusters.md", saves),
     "data": ("bench_data.json", DOCS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
     "adapters": ("rehearsal_lora.json", DOCS / "adapters.md", adapters),

@@ -31,8 +31,9 @@ def as_path(text: str) -> str:
 
 def seconds_in(time: str) -> float:
     """The seconds of a time such as 3h50m, 1d12h, 90s or 90. Raises ValueError for anything else."""
-    number = r"(\d+(?:\.\d+)?)"
-    parts = re.fullmatch(f"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s?)?", str(time))
+    parts = re.fullmatch(
+        r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", str(time)
+    )
     if not parts or not any(parts.groups()):
         raise ValueError(f"{time} is no time; write it as 3h50m, 90s or a number of seconds.")
     units = (86_400, 3600, 60, 1)

@@ -410,7 +410,7 @@ def test_the_checkpoint_with_the_lowest_validation_loss_stays_until_a_better_one
     """Of equal ones the first; a loss that is missing or no number is never the best."""
     kept = []
     for step, loss in enumerate([0.9, 0.5, 0.5, None, float("nan"), 0.7, 0.4, 0.6], start=1):
-        save(tmp_path, step, keep=1, valid_loss=loss)
+        save(tmp_path, step, keep=1, rated=loss)
         kept.append([int(name[-1]) for name in run_folder.complete_checkpoints(tmp_path)])
         best = (tmp_path / "checkpoints/best").read_text()
         assert best == f"step_{kept[-1][0]:08d}\n"
@@ -418,7 +418,7 @@ def test_the_checkpoint_with_the_lowest_validation_loss_stays_until_a_better_one
 
 
 def test_without_keep_best_a_better_one_goes_as_any_other(tmp_path):
-    save(tmp_path, 1, keep=1, valid_loss=0.1)
+    save(tmp_path, 1, keep=1, rated=0.1)
     save(tmp_path, 2, keep=1)
     assert run_folder.complete_checkpoints(tmp_path) == ["step_00000002"]
 
