@@ -259,7 +259,7 @@ def test_a_family_that_the_installed_transformers_lacks_is_named_with_the_remedy
     )
     last = done.stderr.splitlines()[-1]
     assert "model type 'minicpmv4_7' needs Transformers 5.21, and 5.1" in last
-    assert last.endswith("is installed; pip install 'transformers>=5.18'.")
+    assert last.endswith("is installed; pip install 'transformers>=5.21'.")
 
 
 @pytest.mark.parametrize(
