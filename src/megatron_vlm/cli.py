@@ -13,6 +13,7 @@ from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.evaluate import evaluate
 from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, run, start_ranks, torchrun, world_size
+from megatron_vlm.commands.reports import report, runs
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import refuse_existing, write_whole
 from megatron_vlm.job import stops, watchdog
@@ -220,6 +221,8 @@ def replay(
 app.command()(prepare)
 app.command()(compose)
 app.command()(evaluate)
+app.command()(report)
+app.command()(runs)
 
 
 @app.command("import")

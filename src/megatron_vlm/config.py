@@ -262,6 +262,8 @@ class LoggingConfig:
     log_every: FromOne = 1
     tensorboard: bool = True
     wandb_project: Name | None = None
+    trackers: list[Name] = field(default_factory=list)  # further ones: csv, mlflow, FILE.py:CLASS
+    report: bool = True  # write run_dir/report.html, again and again while the run goes on
 
 
 @dataclass

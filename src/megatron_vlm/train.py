@@ -1,6 +1,7 @@
 """The story of one run: from a Hugging Face checkpoint and a dataset to a trained model."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,8 +19,10 @@ from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.weights.by_part import parameters_by_part
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
+from megatron_vlm.report.live import open_log
 from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.batch_log import naming_samples
+from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint, exports
 from megatron_vlm.training.evaluate import validation_loss
@@ -31,12 +34,12 @@ from megatron_vlm.training.profile import profiling
 from megatron_vlm.training.step import train_step
 
 
-def train(config: RunConfig, profile_steps: int = 0) -> None:
+def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callback] = ()) -> None:
     """Train to the last of `config.train.steps` or `epochs`, from the run folder's latest checkpoint if any.
 
     Every process of the layout calls it. The run folder then holds checkpoints, metrics and pictures, and
     with `profile_steps` a trace of so many steps (see `training.profile`). Raises `stops.Stopped` on every
-    rank if any was asked to end early; its checkpoint is then there.
+    rank if any was asked to end early; its checkpoint is then there. `callbacks` hear on every rank.
     """
     setup.init_distributed(config.parallel, config.train.seed, config.train.deterministic)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
@@ -54,7 +57,7 @@ def train(config: RunConfig, profile_steps: int = 0) -> None:
     feed.resume(checkpoint.load_latest(config.run_dir, model, optimizer, scheduler))
     figures = StepFigures(config, description, model, feed.sources)
     first = saved.step + 1
-    log = RunLogger(config.run_dir, asked_for, milestones.steps, first, setup.is_first_rank(), saved.extra)
+    log = open_log(asked_for, milestones.steps, first, setup.is_first_rank(), saved.extra, callbacks)
     for message in chain(notes_of_start(config), feed.notes()):
         log.message(message)
     writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
@@ -160,4 +163,4 @@ class Run:
         extra = {**self.log.totals, "rows": self.feed.rows_after(step)}
         extra |= {"rated": rated.get(self.config.train.best_by), "dropped": self.feed.dropped_by_reason()}
         self.writer.save(step, self.feed.state(), extra)
-        self.log.save()
+        self.log.save(step)

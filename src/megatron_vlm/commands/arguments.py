@@ -18,6 +18,7 @@ from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import check_folder, check_start, latest_checkpoint, refuse_links
+from megatron_vlm.run_folder.trackers import check_tracker
 from megatron_vlm.supported import read_config
 
 NO_DATA = "none://"
@@ -97,7 +98,10 @@ def prepare_cuda(parallel: ParallelConfig) -> None:
 
 
 def check_run_folder(config: RunConfig) -> None:
-    """Raises ConfigError unless a run may start in its folder; torchrun's processes check more together."""
+    """Raises ConfigError unless a run may start in its folder, with trackers that are there; torchrun's
+    processes check more together."""
+    for name in config.logging.trackers:
+        check_tracker(name)
     if world_size():
         check_folder(config.run_dir)
     else:

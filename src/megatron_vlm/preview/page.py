@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jinja2
 import torch
 from PIL import Image
 from torch import Tensor
@@ -18,6 +17,7 @@ from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Kind
 from megatron_vlm.models.hf import Source
+from megatron_vlm.report.pages import render
 
 SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
 READ = "read"
@@ -189,28 +189,20 @@ def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dic
 
 def rendered(template: str, **values: Any) -> str:
     """A page of a template, which `{% include "head" %}` begins. All text is escaped."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=jinja2.DictLoader({"head": HEAD})
-    )
-    environment.filters["url"] = data_url
-    return environment.from_string(template).render(values)
+    return render(template, {"url": data_url}, {"head": HEAD}, **values)
 
 
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
-.totals { display: flex; flex-wrap: wrap; gap: 2rem; }
-.totals b { display: block; }
+{{ style }}
 article { border: 1px solid #8885; margin: 1.5rem 0; padding: 1rem; }
 section + section { border-top: 3px double #8885; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
 .trained { background: #2a9d4a44; }
 .visual { display: inline-block; background: #4a6ad033; padding: 4px; white-space: normal; }
 .visual small { display: block; }
-td, th { padding: .2rem .8rem; border: 1px solid #8885; text-align: left; overflow-wrap: anywhere; }
 </style></head><body>
 <h1>{{ title }}</h1>
 """

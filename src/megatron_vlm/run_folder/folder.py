@@ -30,7 +30,8 @@ from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_te
 FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "ranks", "profile")
 FOLDERS += ("scores", "on_export")
 OWN = {*FOLDERS, *("exports", "config.yaml", "recipe.yaml", "recipe.yaml.old", "lock")}
-OWN |= {"metrics.jsonl", "loss.png", "held_out.jsonl"}
+OWN |= {"metrics.jsonl", "starts.jsonl", "loss.png", "report.html", "held_out.jsonl"}
+OWN |= {"metrics.csv", "mlflow_run"}
 OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
 NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may lie there before a run begins
 _STEP = re.compile(r"step_\d{8}", re.ASCII)

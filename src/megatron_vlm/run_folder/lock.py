@@ -9,13 +9,14 @@ import errno
 import fcntl
 import os
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
 from typing import BinaryIO
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import open_to_write
+from megatron_vlm.files import open_file, open_to_write
 from megatron_vlm.messages import printable
 
 FILE = "lock"
@@ -23,6 +24,7 @@ RECORD = 128  # bytes of a rank's part, which says who it is
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _TO_THE_END = 0
+_FLOCK = "hhqqi4x"  # Linux's struct flock: type, whence, start, length, process
 
 
 def take(run_dir: str | Path, patience: float = 5.0) -> BinaryIO:
@@ -57,6 +59,24 @@ def check_free(run_dir: str | Path) -> None:
     if (Path(run_dir) / FILE).exists():
         with open_to_write(Path(run_dir) / FILE, keep=True) as file:
             _lock_all(file, run_dir, patience=1.0)
+
+
+def is_held(run_dir: str | Path) -> bool:
+    """Whether a process of a run holds a part of the lock; takes none, writes nothing, and needs no right to.
+
+    Not for a process that holds a part itself: closing the file would free it.
+    """
+    if not (Path(run_dir) / FILE).exists():
+        return False
+    with open_file(Path(run_dir) / FILE) as file:
+        asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, _TO_THE_END, 0)
+        try:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return False
+    return struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK
 
 
 def _lock_all(file: BinaryIO, run_dir: str | Path, patience: float) -> None:

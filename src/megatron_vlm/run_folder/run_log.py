@@ -1,22 +1,21 @@
-"""Shows a run and writes what it leaves behind: progress bar, metrics.jsonl, TensorBoard, W&B, loss.png.
+"""Shows a run and writes what it leaves behind: progress bar, metrics.jsonl, loss.png, and what trackers do.
 
 Steps are counted from 1. In a run folder:
 
     config.yaml     the full configuration
     metrics.jsonl   one row a step, its numbers as in docs/metrics.md; validation rows hold `valid_loss`
-    tensorboard/    the same numbers as events
+    starts.jsonl    when and with what the run was started, see `starts`
     loss.png        training and validation loss over steps
 """
 
 import io
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -24,6 +23,10 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.files import keep_rows_before, open_to_write, read_rows, write_whole
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.overrides import to_yaml
+from megatron_vlm.run_folder.callbacks import Callback
+from megatron_vlm.run_folder.folder import checkpoints
+from megatron_vlm.run_folder.starts import note_start
+from megatron_vlm.run_folder.trackers import Tracker, Trackers, trackers_of
 
 PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
 IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explains them
@@ -46,6 +49,7 @@ class RunLogger:
     `start_step` is the first step that will be logged: 1, or one more than the step of the loaded checkpoint.
     Rows of that and later steps from an interrupted run are dropped, so every step appears once.
     `totals` are the trained tokens before it, in all and of each source, as the checkpoint has them.
+    `trackers` come after the configured ones; `callbacks` hear of a run on every rank.
     """
 
     def __init__(
@@ -56,26 +60,29 @@ class RunLogger:
         start_step: int = 1,
         is_writer: bool = True,
         totals: dict[str, int] | None = None,
+        trackers: Iterable[Callable[[RunConfig, int], Tracker]] = (),
+        callbacks: Iterable[Callback] = (),
     ):
+        self.run_dir = Path(run_dir)
         self.is_writer = is_writer
+        self.callbacks = list(callbacks)
+        self.total_steps = total_steps
+        self._step = start_step - 1
+        self._closed = False
         self.totals = dict.fromkeys(TOTALS, 0)
         if not is_writer:
             return
-        self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", to_yaml(config))
-        self.total_steps = total_steps
+        note_start(self.run_dir, start_step, total_steps)
         self.log_every = config.logging.log_every
         self._formats = {**objective_of(config).figures, **IN_WORDS}
         keep_rows_before(self.run_dir / "metrics.jsonl", start_step)
         self.totals |= {total: number for total, number in (totals or {}).items() if _is_total(total)}
         self._file = open_to_write(self.run_dir / "metrics.jsonl", append=True)
-        self._events: Any = None
-        if config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=start_step)
-        self._wandb = _wandb(config) if config.logging.wandb_project else None
+        here = replace(config, run_dir=str(run_dir))
+        made = [make(here, start_step) for make in (*trackers_of(config), *trackers)]
+        self._trackers = Trackers(made, self.message)
         self._first_step = start_step
         self._started = time.monotonic()
         self._bar: tqdm | None = None
@@ -95,6 +102,10 @@ class RunLogger:
     ) -> None:
         """One optimizer step: `trained_tokens` and `seconds` are this step's, `dropped` samples are those
         since the run began, and `figures` what `training.figures` says of it."""
+        self._step = step
+        shown = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "seconds": seconds, **(figures or {})}
+        for callback in self.callbacks:
+            callback.on_step(step, shown)
         if not self.is_writer:
             return
         self.totals["trained_tokens"] += trained_tokens
@@ -112,9 +123,13 @@ class RunLogger:
     def log_eval(self, step: int, loss: float | None, by_source: Mapping[str, float] | None = None) -> None:
         """Log the validation loss after `step`, the last logged step, and the figures of each source; None
         if there is no validation data."""
-        if loss is None or not self.is_writer:
+        if loss is None:
             return
         figures = {f"valid_{name}": number for name, number in (by_source or {}).items()}
+        for callback in self.callbacks:
+            callback.on_validation(step, loss, figures)
+        if not self.is_writer:
+            return
         self._write(step, {"valid_loss": loss, **figures})
         words = [f"{name} {number:.4f}" for name, number in figures.items() if name.startswith("valid_loss/")]
         self.message(" · ".join([f"step {step}: validation loss {loss:.4f}", *words]))
@@ -133,36 +148,36 @@ class RunLogger:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def save(self) -> None:
-        """Bring files on disk and loss.png up to date; called when a checkpoint is written."""
+    def save(self, step: int | None = None) -> None:
+        """Bring files on disk and loss.png up to date; called when `step` is saved, and at the end."""
+        for callback in self.callbacks if step else ():
+            callback.on_save(step, checkpoints(self.run_dir) / f"step_{step:08d}")
         if self.is_writer:
-            if self._events:
-                self._events.flush()
             draw_losses(self.run_dir / "metrics.jsonl", self.run_dir / "loss.png")
+            self._trackers.save()
 
     def close(self) -> None:
-        """Finish everything; safe to call more than once."""
-        if not self.is_writer or self._file.closed:
+        """Finish everything; safe to call more than once. Callbacks hear only of an end without an error."""
+        if self._closed:
+            return
+        self._closed = True
+        at_its_end = self._step >= self.total_steps and sys.exception() is None
+        for callback in self.callbacks if at_its_end else ():
+            callback.on_end(self._step)
+        if not self.is_writer:
             return
         if self._bar is not None:
             self._bar.close()
         self.save()
         self._file.close()
-        if self._events:
-            self._events.close()
-        if self._wandb:
-            self._wandb.finish()
+        self._trackers.close()
 
     def _write(self, step: int, numbers: dict[str, float]) -> None:
         # JSON knows no NaN; null keeps the row readable everywhere
         row = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._file.write(json.dumps({"step": step, **row}).encode() + b"\n")
         self._file.flush()
-        if self._events:
-            for name, value in numbers.items():
-                self._events.add_scalar(name, value, step)
-        if self._wandb:
-            self._wandb.log(numbers, step=step)
+        self._trackers.log(step, numbers)
 
     def _show(self, step: int, text: str) -> None:
         if self._bar is not None:
@@ -201,26 +216,6 @@ def draw_losses(metrics: str | Path, picture: str | Path) -> None:
 
 def _is_total(name: str) -> bool:
     return name in TOTALS or name.startswith(OF_A_SOURCE)
-
-
-def _wandb(config: RunConfig) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(
-            "logging.wandb_project is set but wandb is not installed; `pip install 'megatron-vlm[wandb]'`, "
-            "or set logging.wandb_project=null."
-        ) from error
-    import yaml
-
-    return wandb.init(
-        project=config.logging.wandb_project,
-        name=config.name,
-        dir=config.run_dir,
-        config=yaml.safe_load(to_yaml(config)),
-        id=os.environ.get("WANDB_RUN_ID"),
-        resume="allow",
-    )
 
 
 def _in_words(figures: Mapping[str, float], formats: Mapping[str, str | None]) -> list[str]:

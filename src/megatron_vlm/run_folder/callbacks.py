@@ -1,0 +1,24 @@
+"""A program that calls `train` is told how the run goes on."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Callback:
+    """Override what you need; each method is called on every rank, after what it tells of.
+
+    An error in one ends the run. One that waits keeps the run waiting, and a rank that takes much longer than
+    `train.hang_seconds` is taken for hanging.
+    """
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """After each optimizer step, with the figures of docs/metrics.md except running totals."""
+
+    def on_validation(self, step: int, loss: float, figures: Mapping[str, float]) -> None:
+        """After each validation; `figures` are the `valid_` ones of several sources."""
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        """When a step is saved: all its tensors may change now. `checkpoint` is the folder that it has."""
+
+    def on_end(self, step: int) -> None:
+        """After the last step of the run, not after an error."""
