@@ -24,6 +24,7 @@ from megatron_vlm.report.history import read_history
 from megatron_vlm.report.live import open_log
 from megatron_vlm.report.page import report_page
 from megatron_vlm.run_folder import lock
+from megatron_vlm.run_folder.folder import begin, complete
 
 SAID = "document.querySelector('output').textContent"
 ATTACK = "</script><script>document.title = 'run'</script>"
@@ -126,13 +127,15 @@ HOLDS = (
 
 
 def test_the_runs_of_a_folder_with_their_states(tmp_path, finished):
-    """One finished, one that a process holds, one that died with and one without a word, one damaged."""
+    """One finished, one that a process holds, one that stopped, one that died with and one without a word,
+    one damaged."""
     runs = tmp_path / "runs"
-    for name in ("alive", "failed", "deep/killed", "broken"):
+    for name in ("alive", "asked", "failed", "deep/killed", "broken"):
         logged(runs / name, steps=2).close()
     (runs / "failed/errors").mkdir()
     error = 'Traceback (most recent call last):\n  File "x"\nValueError: no \x1b[31mroom\n'
     (runs / "failed/errors/rank1.txt").write_text(error)
+    complete(begin(runs / "asked", 2), {"files": {}})
     (runs / "broken/metrics.jsonl").write_text("garbage\n")
     (runs / "notes").mkdir()
     holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(runs / "alive")], stdout=subprocess.PIPE)
@@ -145,17 +148,18 @@ def test_the_runs_of_a_folder_with_their_states(tmp_path, finished):
         holder.kill()
         holder.wait()
     by_name = {line.split()[0].removeprefix(f"{runs}/"): line for line in said[1:]}
-    assert set(by_name) == {"alive", "failed", "deep/killed", "broken", "done"}
+    assert set(by_name) == {"alive", "failed", "asked", "deep/killed", "broken", "done"}
     assert " running " in by_name["alive"] and " 2/6 " in by_name["alive"]
+    assert " stopped " in by_name["asked"] and " 2/6 " in by_name["asked"]
     assert " finished " in by_name["done"] and "0.7500 at step 3" in by_name["done"]
     assert by_name["failed"].endswith("ValueError: no \\x1b[31mroom") and " died " in by_name["failed"]
     assert by_name["deep/killed"].endswith("no last word: killed or interrupted after step 2")
     assert " damaged " in by_name["broken"] and "metrics.jsonl: line 1" in by_name["broken"]
     assert not lock.is_held(runs / "alive")
-    for place, name in enumerate(("failed", "done", "deep/killed", "alive")):
+    for place, name in enumerate(("failed", "done", "deep/killed", "alive", "asked")):
         os.utime(runs / name / "metrics.jsonl", (0, 1000 - place))
     order = [line.split()[0].removeprefix(f"{runs}/") for line in listed(runs, "--sort", "when")[1:]]
-    assert order == ["failed", "done", "deep/killed", "alive", "broken"]
+    assert order == ["failed", "done", "deep/killed", "alive", "asked", "broken"]
 
 
 def listed(folder, *arguments) -> list[str]:

@@ -23,7 +23,7 @@ SORTS: dict[str, Callable[[History], Any]] = {
     "best": lambda run: run.best or (float("inf"), 0),
     "when": lambda run: -run.changed,
 }
-HEADS = ("run", "state", "step", "loss", "best validation", "when", "last line")
+HEADS = ("run", "state", "step", "loss", "best", "when", "last line")
 
 
 def report(
@@ -61,7 +61,7 @@ def runs(
     ] = None,
     sort: Annotated[str, typer.Option(help=f"By {', '.join(SORTS)}.")] = "when",
 ) -> None:
-    """List the runs of a folder: state, step, loss, best validation loss, when, and why one died."""
+    """List the runs of a folder: state, step, loss, best value of train.best_by, when, and why one died."""
     if not folder.is_dir():
         raise ConfigError(f"{printable(folder)} is no folder; give one that holds runs.")
     if sort not in SORTS:

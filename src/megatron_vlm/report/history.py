@@ -17,7 +17,7 @@ from megatron_vlm.overrides import flatten, load_yaml, to_yaml
 from megatron_vlm.run_folder import batch_log, lock, starts
 from megatron_vlm.run_folder.folder import checkpoints, complete_checkpoints
 
-STATES = ("running", "finished", "died", "not begun")
+STATES = ("running", "finished", "stopped", "died", "not begun")
 LEFT_BY_RUNS = ("metrics.jsonl", "checkpoints", starts.FILE)  # one of them is in every run's folder
 MOST_READ = 1 << 22  # bytes of the end of a file of drops, batches or errors that a page reads
 EXAMPLES = 3  # drops of a reason that a page shows
@@ -56,7 +56,14 @@ class History:
             return "running"
         if self.total_steps is not None and self.step >= self.total_steps:
             return "finished"
+        if self.rows and not self.ended_by and self.step == self._saved and not last_words(self.folder):
+            return "stopped"
         return "died" if self.rows or self.starts else "not begun"
+
+    @cached_property
+    def _saved(self) -> int | None:
+        """The step of the newest complete checkpoint."""
+        return max(map(_step, complete_checkpoints(self.folder)), default=None)
 
     @cached_property
     def last_line(self) -> str:
@@ -78,11 +85,19 @@ class History:
         return found
 
     @cached_property
+    def best_by(self) -> str:
+        """The figure by which the best step is chosen."""
+        return str(self.settings.get("train.best_by", "valid_loss"))
+
+    @cached_property
     def best(self) -> tuple[float, int] | None:
-        """The lowest validation loss and its step; None without validation."""
-        return min(
-            ((row["valid_loss"], row["step"]) for row in self.rows if "valid_loss" in row), default=None
-        )
+        """The best value of `best_by` and its step: of a loss the lowest, of a score that of the checkpoint
+        kept as the best; None without one."""
+        rated = [(row[self.best_by], int(row["step"])) for row in self.rows if self.best_by in row]
+        if self.best_by != "valid_loss":
+            kept = best_kept(self.folder)
+            rated = [(value, step) for value, step in rated if kept and step == _step(kept)]
+        return min(rated, default=None)
 
     @cached_property
     def changed(self) -> float:
@@ -180,6 +195,10 @@ def best_kept(folder: Path) -> str | None:
     """The checkpoint that `train.keep_best` keeps; None without it."""
     file = checkpoints(folder) / "best"
     return read_text(file).strip() if file.is_file() else None
+
+
+def _step(checkpoint_name: str) -> int:
+    return int(checkpoint_name.removeprefix("step_"))
 
 
 def _start(row: dict[str, Any]) -> dict[str, Any]:

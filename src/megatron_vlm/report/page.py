@@ -64,14 +64,13 @@ def _time(seconds: float) -> str:
 
 
 def _figures(runs: Sequence[History]) -> list[tuple[str, list[str]]]:
-    """The newest figures, each with its value in every run, and the best validation loss."""
+    """The newest figures, each with its value in every run, and the best of `train.best_by`."""
     rows = [
         (name, [words.format(run.last[name]) if name in run.last else "" for run in runs])
         for name, words in FIGURES.items()
     ]
-    rows.insert(
-        2, ("best valid_loss", ["{:.4f} at step {}".format(*run.best) if run.best else "" for run in runs])
-    )
+    best = ["{:.4f} at step {}".format(*run.best) if run.best else "" for run in runs]
+    rows.insert(2, (f"best {' or '.join(dict.fromkeys(run.best_by for run in runs))}", best))
     return [row for row in rows if any(row[1])]
 
 
