@@ -7,9 +7,9 @@ import json
 import os
 from dataclasses import replace
 
+import parity
 import pytest
 import torch
-from parity import RELATIVES
 from places import ROOT
 from rehearsals import config_of, run_of
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
@@ -31,7 +31,7 @@ LAYOUTS = {
     "cp 2": ParallelConfig(cp=2),
 }
 # without experts: in fp32 torch computes theirs one by one and reads how many tokens each has
-DENSE = [name for name in TINY_FAMILIES if not load(name).has_experts and name not in RELATIVES]
+DENSE = [name for name in TINY_FAMILIES if not load(name).has_experts]
 OBJECTIVES = ("tokens", "dpo")
 # A family is in every second layout, the next family in the others; in one of them with preferences.
 # `make test-soak` has all layouts with both objectives.
@@ -44,7 +44,8 @@ PAIRS = {
     for number, family in enumerate(DENSE)
 }
 ALL = [(layout, objective) for layout in LAYOUTS for objective in OBJECTIVES]
-FAMILIES = [pytest.param((family, PAIRS[family]), id=family, marks=pytest.mark.long) for family in DENSE]
+IN_LAYOUTS = [family for family in parity.IN_LAYOUTS if family in DENSE]
+FAMILIES = [pytest.param((family, PAIRS[family]), id=family, marks=pytest.mark.long) for family in IN_LAYOUTS]
 FAMILIES += [pytest.param((family, ALL), id=f"{family} all", marks=pytest.mark.soak) for family in DENSE]
 
 

@@ -77,14 +77,17 @@ INPUTS: dict[str, list[str]] = {
 
 
 # Families whose model is made of others' parts: another name, another text model that is known, one rule.
-# `make test-long` tries each where that shows, in one layout, and `make test-soak` everywhere.
 RELATIVES = ("glm46v", "glmga", "lighton_ocr", "qianfan_ocr", "minicpmv4_7")
-OF_RELATIVES = ("TP2+SP", "TP2+SP, adapter")
+# With these, `make test-long` has each kind of layer in the layouts: windows, shared keys, convolutions,
+# M-RoPE, experts, and experts beside linear attention. It tries every other family in one layout, and
+# `make test-soak` everywhere.
+IN_LAYOUTS = ("gemma3", "gemma4", "lfm2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe")
+OF_OTHERS = ("TP2+SP", "TP2+SP, adapter")
 
 
 def marks(family: str) -> list:
-    """Tests of the further families belong to `make test-long`, those of relatives to `make test-soak`."""
-    if family in RELATIVES:
+    """`make test` has Gemma3, `make test-long` one family of each kind, `make test-soak` the others."""
+    if family not in IN_LAYOUTS:
         return [pytest.mark.soak]
     return [] if family == "gemma3" else [pytest.mark.long]
 
@@ -96,8 +99,7 @@ OF_DATA = [
     for family in TINY_FAMILIES
 ]
 OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
-# one without experts, one with experts, M-RoPE and deepstack
-EVERY_LAYOUT = ("gemma3", "qwen3_vl_moe")
+EVERY_LAYOUT = ("qwen3_vl_moe",)  # with experts, M-RoPE and deepstack; `make test` has Gemma3
 # What differs between families meets tensor, pipeline, context and expert parallelism here
 OF_EACH = ("1 process", "TP2+SP", "PP2·VPP2", "CP2", "EP2")
 
@@ -109,14 +111,14 @@ def cells(
     every_layout: Container[str] = EVERY_LAYOUT,
 ) -> list:
     """Every family in each of its layouts. `make test` has Gemma3 in those of `often`, `make test-long` the
-    families of `every_layout` in all and the others in two of `of_each`, in turn, relatives in one, and
-    `make test-soak` the rest."""
+    families of `every_layout` in all, those of IN_LAYOUTS in two of `of_each`, in turn, and others in one;
+    `make test-soak` has the rest."""
 
     def mark(number: int, family: str, layout: str) -> list:
         if family == "gemma3" and layout in often:
             return []
-        if family in RELATIVES:
-            return [pytest.mark.long if layout in OF_RELATIVES else pytest.mark.soak]
+        if family not in IN_LAYOUTS:
+            return [pytest.mark.long if layout in OF_OTHERS else pytest.mark.soak]
         own = [name for name in of_family(family) if name in of_each]
         dealt = [own[(number + turn) % len(own)] for turn in range(2)]
         return [pytest.mark.long if family in every_layout or layout in dealt else pytest.mark.soak]
@@ -149,7 +151,8 @@ def cells_of_pairs(
 
     `make test` has Gemma3 in the layouts of `often` on all inputs. `make test-long` has few besides: each two
     of family, kind of parallelism, input and the `factors` of a layout meet in one, if they can, and every
-    layout has a model with experts and one without; relatives meet inputs alone. `make test-soak` has all.
+    layout has a model with experts and one without; families out of IN_LAYOUTS only meet each input.
+    `make test-soak` has all.
     """
     from megatron_vlm.models.families import load
 
@@ -162,8 +165,8 @@ def cells_of_pairs(
     short = [cell for cell in every if cell[0] == "gemma3" and cell[1] in often]
 
     def shows(family: str, layout: str, each: str) -> set[Hashable]:
-        if family in RELATIVES:
-            return {(family, each)} if layout in OF_RELATIVES else set()
+        if family not in IN_LAYOUTS:
+            return {(family, each)} if layout in OF_OTHERS else set()
         kinds = kinds_of_parallelism(*layouts[layout][:2])
         met = [pairs_of((family, kind, *factors(layout), each)) for kind in kinds]
         return set().union(*met, {(layout, load(family).has_experts)})

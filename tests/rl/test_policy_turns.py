@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import parity
 import policy_in_ranks
 import policy_in_turns
 import pytest
 import torch
 
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
-
-OFTEN = "gemma3"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def turns(request, tmp_path_factory) -> dict[str, dict]:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if each == OFTEN else pytest.mark.long) for each in TINY_FAMILIES],
+    parity.FAMILIES,
 )
 def test_answers_in_between_change_no_number(turns, family):
     """To the bit: also under `inference_mode`, which leaves no tensor that a backward pass then meets."""
