@@ -46,6 +46,7 @@ LEFT_OUT = {
     "job": "how a run ends, not what it does",
     "training.exports": "what a run writes besides its checkpoints",
     "run_folder": "names and locks of files",
+    "report": "how a run is looked at",
     "files": "how files are opened and written whole, not what is in them",
     "messages": "how what others wrote is printed, and what was being read at an error",
     "signatures": "what a file is by its first bytes",

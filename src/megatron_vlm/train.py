@@ -115,8 +115,7 @@ class Run:
         """One optimizer step with the next global batch."""
         self.writer.check()
         began = time.monotonic()
-        rates_of_parts = learning_rates(self.scheduler)
-        lr = rates_of_parts.pop("lr")
+        rates = learning_rates(self.scheduler)
         micro_batches = self.feed.train(step)
         waited = time.monotonic() - began
         watchdog.beat(f"training step {step}")
@@ -135,12 +134,12 @@ class Run:
         self.log.log_step(
             step,
             loss=loss,
-            lr=lr,
+            lr=rates.pop("lr"),
             grad_norm=grad_norm,
             trained_tokens=tokens,
             seconds=seconds,
             dropped=self.feed.dropped_everywhere(),
-            figures=self.figures.of_step(seconds, waited) | self.feed.epoch_after(step) | rates_of_parts,
+            figures=self.figures.of_step(seconds, waited) | self.feed.epoch_after(step) | rates,
         )
         if self.figures.asked_to_stop:
             self.feed.milestones = self.feed.milestones.stopping_soon(step)

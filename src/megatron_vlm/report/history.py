@@ -91,8 +91,8 @@ class History:
 
     @cached_property
     def best(self) -> tuple[float, int] | None:
-        """The best value of `best_by` and its step: of a loss the lowest, of a score that of the checkpoint
-        kept as the best; None without one."""
+        """The best value of `best_by` and its step; None without one. The lowest loss is the best. Of scores,
+        the checkpoint that was kept as the best tells the step."""
         rated = [(row[self.best_by], int(row["step"])) for row in self.rows if self.best_by in row]
         if self.best_by != "valid_loss":
             kept = best_kept(self.folder)
@@ -123,7 +123,8 @@ def read_history(folder: Path, running: bool | None = None, ended_by: str = "") 
     if not file.is_file():
         raise ConfigError(f"{printable(folder)} holds no run, as it has no config.yaml; give a run folder.")
     settings = flatten(load_yaml(read_text(file), str(file)))
-    metrics, begun = folder / "metrics.jsonl", folder / starts.FILE
+    metrics = folder / "metrics.jsonl"
+    begun = folder / starts.FILE
     return History(
         folder,
         settings,
@@ -204,7 +205,8 @@ def _step(checkpoint_name: str) -> int:
 def _start(row: dict[str, Any]) -> dict[str, Any]:
     """A row of starts.jsonl with all that a page shows, whatever is missing or of another type."""
     numbers = {"step": 0, "time": 0.0, "processes": 1, "total_steps": None} | _numbers(row)
-    versions, command = row.get("versions"), row.get("command")
+    versions = row.get("versions")
+    command = row.get("command")
     return {
         **{name: str(row.get(name, "")) for name in ("host", "device")},
         **numbers,
