@@ -131,7 +131,6 @@ def test_a_backward_pass_belongs_to_the_part_of_its_forward_pass():
 
         @staticmethod
         def backward(ctx, gradient):
-            torch.linalg.svd(torch.ones(150, 150))  # much longer than all else
             return 2 * gradient * ctx.saved_tensors[0]
 
     def head(x):
@@ -147,8 +146,9 @@ def test_a_backward_pass_belongs_to_the_part_of_its_forward_pass():
     own = {name: sum(e.cpu_time_total for e in recorded.events() if e.name == name) / 1e6 for name in SLOW}
     assert min(own.values()) > 0
     assert seconds["attention"] >= own["SquareBackward"]
-    assert seconds["attention"] + seconds["head"] >= own["aten::linalg_svd"] > seconds["other"]
+    assert seconds["head"] >= own["aten::linalg_svdvals"]
+    assert [e.name for e in recorded.events()].count("aten::linalg_svdvals") == 2
     assert sum(seconds.values()) - seconds["all"] == pytest.approx(seconds["all"])
 
 
-SLOW = ("aten::linalg_svd", "SquareBackward")
+SLOW = ("aten::linalg_svdvals", "SquareBackward")
