@@ -121,6 +121,7 @@ for name in {modules!r}:
 MODEL_SIDE = "models.opened training.step training.checkpoint rl.policy generation.generate training.exports"
 
 
+@pytest.mark.long
 def test_models_and_the_check_import_no_readers():
     """Energon, PyAV and object stores are 60 MB of wheels that a machine may lack."""
     modules = [f"megatron_vlm.{name}" for name in (*MODEL_SIDE.split(), "planning.search")]

@@ -70,7 +70,8 @@ print(json.dumps([torch.are_deterministic_algorithms_enabled(),
 """
 
 
-@pytest.mark.parametrize("given", [None, pytest.param(":16:8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("given", [None, ":16:8"])
 def test_torch_and_cublas_are_told(given):
     environment = dict(os.environ) | ({"CUBLAS_WORKSPACE_CONFIG": given} if given else {})
     said = subprocess.run([sys.executable, "-c", TOLD], env=environment, capture_output=True, check=True)

@@ -62,6 +62,7 @@ def test_every_published_size_comes_with_its_config(monkeypatch, tmp_path):
     assert shipped_config("org/name") is None
 
 
+@pytest.mark.long
 def test_a_plan_of_a_published_size_needs_no_hub(tmp_path):
     offline = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     made = run_program(COMMAND, "plan", "--recipe", "qwen3_vl_2b", "--gpus", "1", **offline)

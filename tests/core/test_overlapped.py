@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import parity
+import pytest
 import saved_cases
 import torch
 import torch.distributed as dist
@@ -89,6 +90,7 @@ def differences(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     )
 
 
+@pytest.mark.long
 def test_logits_and_gradients_are_those_without_overlap(tmp_path):
     """On two and four ranks; with biases, frozen, with adapters, and recomputed."""
     source = open_source(

@@ -218,6 +218,7 @@ def plan_and_rehearsal(recipe: str, path: str) -> tuple[float, int]:
     return make_plan(run, description, gpus).memory - RESERVE, rehearse(run, description, gpus).peak
 
 
+@pytest.mark.long
 def test_a_plan_has_the_memory_of_the_rehearsal():
     planned, peak = run_distributed(1, plan_and_rehearsal, "qwen3_vl_2b", str(CONFIGS / "qwen3_vl_2b.json"))[
         0
@@ -240,6 +241,7 @@ def rows_of_today(name: str, gpus: int) -> list[dict]:
     return list(rows_of(name, with_batch(run, gpus), description, gpus))
 
 
+@pytest.mark.long
 def test_the_report_is_of_this_state():
     """Else `tools/rehearse_recipes.py` writes it again. One row stands for all: its bytes, and what follows
     from the number of operations, of which torch 2.11 has 4 % less than 2.15."""

@@ -59,8 +59,8 @@ TOWERS = {  # as published, for images of published sizes
     "gemma4": {"position_embedding_size": 10_240},
     "gemma4_unified": {"mm_posemb_size": 1120},
 }
-TINY_FIRST = {"gemma4", "llava_onevision", "internvl"}  # in `make test`
-LATER = {"llava", "llava, siglip"}
+TINY_FIRST = {"gemma4", "llava_onevision", "internvl", "smolvlm", "minicpmv4_6"}  # in `make test`
+LATER = {"llava", "llava, siglip", "qianfan_ocr"}
 VARIANTS = {"llava, siglip": {"tower": "siglip_vision_model", "strategy": "full"}}
 UPRIGHT, ROTATED = Image.Exif(), Image.Exif()
 UPRIGHT[0x0112], ROTATED[0x0112] = 1, 6

@@ -71,8 +71,7 @@ def test_rows_have_one_length_and_several_documents(open_loader, encoder, packin
     assert sum(len(numbers(batch)) for batch in batches) > 16 * 1.5
 
 
-@pytest.mark.parametrize("packing", ["stream", "global"])
-@pytest.mark.parametrize("num_workers", [0, 3])
+@pytest.mark.parametrize(("packing", "num_workers"), pairwise(["stream", "global"], [0, 3]))
 def test_training_resumes_exactly_anywhere(open_loader, encoder, packing, num_workers):
     """At four places of two epochs, one of them amid a buffer; saved again right after the restore."""
     reference = open_loader(encoder, packing, num_workers)

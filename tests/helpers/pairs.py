@@ -14,17 +14,27 @@ def pairs(
     rows: Sequence, columns: Sequence, cells: Sequence[tuple], without: Iterable[tuple] = ()
 ) -> Iterator[Any]:
     """Every row with every column, and with each of them one cell in turn, so that rows and columns meet all
-    kinds of cells: every second of them in `make test`, the others in `make test-long`. `make test-soak` has
+    kinds of cells: every third of them in `make test`, the others in `make test-long`. `make test-soak` has
     every row and column with every cell.
     """
     for number, row in enumerate(rows):
         for place, column in enumerate(columns):
             if (row, column) in without:
                 continue
-            first = pytest.mark.long if (number + place) % 2 else ()
+            first = pytest.mark.long if (number + place) % 3 else ()
             for position, cell in enumerate(cells):
                 turn = (position - number - place) % len(cells)
                 yield pytest.param(row, column, *cell, marks=pytest.mark.soak if turn else first)
+
+
+def first_soon(values: Iterable[Any], soon: int = 1) -> list:
+    """The first `soon` values in `make test`, and the others in `make test-long`."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=() if place < soon else pytest.mark.long
+        )
+        for place, value in enumerate(values)
+    ]
 
 
 def covering(cells: Iterable[Any], shows: Callable[[Any], set[Hashable]]) -> list[Any]:
@@ -55,14 +65,15 @@ def pairs_of(values: Iterable[Hashable]) -> set[Hashable]:
 
 
 def pairwise(*factors: Sequence) -> list:
-    """Every combination: few of them, in which each two values of two factors meet, in `make test`, and all
-    others in `make test-soak`."""
+    """Every combination: each value of a factor in `make test`, each two values of two factors in
+    `make test-long`, and all others in `make test-soak`."""
     cells = list(product(*(range(len(values)) for values in factors)))
-    chosen = covering(cells, pairs_of)
+    paired = covering(cells, pairs_of)
+    first = covering(paired, lambda cell: {*enumerate(cell)})
     return [
         pytest.param(
             *(values[place] for values, place in zip(factors, cell, strict=True)),
-            marks=() if cell in chosen else pytest.mark.soak,
+            marks=() if cell in first else pytest.mark.long if cell in paired else pytest.mark.soak,
         )
         for cell in cells
     ]

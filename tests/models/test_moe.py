@@ -253,6 +253,7 @@ def resumed(checkpoints, tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize("layout", ["TP2", "EP2·TP2"])
+@pytest.mark.long
 def test_a_checkpoint_of_ep2_resumes_in(resumed, layout):
     """Losses and gradient norms."""
     assert resumed["EP2"][0] != resumed["EP2"][1]
@@ -260,6 +261,7 @@ def test_a_checkpoint_of_ep2_resumes_in(resumed, layout):
         assert mine == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.long
 def test_training_leaves_the_selection_bias_alone(resumed, checkpoints):
     from safetensors.torch import load_file
 

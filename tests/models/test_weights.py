@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pairs import first_soon
 from parity import RELATIVES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -337,7 +338,7 @@ def test_round_trip_of_experts_is_bit_equal(exports, sources, layout, kind):
     check_equal(exports[layout, kind], sources[kind])
 
 
-@pytest.mark.parametrize("kind", PREDICTIONS)
+@pytest.mark.parametrize("kind", first_soon(PREDICTIONS))
 def test_multi_token_prediction_is_exported_as_the_source_has_it(exports, sources, kind):
     check_equal(exports[PREDICTIONS[kind], kind], sources[kind])
 

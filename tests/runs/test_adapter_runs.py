@@ -201,6 +201,7 @@ def of_experts(tmp_path_factory):
     return path, saved_cases.read(case), found, folder
 
 
+@pytest.mark.long
 def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):
     for found in of_experts[2]:
         assert found["base kept"] and found["continued equal"] and found["down alone"]
@@ -208,10 +209,12 @@ def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
+@pytest.mark.long
 def test_adapters_of_experts_export_the_same_from_another_layout(of_experts, layout):
     assert_equal_adapters(of_experts[3] / "EP2", of_experts[3] / layout)
 
 
+@pytest.mark.long
 def test_peft_loads_adapters_of_experts(of_experts):
     path, case, found, folder = of_experts
     expected, base = of_run(found[0]["logits"], case), of_model(loaded(path), case)
