@@ -290,7 +290,7 @@ def test_the_adapter_demo_ends_if_a_base_weight_has_changed(tmp_path):
         adapter_demo.base_weights(tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_adapter_demo_keeps_the_base_and_peft_reads_what_it_made(tmp_path):
     """With four steps of each training: it learns nothing, but all of its way is gone."""
     command = [sys.executable, str(ROOT / "examples" / "digits" / "adapter_demo.py"), "steps=4"]
@@ -339,7 +339,7 @@ def test_the_rl_demo_ends_if_the_first_ratio_is_not_one():
         rl_demo.figures(history)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_rl_demo_runs_and_transformers_reads_what_it_made(tmp_path):
     """With two steps of each training: it learns nothing, but all of its way is gone."""
     command = [sys.executable, str(ROOT / "examples" / "digits" / "rl_demo.py"), "steps=2"]

@@ -10,7 +10,7 @@ import triton
 from places import ROOT
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_kernels_for_hopper_need_no_stack_and_are_those_of_the_report():
     report = json.loads((ROOT / "reports" / "cubins.json").read_text(encoding="utf-8"))
     command = [sys.executable, ROOT / "tools" / "cubins.py", ""]  # torch is told of a card in its own process

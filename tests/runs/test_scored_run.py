@@ -25,6 +25,12 @@ def worse(answer, references, question):
 """
 
 
+def train_both(root: str, checkpoint: str) -> None:
+    """In the same processes, one after the other."""
+    train_scored(root, "plain", checkpoint)
+    train_scored(root, "scored", checkpoint, *scored_settings(Path(root)))
+
+
 def train_scored(root: str, name: str, checkpoint: str, *others: str) -> None:
     from megatron_vlm.train import train
 
@@ -49,9 +55,7 @@ def folder(tmp_path_factory, tiny_gemma3) -> Path:
     (folder / "data.jsonl").write_text("".join(json.dumps(record(n)) + "\n" for n in range(ROWS)))
     (folder / "metric.py").write_text(METRIC)
     (folder / "export.sh").write_text('echo "told of $1, rank $RANK"\nls "$1"\nexit 3\n')
-    run_distributed(2, train_scored, str(folder), "plain", str(tiny_gemma3), timeout=100)
-    own = scored_settings(folder)
-    run_distributed(2, train_scored, str(folder), "scored", str(tiny_gemma3), *own, timeout=100)
+    run_distributed(2, train_both, str(folder), str(tiny_gemma3))
     return folder
 
 

@@ -1,6 +1,7 @@
 """Process groups, devices and seeds: from torchrun's environment to Megatron's parallel state."""
 
 import gc
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ cpu.install()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 
+_runs = itertools.count()
+
+
 def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = False) -> None:
     """Join the processes that torchrun started, or be a single process without it, and lay them out.
 
@@ -41,7 +45,11 @@ def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = 
     if deterministic:
         _repeat_exactly()
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=collective_timeout())
+        timeout = collective_timeout()
+        store, rank, processes = next(dist.rendezvous("env://", timeout=timeout))
+        # else groups would read in the store where those of the processes' last run were to be found
+        own = dist.PrefixStore(f"run {next(_runs)}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=processes, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     _make_groups(parallel)
