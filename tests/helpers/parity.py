@@ -99,33 +99,28 @@ OF_DATA = [
     for family in TINY_FAMILIES
 ]
 OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
-EVERY_LAYOUT = ("qwen3_vl_moe",)  # with experts, M-RoPE and deepstack; `make test` has Gemma3
-# What differs between families meets tensor, pipeline, context and expert parallelism here
-OF_EACH = ("1 process", "TP2+SP", "PP2·VPP2", "CP2", "EP2")
 
 
-def cells(
-    of_family: Callable[[str], list[str]],
-    often: Container[str],
-    of_each: Container[str],
-    every_layout: Container[str] = EVERY_LAYOUT,
-) -> list:
-    """Every family in each of its layouts. `make test` has Gemma3 in those of `often`, `make test-long` the
-    families of `every_layout` in all, those of IN_LAYOUTS in two of `of_each`, in turn, and others in one;
+def cells(of_family: Callable[[str], list[str]], often: Container[str]) -> list:
+    """Every family in each of its layouts. `make test` has Gemma3 in those of `often`, `make test-long` each
+    layout with one of the families of IN_LAYOUTS, in turn, and all families but relatives in one layout.
     `make test-soak` has the rest."""
+    having = {name: [family for family in IN_LAYOUTS if name in of_family(family)] for name in LAYOUTS}
+    dealt = {
+        (families[place % len(families)], name)
+        for place, (name, families) in enumerate(having.items())
+        if families
+    }
 
-    def mark(number: int, family: str, layout: str) -> list:
+    def mark(family: str, layout: str) -> list:
         if family == "gemma3" and layout in often:
             return []
-        if family not in IN_LAYOUTS:
-            return [pytest.mark.long if layout in OF_OTHERS else pytest.mark.soak]
-        own = [name for name in of_family(family) if name in of_each]
-        dealt = [own[(number + turn) % len(own)] for turn in range(2)]
-        return [pytest.mark.long if family in every_layout or layout in dealt else pytest.mark.soak]
+        in_one = layout in OF_OTHERS and family not in RELATIVES
+        return [pytest.mark.long if in_one or (family, layout) in dealt else pytest.mark.soak]
 
     return [
-        pytest.param(family, layout, marks=mark(number, family, layout))
-        for number, family in enumerate(TINY_FAMILIES)
+        pytest.param(family, layout, marks=mark(family, layout))
+        for family in TINY_FAMILIES
         for layout in of_family(family)
     ]
 

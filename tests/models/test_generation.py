@@ -256,8 +256,7 @@ def layouts_of(family: str) -> list[str]:
 
 
 OFTEN = ("TP2+SP", "PP2·VPP2", "DP2", "CP2")
-OF_EACH = ("TP2+SP", "PP2·VPP2", "CP2", "EP2")
-CELLS = parity.cells(layouts_of, OFTEN, OF_EACH)
+CELLS = parity.cells(layouts_of, OFTEN)
 
 
 # ---- the tests --------------------------------------------------------------------------------------------
