@@ -92,14 +92,17 @@ def uses(path: str, family: str):
     yield "policy"
 
 
-DENSE = ["qwen3_vl", "gemma3", "glm4v", "qwen3_5"]
-
-
 MOST = {"qwen3_5": 16}  # its norms are of two kinds: one multiplies by 1 + weight, one by a weight in fp32
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", *DENSE])
-@pytest.mark.long
+IN_LONG = ("qwen3_vl_moe", "qwen3_5")
+FAMILIES = [
+    pytest.param(family, marks=pytest.mark.long if family in IN_LONG else pytest.mark.soak)
+    for family in ("qwen3_vl_moe", "qwen3_5", "qwen3_vl", "gemma3", "glm4v")
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_twelve_graphs_are_enough(tmp_path, family):
     path = build_tiny_checkpoint(family, tmp_path)
     [found] = run_distributed(1, every_use, str(path), family)

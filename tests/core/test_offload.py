@@ -65,12 +65,11 @@ def in_ranks(folder: str) -> dict[str, dict[str, list]]:
     return {dtype: trained(folder, dtype) for dtype in ("bf16", "fp32")}
 
 
-# layers of the last two differ
-CELLS = [("gemma3", 1, {}), ("gemma3", 2, {}), ("qwen3_5", 1, {}), ("gemma4", 1, DENSE)]
+CELLS = [pytest.param(family, 1, {}, marks=pytest.mark.long) for family in ("gemma3", "qwen3_5")]
+CELLS += [pytest.param(*cell, marks=pytest.mark.soak) for cell in (("gemma3", 2, {}), ("gemma4", 1, DENSE))]
 
 
 @pytest.mark.parametrize(("family", "processes", "text"), CELLS)
-@pytest.mark.long
 def test_an_offloaded_optimizer_trains_resumes_and_exports_the_same_bits(tmp_path, family, processes, text):
     source = open_source(build_tiny_checkpoint(family, tmp_path / "source", text=text))
     hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])

@@ -98,7 +98,7 @@ def test_memory_stays_flat_over_an_epoch(kind, paths):
 MAX_SLOPE = 300  # bytes a sample; seen: 113, and 523 with the tars' members kept
 MAX_SLOPE_OF_MANY = 60
 READERS = [  # path, samples
-    pytest.param("energon", 100_000, id="energon-100000", marks=pytest.mark.long),
+    pytest.param("energon", 100_000, id="energon-100000", marks=pytest.mark.soak),
     pytest.param("data.jsonl", 100_000, id="jsonl-100000", marks=pytest.mark.soak),
     pytest.param("saved", 100_000, id="saved-100000", marks=pytest.mark.soak),
 ]

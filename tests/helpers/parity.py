@@ -103,8 +103,8 @@ OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
 
 def cells(of_family: Callable[[str], list[str]], often: Container[str]) -> list:
     """Every family in each of its layouts. `make test` has Gemma3 in those of `often`, `make test-long` each
-    layout with one of the families of IN_LAYOUTS, in turn, and all families but relatives in one layout.
-    `make test-soak` has the rest."""
+    layout with one of the families of IN_LAYOUTS, in turn, and each of them in one. `make test-soak` has the
+    rest."""
     having = {name: [family for family in IN_LAYOUTS if name in of_family(family)] for name in LAYOUTS}
     dealt = {
         (families[place % len(families)], name)
@@ -115,7 +115,7 @@ def cells(of_family: Callable[[str], list[str]], often: Container[str]) -> list:
     def mark(family: str, layout: str) -> list:
         if family == "gemma3" and layout in often:
             return []
-        in_one = layout in OF_OTHERS and family not in RELATIVES
+        in_one = layout in OF_OTHERS and family in IN_LAYOUTS
         return [pytest.mark.long if in_one or (family, layout) in dealt else pytest.mark.soak]
 
     return [

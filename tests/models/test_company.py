@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import company
+import parity
 import pytest
 import torch
 from transformers import AutoConfig
@@ -16,13 +17,13 @@ from tiny.distributed import run_distributed
 
 TRIED = {"": (4, 1), "long": (8, 2), "soak": (300, 3)}  # examples and seed
 QUICK = ("glm4v",)  # whose placeholders mean what the markers before them say
+IN_LONG = ("glm4v", *parity.IN_LAYOUTS)
 CASES = [
     pytest.param(
         family, *tried, id=f"{family} {tried[0]}", marks=[getattr(pytest.mark, mark)] if mark else []
     )
     for mark, tried in TRIED.items()
-    for family in TINY_FAMILIES
-    if mark or family in QUICK
+    for family in {"": QUICK, "long": IN_LONG, "soak": TINY_FAMILIES}[mark]
 ]
 
 

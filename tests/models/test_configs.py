@@ -29,7 +29,7 @@ from config_changes import (
     without_effect,
 )
 from odd_configs import Cell
-from parity import RELATIVES
+from parity import RELATIVES, marks
 from programs import OLDEST, OLDEST_VERSION, run_anew, run_program
 
 from megatron_vlm.config import ParallelConfig
@@ -147,7 +147,10 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
 
 # (checkpoint, which of the changes of its keys); of a variant those of the text model
 TRIED = [pytest.param(("gemma3", "quick"), id="quick")]
-TRIED += [pytest.param((family, "few"), id=family, marks=pytest.mark.long) for family in TRIED_FAMILIES]
+TRIED += [
+    pytest.param((family, "few"), id=family, marks=marks(family) or pytest.mark.long)
+    for family in TRIED_FAMILIES
+]
 TRIED += [
     pytest.param((name, "all"), id=f"{name} all", marks=pytest.mark.soak)
     for name in [*TINY_FAMILIES, *(f"{family} {variant}" for family, variant in VARIANTS)]

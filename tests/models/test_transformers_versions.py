@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hf_generate
 import pytest
+from parity import IN_LAYOUTS
 from PIL import Image
 from places import TESTS
 from programs import OLDEST, OLDEST_VERSION, run_anew, run_program
@@ -20,14 +21,14 @@ from megatron_vlm.compose.sources import open_language_model, open_tower
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.supported import SUPPORTED
-from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
+from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 from tiny.parts import build_language_model, build_tower
 
 COMPOSED = {"siglip2": "llama", "clip": "qwen2", "pixtral": "mistral"}  # tower -> language model
 # text settings of random models that say more than one token; 0.2 for all others
 VARIED = {"gemma3": {}, **dict.fromkeys(("gemma4", "gemma4_unified"), {"initializer_range": 0.05})}
-IN_BOTH = [family for family in TINY_FAMILIES if not SUPPORTED[family].since]
+IN_BOTH = [family for family in IN_LAYOUTS if not SUPPORTED[family].since]
 LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
 
 

@@ -25,7 +25,6 @@ cpu.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
-
 _runs = itertools.count()
 
 
