@@ -33,7 +33,7 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 test: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m "not long and not soak"
 
-# Every further family, source and layout, in pairs (docs/design/tests.md).
+# Every source, each kind of family and layout in pairs (docs/design/tests.md).
 test-long: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m long
 

@@ -93,8 +93,8 @@ def test_loader_states_come_back_in_the_order_of_their_ranks(case):
 
 
 def test_step_and_extra_come_back():
-    resumed = launches.second(2)[1]["pp -> pp"]
-    assert (resumed["state"]["step"], resumed["extra"]) == (launches.HALF, {"case": "pp"})
+    resumed = launches.second(2)[1]["vpp -> vpp"]
+    assert (resumed["state"]["step"], resumed["extra"]) == (launches.HALF, {"case": "vpp"})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

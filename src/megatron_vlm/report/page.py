@@ -4,10 +4,11 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from megatron_vlm.data.accounts.drops import REASONS
+from megatron_vlm.files import read_text
 from megatron_vlm.report.charts import charts_of
 from megatron_vlm.report.history import (
     History,
@@ -130,4 +131,4 @@ def _said(value: Any) -> str:
 
 
 def _file(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return read_text(Path(__file__).parent / name)
