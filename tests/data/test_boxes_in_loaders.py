@@ -9,7 +9,7 @@ from loaders import arguments_of, take
 from PIL import Image
 
 from megatron_vlm.batch import document_spans
-from megatron_vlm.config import AdapterConfig, DataConfig, RunConfig
+from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import RunData
 from tiny.checkpoints import build_tiny_checkpoint
@@ -64,13 +64,13 @@ def opened(folder, arguments, tmp_path):
     """Opens training loaders as a run does and closes them after the test."""
     all_data = []
 
-    def opened(name, packing, adapter=None):
+    def opened(name, packing):
         kind, path, settings = PATHS[name]
         packed = {"packing": packing, "packing_buffer_size": 4, "lengths_cache": str(tmp_path)}
         settings = {"num_workers": 0, "seq_length": SEQ_LENGTH, **packed, **settings}
         data = DataConfig(dataset_type=kind, train_data_path=str(folder / path), **settings)
-        config = RunConfig(run_dir=str(tmp_path), data=data, adapter=adapter or AdapterConfig())
-        all_data.append(RunData(config, **arguments, rank=0, world_size=1))
+        run = RunConfig(run_dir=str(tmp_path), data=data)
+        all_data.append(RunData(run, **arguments, rank=0, world_size=1))
         return all_data[-1].train_loader
 
     yield opened
@@ -112,10 +112,6 @@ def test_every_loader_has_the_same_tokens_and_labels(opened, alone, name, packin
     first = [documents(next(loader)) for _ in range(4)]
     assert packing == "none" or max(map(len, first)) > 1
     assert {one for row in first for one in row} | until_all_came(loader) == alone
-
-
-def test_a_run_of_adapters_has_the_same(opened, alone):
-    assert until_all_came(opened("lines", "stream", AdapterConfig(r=4))) == alone
 
 
 @pytest.mark.parametrize(("name", "packing"), PACKED)

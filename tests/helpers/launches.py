@@ -41,7 +41,7 @@ CASES = {
     "moe_tp_ep": (ParallelConfig(tp=2, ep=2), {"moe": True}),
     "pp_frozen_stage": (ParallelConfig(pp=2), {"only_embedding": True}),
 }
-# of two processes; those of OFTEN are in `make test`, and the others cut a model and its optimizer alike
+# of two processes; those of OFTEN are in `make test`
 OFTEN = ["dp", "dp_bf16", "tp", "vpp", "moe_ep"]
 CASES_OF_2 = [*OFTEN, "pp", "pp_frozen_stage", "dp_plain", "dp_offload", "dp_bf16_offload"]
 CASES_OF_2 += ["tp_plain", "tp_no_sp", "pp_plain", "pp_bf16_plain"]

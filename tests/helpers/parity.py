@@ -102,21 +102,17 @@ OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
 
 
 def cells(of_family: Callable[[str], list[str]], often: Container[str]) -> list:
-    """Every family in each of its layouts. `make test` has Gemma3 in those of `often`, `make test-long` each
-    layout with one of the families of IN_LAYOUTS, in turn, and each of them in one. `make test-soak` has the
-    rest."""
+    """Every family in each of its layouts. `make test` has Gemma3 in those of `often`. `make test-long` has
+    each layout with one of the families of IN_LAYOUTS, in turn, and each of these under tensor parallelism.
+    `make test-soak` has the rest."""
     having = {name: [family for family in IN_LAYOUTS if name in of_family(family)] for name in LAYOUTS}
-    dealt = {
-        (families[place % len(families)], name)
-        for place, (name, families) in enumerate(having.items())
-        if families
-    }
+    tried = {(each[n % len(each)], name) for n, (name, each) in enumerate(having.items()) if each}
+    tried |= {(family, name) for name in OF_OTHERS for family in having.get(name, ())}
 
     def mark(family: str, layout: str) -> list:
         if family == "gemma3" and layout in often:
             return []
-        in_one = layout in OF_OTHERS and family in IN_LAYOUTS
-        return [pytest.mark.long if in_one or (family, layout) in dealt else pytest.mark.soak]
+        return [pytest.mark.long if (family, layout) in tried else pytest.mark.soak]
 
     return [
         pytest.param(family, layout, marks=mark(family, layout))

@@ -29,7 +29,7 @@ from config_changes import (
     without_effect,
 )
 from odd_configs import Cell
-from parity import RELATIVES, marks
+from parity import IN_LAYOUTS
 from programs import OLDEST, OLDEST_VERSION, run_anew, run_program
 
 from megatron_vlm.config import ParallelConfig
@@ -41,7 +41,6 @@ from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 OF_ENGINES = {"mamba_ssm_dtype", "output_gate_type"}  # of gated delta nets, in vLLM
-TRIED_FAMILIES = [family for family in TINY_FAMILIES if family not in RELATIVES]
 VARIANTS = [(family, name) for family, parts in TINY_FAMILIES.items() for name in parts.variants]
 
 
@@ -147,10 +146,7 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
 
 # (checkpoint, which of the changes of its keys); of a variant those of the text model
 TRIED = [pytest.param(("gemma3", "quick"), id="quick")]
-TRIED += [
-    pytest.param((family, "few"), id=family, marks=marks(family) or pytest.mark.long)
-    for family in TRIED_FAMILIES
-]
+TRIED += [pytest.param((family, "few"), id=family, marks=pytest.mark.long) for family in IN_LAYOUTS]
 TRIED += [
     pytest.param((name, "all"), id=f"{name} all", marks=pytest.mark.soak)
     for name in [*TINY_FAMILIES, *(f"{family} {variant}" for family, variant in VARIANTS)]
@@ -163,7 +159,7 @@ def few(checkpoints) -> Callable[[str], dict[str, list[dict]]]:
 
     @cache
     def of_all() -> dict[str, dict[str, list[dict]]]:
-        return few_changes({family: config_of(checkpoints[family]) for family in TRIED_FAMILIES})
+        return few_changes({family: config_of(checkpoints[family]) for family in IN_LAYOUTS})
 
     return lambda family: of_all()[family]
 

@@ -252,8 +252,8 @@ def resumed(checkpoints, tmp_path_factory) -> dict:
     return run_distributed(2, train_on, *arguments)[0]
 
 
-@pytest.mark.parametrize("layout", ["TP2", "EP2·TP2"])
 @pytest.mark.long
+@pytest.mark.parametrize("layout", ["TP2", "EP2·TP2"])
 def test_a_checkpoint_of_ep2_resumes_in(resumed, layout):
     """Losses and gradient norms."""
     assert resumed["EP2"][0] != resumed["EP2"][1]

@@ -21,24 +21,28 @@ from megatron_vlm.compose.sources import open_language_model, open_tower
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.supported import SUPPORTED
-from tiny.checkpoints import build_tiny_checkpoint
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 from tiny.parts import build_language_model, build_tower
 
 COMPOSED = {"siglip2": "llama", "clip": "qwen2", "pixtral": "mistral"}  # tower -> language model
 # text settings of random models that say more than one token; 0.2 for all others
 VARIED = {"gemma3": {}, **dict.fromkeys(("gemma4", "gemma4_unified"), {"initializer_range": 0.05})}
-IN_BOTH = [family for family in IN_LAYOUTS if not SUPPORTED[family].since]
 LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
 
 
 ALL, ONE = "all layouts", "one layout"
+TRIED = {ONE: (IN_LAYOUTS, pytest.mark.long), ALL: (TINY_FAMILIES, pytest.mark.soak)}
+IN_BOTH = {
+    tried: [family for family in families if not SUPPORTED[family].since]
+    for tried, (families, _) in TRIED.items()
+}
 
 
 def layouts_of(family: str, tried: str) -> list[str]:
     """All, or one, of the next family another one: `test_weights.py` has exports of all bit-equal."""
     names = [name for name in LAYOUTS if name != "EP2" or load(family).has_experts]
-    number = IN_BOTH.index(family)
+    number = IN_BOTH[tried].index(family)
     return names if tried == ALL else [names[number % len(names)]]
 
 
@@ -79,7 +83,7 @@ def all_answers_of_megatron(folder: str, picture: str, tried: str) -> dict[str, 
     setup.init_distributed(ParallelConfig(), seed=1)
     return {
         family: answers_of_megatron(family, f"{folder}/{family}", exports(folder, family, tried), picture)
-        for family in IN_BOTH
+        for family in IN_BOTH[tried]
     }
 
 
@@ -108,29 +112,33 @@ def answers_of_transformers(picture: str, folders: list[str], overlay: Path | No
 
 
 pytestmark = pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make test-oldest` fetches it")
-TRIED = [pytest.param(ONE, marks=pytest.mark.long), pytest.param(ALL, marks=pytest.mark.soak)]
 
 
-@pytest.fixture(scope="module", params=TRIED)
+CELLS = [
+    pytest.param(tried, family, marks=mark) for tried, (_, mark) in TRIED.items() for family in IN_BOTH[tried]
+]
+
+
+@pytest.fixture(scope="module")
 def answers(request, tmp_path_factory) -> dict[str, dict[str, list[list[int]]]]:
     """Who answered -> family -> the answers of its exports. All families share the processes."""
-    folder = tmp_path_factory.mktemp("exports")
-    for family in IN_BOTH:
+    folder, tried = tmp_path_factory.mktemp("exports"), request.param
+    for family in IN_BOTH[tried]:
         build_tiny_checkpoint(family, folder / family, text=VARIED.get(family, {"initializer_range": 0.2}))
     picture = str(folder / "picture.png")
     Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
-    given = (str(folder), picture, request.param)
-    found = {"megatron": run_distributed(2, all_answers_of_megatron, *given, timeout=900)[0]}
-    folders = [path for family in IN_BOTH for path in exports(folder, family, request.param).values()]
+    ranks = run_distributed(2, all_answers_of_megatron, str(folder), picture, tried, timeout=900)
+    found = {"megatron": ranks[0]}
+    folders = [path for family in IN_BOTH[tried] for path in exports(folder, family, tried).values()]
     for name, overlay in (("newest", None), ("oldest", OLDEST)):
         said = answers_of_transformers(picture, folders, overlay)
         assert (said["version"] == OLDEST_VERSION) == (name == "oldest")
         left = iter(said["answers"])
-        found[name] = {family: [next(left) for _ in layouts_of(family, request.param)] for family in IN_BOTH}
+        found[name] = {family: [next(left) for _ in layouts_of(family, tried)] for family in IN_BOTH[tried]}
     return found
 
 
-@pytest.mark.parametrize("family", IN_BOTH)
+@pytest.mark.parametrize(("answers", "family"), CELLS, indirect=["answers"])
 def test_exports_answer_alike_in_the_oldest_and_newest_transformers(answers, family):
     mine = answers["megatron"][family]
     assert mine == answers["newest"][family] == answers["oldest"][family]

@@ -208,8 +208,8 @@ def test_adapters_of_experts_continue_bit_equal_and_leave_the_base(of_experts):
         assert found["losses"][1] < found["losses"][0]
 
 
-@pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
 @pytest.mark.long
+@pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
 def test_adapters_of_experts_export_the_same_from_another_layout(of_experts, layout):
     assert_equal_adapters(of_experts[3] / "EP2", of_experts[3] / layout)
 

@@ -46,7 +46,7 @@ def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = 
     if "RANK" in os.environ:
         timeout = collective_timeout()
         store, rank, processes = next(dist.rendezvous("env://", timeout=timeout))
-        # else groups would read in the store where those of the processes' last run were to be found
+        # a second run in these processes would find the addresses of the first one's groups in the store
         own = dist.PrefixStore(f"run {next(_runs)}", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=processes, timeout=timeout)
     else:
