@@ -35,7 +35,7 @@ test: compiled
 
 # Every source, each kind of family and layout in pairs (docs/design/tests.md).
 test-long: compiled
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m long
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m "long and not soak"
 
 # Nothing new, but every combination, and many more samples, kills and interruptions: hours.
 test-soak: compiled

@@ -98,6 +98,7 @@ def transformers_answer(folder: Path, messages: list[dict], images: list, videos
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.long
 def test_greedy_answers_are_those_of_transformers(asked, evaluated):
     from PIL import Image
 

@@ -72,6 +72,7 @@ if "--only" in sys.orig_argv:
 """
 
 
+@pytest.mark.long
 def test_parts_that_are_killed_or_hang_or_fail_are_rows_and_the_next_one_runs(tmp_path, monkeypatch, capfd):
     (tmp_path / "sitecustomize.py").write_text(ENDS_BADLY)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")

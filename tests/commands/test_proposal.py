@@ -116,6 +116,7 @@ def test_gpus_are_those_that_nvidia_smi_and_the_environment_show(tmp_path, monke
     assert memory_of_gpus() == [size << 20 for size in found]
 
 
+@pytest.mark.long
 def test_one_command_trains_and_goes_on(tmp_path, tiny_gemma3):
     data = write_sharegpt(tmp_path / "chat", 12)
     run = tmp_path / "run"

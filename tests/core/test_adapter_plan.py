@@ -60,6 +60,7 @@ def test_what_is_trained_is_what_adapters_hold(settings, trained):
     assert stage.memory - RESERVE == pytest.approx(rehearsed.peak, rel=WORST)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     first_soon(
@@ -105,6 +106,7 @@ def test_each_family_has_a_file_of_adapters_that_fits_gpus_of_80_gb():
         assert memory <= 80e9, which
 
 
+@pytest.mark.long
 def test_a_rank_holds_adapters_of_its_experts_alone():
     """Rank 16; 8 layers, 128 experts of 768 inner channels in 2,048: 64 of them on a rank of two."""
     file = ROOT / "recipes/qwen3_vl_30b_a3b_lora.yaml"

@@ -134,6 +134,7 @@ def falls(number: int) -> float:
     ) / LR
 
 
+@pytest.mark.long
 def test_every_parameter_moves_by_the_rate_of_its_part_or_pattern(of_ranks):
     seen = set()
     for rank in of_ranks:
@@ -146,6 +147,7 @@ def test_every_parameter_moves_by_the_rate_of_its_part_or_pattern(of_ranks):
     assert seen == {LR, *FIRST.values()}
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_rates_of_now_and_all_of_adams_steps(of_ranks):
     """Also in another layout. Rates fall by the cosine, all in proportion."""
     seen = set()
@@ -204,6 +206,7 @@ def moves_of_adapters(path: str) -> dict[str, tuple[float, float]]:
     return rates | {name: tuple(ends) for name, (_, _, *ends) in step(*parts).items()}
 
 
+@pytest.mark.long
 def test_adapters_are_a_part_and_have_names_for_patterns(tiny_gemma3):
     for found in run_distributed(2, moves_of_adapters, str(tiny_gemma3)):
         assert [found.pop(key)[0] for key in ("lr", "lr_adapters", "lr_lora_B")] == [LR, 3e-3, 5e-3]
@@ -213,6 +216,7 @@ def test_adapters_are_a_part_and_have_names_for_patterns(tiny_gemma3):
             assert ends == pytest.approx((rate, rate), abs=EXACT), name
 
 
+@pytest.mark.long
 def test_what_is_for_nothing_or_for_half_of_a_parameter_is_refused_on_every_rank(tiny_gemma3):
     """The first stage has the tower; the second has to refuse, too. Weight decay leaves one-dimensional
     parameters alone."""

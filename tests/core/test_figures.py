@@ -176,9 +176,10 @@ def encoded(path: Path, rows: list[str]) -> dict:
 
 
 def cells() -> list:
-    """Every family, and what is frozen: all of Gemma3 in `make test`, two in turn of others in
+    """Every family, and what is frozen: all of Gemma3 and two in turn of others in
     `make test-long`, and all in `make test-soak`."""
-    frozen, found = [name for name in FREEZE if name != "nothing"], [pytest.param("gemma3", [*FREEZE])]
+    frozen = [name for name in FREEZE if name != "nothing"]
+    found = [pytest.param("gemma3", [*FREEZE], marks=pytest.mark.long)]
     for number, family in enumerate(TINY_FAMILIES):
         if family != "gemma3":
             two = [frozen[(number + place) % len(frozen)] for place in (0, 1)]
@@ -265,6 +266,7 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
     return ranks[0], expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_figures_are_the_same_in_every_layout(steps, layout):
     found, expected = steps

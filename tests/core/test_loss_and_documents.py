@@ -157,6 +157,7 @@ def test_a_mean_of_micro_batch_means_does_not(measured):
     assert result["max_rel_grad"] > 100 * parity.MAX_REL_GRAD
 
 
+@pytest.mark.long
 def test_gradients_reduced_during_the_backward_pass_are_those_of_one_process(tmp_path):
     """From the second step on, in the last of several micro batches; with a layer that is never used."""
     path = build_tiny_checkpoint("mistral3", tmp_path / "checkpoint")

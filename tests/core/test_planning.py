@@ -234,6 +234,7 @@ def test_what_is_for_experts_is_refused_for_a_model_without(settings):
         make_plan(config, describe(hf_config), 2)
 
 
+@pytest.mark.long
 def test_plan_refuses_rows_for_which_dynamic_frequencies_would_change():
     from transformers import AutoConfig
 

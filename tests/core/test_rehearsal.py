@@ -313,6 +313,7 @@ def test_what_runs_beside_products_is_counted_where_the_code_starts_it():
     assert exchanged[0] == exchanged[1] and waited[1] < waited[0]
 
 
+@pytest.mark.long
 def test_the_command_rehearses_and_searches(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the command sets it
     config = json.loads((CONFIGS / "qwen3_vl_2b.json").read_text())

@@ -39,6 +39,7 @@ def environment_of_children(folder: Path, tp: int, **given: str) -> list[dict[st
     return [{name: child[name] for name in READ_BY_CUDA if name in child} for child in children]
 
 
+@pytest.mark.long
 def test_children_of_the_launcher_have_what_cuda_and_torch_read(tmp_path):
     assert not OUTSIDE_TORCHRUN.keys() & set(READ_BY_CUDA)
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -70,6 +70,7 @@ def gradients(
     return trained, len(ddp[0].module.language_model.decoder.layers)
 
 
+@pytest.mark.long
 def test_gradients_that_linears_add_themselves_are_the_same(tmp_path):
     source = open_source(build_tiny_checkpoint("gemma3", tmp_path / "model"))
     hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])

@@ -297,6 +297,7 @@ def test_a_rank_that_runs_short_yields_batches_that_train_nothing(dataset, encod
         assert batch["labels"].shape == batch["input_ids"].shape
 
 
+@pytest.mark.long
 def test_a_rank_without_samples_trains_nothing_as_often_as_the_others(tmp_path, encoder):
     source = write_sharegpt(tmp_path / "source", 2)
     prepare({"val": source}, tmp_path / "out")

@@ -192,6 +192,7 @@ def test_workers_and_ranks_share_them_without_loss(written, processor, source, n
     assert sorted(seen) == list(range(len(records)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", [pytest.param("energon", marks=pytest.mark.long), "hf"])
 def test_workers_and_ranks_share_packed_rows_without_loss(written, processor, source):
     path, records, _, _ = written[source]

@@ -230,6 +230,7 @@ def train_list(steps: int, root: str, checkpoint: str, paths: list[str]) -> None
     train(compose("gemma3_tiny_digits", settings=settings, arguments=arguments))
 
 
+@pytest.mark.long
 def test_the_log_counts_the_samples_and_tokens_of_each_source_through_a_resume(
     sources, tiny_gemma3, tmp_path
 ):

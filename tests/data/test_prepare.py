@@ -227,6 +227,7 @@ def test_most_records_skipped_exits_non_zero_and_says_what_helps(tmp_path):
     (tmp_path / "in/data.jsonl").write_text("".join(source.read_text().splitlines(True)[:2]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupt_leaves_nothing(tmp_path, stop):
     """As Ctrl-C does it: the signal goes to the whole process group, in the middle of the work."""

@@ -110,6 +110,7 @@ def train_loader(path, encoder, num_workers=0):
     return provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=7)
 
 
+@pytest.mark.long
 def test_a_weighted_blend_draws_by_its_weights(blend, processor, encoder):
     loader = train_loader(blend / "blend.yaml", encoder)
     numbers = written_sources.numbers_of([next(loader) for _ in range(400)], processor)

@@ -489,12 +489,3 @@ def _has(config: dict, path: str) -> bool:
     for section in sections:
         config = config.get(section, {})
     return key in config
-
-
-def quick(changes: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """One change of each key but the tower's, which Transformers' own module reads, and all rotary rules."""
-    return {
-        path: each if path == T + "rope_parameters" else each[:1]
-        for path, each in changes.items()
-        if not path.startswith(V)
-    }

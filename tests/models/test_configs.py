@@ -23,7 +23,6 @@ from config_changes import (
     V,
     changes_of,
     few_changes,
-    quick,
     rows_of,
     together,
     without_effect,
@@ -145,8 +144,7 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
 
 
 # (checkpoint, which of the changes of its keys); of a variant those of the text model
-TRIED = [pytest.param(("gemma3", "quick"), id="quick")]
-TRIED += [pytest.param((family, "few"), id=family, marks=pytest.mark.long) for family in IN_LAYOUTS]
+TRIED = [pytest.param((family, "few"), id=family, marks=pytest.mark.long) for family in IN_LAYOUTS]
 TRIED += [
     pytest.param((name, "all"), id=f"{name} all", marks=pytest.mark.soak)
     for name in [*TINY_FAMILIES, *(f"{family} {variant}" for family, variant in VARIANTS)]
@@ -177,7 +175,7 @@ def tried(request, checkpoints, few, tmp_path_factory) -> tuple[dict, dict[str, 
     changes = changes_of(family, config)
     if family != checkpoint:
         changes = {path: each for path, each in changes.items() if path.startswith(T)}
-    at_once = {"all": changes, "quick": quick(changes), "few": few(family) if which == "few" else {}}[which]
+    at_once = few(family) if which == "few" else changes
     every = [change for each in at_once.values() for change in each] + ELSEWHERE
     every += SPELLINGS[family] if family == checkpoint else []
     cells = {cell.name: cell for cell in (Cell(change, rows_of(family, change)) for change in every)}

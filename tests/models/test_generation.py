@@ -255,7 +255,7 @@ def layouts_of(family: str) -> list[str]:
     ]
 
 
-OFTEN = ("TP2+SP", "PP2·VPP2", "DP2", "CP2")
+OFTEN = ("TP2+SP",)
 CELLS = parity.cells(layouts_of, OFTEN)
 
 

@@ -181,6 +181,7 @@ def test_balance_has_the_gradient_of_transformers_with_padding_left_out(balanced
     assert balanced[row]["max_rel_grad"] <= parity.MAX_REL_GRAD, balanced[row]
 
 
+@pytest.mark.long
 def test_balance_is_taken_over_the_whole_sequence(cells):
     one = {"one image": cells["one image"]}
     for found in run_distributed(2, balance, ParallelConfig(tp=2), one):

@@ -56,33 +56,39 @@ def test_replicas_stay_bit_equal_and_a_missing_sum_is_seen(parts):
         assert len(found) == 7
 
 
+@pytest.mark.long
 def test_the_base_is_as_before_and_adapters_learn(story):
     for found in story[0]:
         assert found["base kept"]
         assert found["losses"][-1] < found["losses"][0] - 0.1
 
 
+@pytest.mark.long
 def test_a_continued_run_is_bit_equal(story):
     for found in story[0]:
         assert found["continued losses"] == found["losses"][adapter_runs.HALF :]
         assert found["continued equal"]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_where_a_stage_has_nothing_that_is_trained(story):
     assert all(found["first stage"] for found in story[0])
 
 
+@pytest.mark.long
 def test_a_token_without_an_embedding_is_refused(story):
     """Tensor-parallel ranks would each take it for one of another rank, and all together for zeros."""
     for found in story[0]:
         assert "is outside of the model's vocabulary of" in found["beyond"]
 
 
+@pytest.mark.long
 def test_adapters_that_do_not_fit_on_the_disk_say_so_on_every_rank(story):
     for found in story[0]:
         assert found["too large"].endswith("raise it and start again.")
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(story):
     [step] = (story[1] / "run/checkpoints").glob("step_*")
     entries = FileSystemReader(step).read_metadata().state_dict_metadata
@@ -94,6 +100,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(story):
     assert all(key.partition("adapters.")[2] in names for key in tensors)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["TP2", "PP2·VPP2"])
 def test_another_layout_exports_the_same(story, layout):
     found, folder = story
@@ -125,6 +132,7 @@ def loaded(path):
     return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
 
 
+@pytest.mark.long
 def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, story):
     found, folder = story
     case = saved_cases.read(parts[1])
@@ -138,6 +146,7 @@ def test_peft_loads_what_is_exported_and_it_is_what_the_run_computes(parts, stor
     assert (of_run(found[0]["imported logits"], case) - expected).abs().max() < parity.MAX_ABS_LOGITS
 
 
+@pytest.mark.long
 def test_modules_trained_whole_are_written_as_peft_does_and_continue(parts, story):
     found, folder = story
     case = saved_cases.read(parts[1])
@@ -158,6 +167,7 @@ MLP = [f"layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
 PREFIX = "base_model.model."
 
 
+@pytest.mark.long
 def test_dora_begins_as_the_base_and_peft_loads_what_it_became(parts):
     path, file, folder = parts
     case = saved_cases.read(file)
@@ -228,6 +238,7 @@ def test_peft_loads_adapters_of_experts(of_experts):
     assert (of_model(loaded(folder / "merged"), case) - expected).abs().max() < parity.MAX_ABS_LOGITS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adapter", [True, False])
 def test_the_command_exports_the_same_in_one_process(parts, story, adapter):
     run_distributed(1, adapter_runs.exported, str(parts[0]), str(story[1]), adapter)
@@ -240,6 +251,7 @@ def test_the_command_exports_the_same_in_one_process(parts, story, adapter):
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.long
 def test_an_adapter_on_q_and_v_exports_no_k(story):
     stored = load_file(story[1] / "query and value/adapter_model.safetensors")
     assert {key.split(".")[-3] for key in stored} == {"q_proj", "v_proj"}
@@ -247,6 +259,7 @@ def test_an_adapter_on_q_and_v_exports_no_k(story):
     assert all(value.abs().sum() > 0 for value in stored.values())
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_base_or_of_other_adapters_is_refused_by_name(story):
     for found in story[0]:
         base, none, other = found["refusals"]
@@ -459,6 +472,7 @@ def test_a_start_on_a_base_of_another_name_is_said(tmp_path):
     assert said.endswith("says that it was trained on google/gemma-3-4b-it; here it adapts other")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_the_folder_that_it_began_with(parts, story):
     """Whatever that folder holds now: once there is a checkpoint, the run reads its own copy."""
     path, case, folder = parts
@@ -479,6 +493,7 @@ def test_a_run_goes_on_without_the_folder_that_it_began_with(parts, story):
     assert (written["r"], written["lora_alpha"]) == (4, 8)
 
 
+@pytest.mark.long
 def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):
     path, _, folder = parts
     [said] = run_distributed(1, adapter_runs.damaged, str(path), str(story[1] / "exported"), str(folder))

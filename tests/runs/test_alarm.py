@@ -39,6 +39,7 @@ def test_an_error_of_one_rank_in_a_pass_ends_the_others(given, tmp_path, case):
     assert again.startswith(f"AnotherRankFailed: rank 1 has failed: {WORDS}; start again")
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_anything_else_is_ended_too():
     with pytest.raises(RuntimeError, match=r"ranks \[0\] of 2 failed") as raised:
         run_distributed(2, failing_ranks.stuck, timeout=SECONDS)

@@ -85,6 +85,7 @@ def test_a_look_at_validation_data_says_why_all_is_dropped(
     assert encoder.drops.counted() == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("provider", "path"), [(HFProvider, "source/data.jsonl"), (EnergonProvider, "prepared")]
 )

@@ -293,6 +293,7 @@ def test_a_run_writes_down_what_it_held_out_and_never_trains_it(run_dir):
     assert held == HELD_OUT and not held & trained and held | trained == {f"{n:09d}" for n in range(ROWS)}
 
 
+@pytest.mark.long
 def test_the_best_checkpoint_is_kept_besides_the_last(run_dir):
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     losses = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
@@ -303,6 +304,7 @@ def test_the_best_checkpoint_is_kept_besides_the_last(run_dir):
     assert (run_dir / "checkpoints/best").read_text().strip() == best
 
 
+@pytest.mark.long
 def test_every_epoch_is_exported_and_a_lost_export_is_made_again(run_dir, tmp_path):
     exports = sorted(path.name for path in (run_dir / "exports").iterdir())
     assert exports == [f"step_{steps_of(epochs):08d}" for epochs in (1, 2, 3)]
@@ -333,6 +335,7 @@ def train_one_epoch(layout: str, root: str, checkpoint: str, run_dir: str) -> No
     train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["pp=2", pytest.param("tp=2", marks=pytest.mark.long)])
 def test_an_export_of_any_layout_is_that_of_its_checkpoint(folder, tiny_gemma3, tmp_path, layout):
     """After steps 4 and 5, the last."""

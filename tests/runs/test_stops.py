@@ -86,8 +86,8 @@ def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "sent", "settings", "by"),
     [
-        (1, {0: signal.SIGTERM}, ["num_workers=0"], "SIGTERM"),
         pytest.param(2, {1: signal.SIGUSR1}, [], "SIGUSR1", marks=pytest.mark.long),
+        pytest.param(1, {0: signal.SIGTERM}, ["num_workers=0"], "SIGTERM", marks=pytest.mark.soak),
         pytest.param(2, {0: signal.SIGTERM, 1: signal.SIGTERM}, ["tp=2"], "SIGTERM", marks=pytest.mark.soak),
         pytest.param(1, None, ["train.stop_after=1s"], "train.stop_after", marks=pytest.mark.soak),
     ],
