@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 from megatron_vlm.models.language_model import LanguageModelConfig
+from megatron_vlm.models.layers.aside import Aside
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, heads_of
@@ -125,6 +126,7 @@ class DecodePlan:
     """The plan of a stream of one token for each row, at `place`, then padding."""
 
     turns: list[list[list[Tensor]]]  # see `AttentionPlan`
+    asides: dict[int, Aside]
 
     def __init__(
         self,

@@ -1,0 +1,59 @@
+"""Tensors that later layers take beside their hidden states, such as keys and values of an earlier layer.
+
+An `Aside` goes through all layers in the plan. Recomputation runs a layer again from its hidden states alone,
+so no autograd graph may lead from a layer into an aside. Whoever takes a tensor leaves its gradient there,
+and whoever put it in finds the sum. Both are functions of what goes from layer to layer (`carrier`), whose
+gradient has passed all who take before it comes to who put in.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Aside:
+    """What one put in, and the gradients that others left."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.gradients: dict[int, Tensor] = {}
+
+    def add(self, place: int, gradient: Tensor) -> None:
+        held = self.gradients.get(place)
+        self.gradients[place] = gradient if held is None else held + gradient
+
+
+def put(carrier: Tensor, aside: Aside, *tensors: Tensor) -> Tensor:
+    """The carrier, after which `take` gives these tensors; a layer that is recomputed puts them in again."""
+    return _Put.apply(carrier, aside, *tensors)
+
+
+def take(carrier: Tensor, aside: Aside, *places: int) -> tuple[Tensor, ...]:
+    """The carrier, and the aside's tensors of these numbers."""
+    return _Take.apply(carrier, aside, places)
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, carrier: Tensor, aside: Aside, *tensors: Tensor) -> Tensor:
+        ctx.aside, aside.tensors = aside, [tensor.detach() for tensor in tensors]
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Any, ...]:
+        left = ctx.aside.gradients
+        return gradient, None, *(left.pop(place, None) for place in range(len(ctx.aside.tensors)))
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, carrier: Tensor, aside: Aside, places: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ctx.aside, ctx.places = aside, places
+        return carrier.view_as(carrier), *(aside.tensors[place].detach() for place in places)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor, *gradients: Tensor) -> tuple[Any, ...]:
+        for place, of_taken in zip(ctx.places, gradients, strict=True):
+            ctx.aside.add(place, of_taken)
+        return gradient, None, None
