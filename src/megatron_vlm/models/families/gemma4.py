@@ -41,14 +41,19 @@ def _keeps_own(shared: int, text: Any) -> bool:
     return shared == 0 or (shared > 0 and set(own) == set(text.layer_types))
 
 
+def _has_inputs(shared: int, text: Any) -> bool:
+    return _keeps_own(shared, text) and not (shared and not text.hidden_size_per_layer_input)
+
+
 def _dense(wide: bool, text: Any) -> bool:
-    return not (wide and getattr(text, "enable_moe_block", False))
+    return not (wide and text.enable_moe_block and text.num_kv_shared_layers)
 
 
 def _one_vocabulary(size: int, text: Any) -> bool:
     return not text.hidden_size_per_layer_input or size == text.vocab_size
 
 
+OTHERS_KEEP = "0, or so many that each type of layer_types is among the others"
 TOP = keys.TOP | keys.any_of("video_token_id", "audio_token_id") | {"image_token_id": keys.TOKEN}
 MARKERS = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index")
 TEXT = (
@@ -63,10 +68,8 @@ TEXT = (
         "pad_token_id": keys.Values("a token of the vocabulary", _stands_for_media),
         "use_bidirectional_attention": keys.only("vision", None),
         "final_logit_softcapping": keys.Values("null or above 0", lambda cap, _: cap is None or cap > 0),
-        "num_kv_shared_layers": keys.Values(
-            "0, or so many that each type of layer_types is among the others", _keeps_own
-        ),
-        "use_double_wide_mlp": keys.Values("false, or true without experts", _dense),
+        "num_kv_shared_layers": keys.Values(OTHERS_KEEP, _keeps_own),
+        "use_double_wide_mlp": keys.ANY,
     }
 )
 EXPERTS_AND_EMBEDDINGS = keys.any_of("enable_moe_block", "num_experts", "output_router_logits") | {
@@ -74,6 +77,9 @@ EXPERTS_AND_EMBEDDINGS = keys.any_of("enable_moe_block", "num_experts", "output_
     "top_k_experts": keys.Values("1 to num_experts", _chosen),
     "hidden_size_per_layer_input": keys.Values("0 or above, or null", lambda size, _: (size or 0) >= 0),
     "vocab_size_per_layer_input": keys.Values("vocab_size", _one_vocabulary),
+    # Transformers 5.23 fails without these inputs
+    "num_kv_shared_layers": keys.Values(f"{OTHERS_KEEP}, with hidden_size_per_layer_input", _has_inputs),
+    "use_double_wide_mlp": keys.Values("false, or true without experts", _dense),
 }
 ROPE = keys.ROPE | {
     "rope_type": keys.only("default", "proportional", "linear", "llama3", "yarn"),
