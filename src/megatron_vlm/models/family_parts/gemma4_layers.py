@@ -83,8 +83,8 @@ class OwnRowsLinear(ColumnParallelLinear):
 
 
 class OwnHeadsAttention(RotarySelfAttention):
-    """Attention with its layer's own heads; values are normed, and may be the keys before their norm. Keys,
-    by their positions, and values may be those of an earlier layer, which puts them aside.
+    """Attention with its layer's own heads; values are normed, and may be the keys before their norm. A
+    layer may take the keys, turned by their positions, and the values that an earlier layer put aside.
     """
 
     def __init__(self, config: LanguageModelConfig, submodules: Any, layer_number: int, **kwargs: Any):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Aside:
-    """What one put in, and the gradients that others left."""
+    """Tensors that one put in, and the gradients that others left."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

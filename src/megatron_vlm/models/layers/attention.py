@@ -157,7 +157,7 @@ class RotarySelfAttention(SelfAttention):
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), *gates
 
     def turned(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
-        """What attention takes: queries and keys by their positions, and values."""
+        """Queries and keys turned by their positions, and values, as attention takes them."""
         turns, adjacent = plan.turns[self.rotary_index], self.config.rotary_interleaved
         return rotate(query, *turns[0], adjacent), rotate(key, *turns[-1], adjacent), value
 

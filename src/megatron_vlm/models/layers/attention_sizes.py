@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 class Heads(NamedTuple):
     """The heads of one layer. Without `values`, it takes its keys, before their norm, for values. With a
-    `source`, it has neither keys nor values, and takes those of that layer, counted from 0."""
+    `source`, a layer counted from 0, it makes neither and takes that layer's keys and values."""
 
     channels: int  # of a head
     groups: int  # key/value heads

@@ -69,7 +69,7 @@ class LayerInputs(MegatronModule):
 
 
 class OwnInput(nn.Module):
-    """What a layer makes of its own input: hidden + norm(projection(activation(gate(hidden)) * input)), times
+    """A layer's use of its own input: hidden + norm(projection(activation(gate(hidden)) * input)), times
     a number of the checkpoint's, which is not trained."""
 
     def __init__(self, config: Any):
