@@ -265,17 +265,18 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
     def rules(self) -> list[Rule]:
         if not self.layer_inputs:
             return [*super().rules, self.layer_rule("mlp_bda.layer_scalar", ["layer_scalar"], Whole())]
-        of_all, own, theirs = f"{llama.MODEL}layer_inputs.", "own_input.", f"{self.hf_model}per_layer_"
+        of_all = f"{llama.MODEL}layer_inputs."
+        theirs = f"{self.hf_model}per_layer_"
         table = Vocabulary(self.text.vocab_size)
         return [
             *super().rules,
             Rule(f"{of_all}embedding.weight", (f"{self.hf_model}embed_tokens_per_layer.weight",), table),
             Rule(f"{of_all}projection.weight", (f"{theirs}model_projection.weight",), Whole()),
             Rule(f"{of_all}norm.weight", (f"{theirs}projection_norm.weight",), Whole()),
-            self.layer_rule(f"{own}gate.weight", ["per_layer_input_gate.weight"], Whole()),
-            self.layer_rule(f"{own}projection.weight", ["per_layer_projection.weight"], Whole()),
-            self.layer_rule(f"{own}norm.weight", ["post_per_layer_input_norm.weight"], Whole()),
-            self.layer_rule(f"{own}layer_scalar", ["layer_scalar"], Whole()),
+            self.layer_rule("own_input.gate.weight", ["per_layer_input_gate.weight"], Whole()),
+            self.layer_rule("own_input.projection.weight", ["per_layer_projection.weight"], Whole()),
+            self.layer_rule("own_input.norm.weight", ["post_per_layer_input_norm.weight"], Whole()),
+            self.layer_rule("own_input.layer_scalar", ["layer_scalar"], Whole()),
         ]
 
     def attention_rules(self) -> list[Rule]:
@@ -292,7 +293,8 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
                 hf_keys = tuple(f"{theirs}{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
                 operation = GroupedQKV(text.num_attention_heads, heads.groups, heads.channels, heads.values)
                 if heads.source is not None:
-                    hf_keys, operation = hf_keys[:1], Cut(0)
+                    hf_keys = hf_keys[:1]
+                    operation = Cut(0)
                 rules.append(Rule(ours, hf_keys, operation))
         return rules
 
