@@ -80,5 +80,6 @@ def perturbed(build: Callable[[], PreTrainedModel], seed: int) -> PreTrainedMode
         with torch.no_grad():
             for weight in model.state_dict(keep_vars=True).values():
                 if (weight == weight.flatten()[0]).all():
+                    weight.nan_to_num_(posinf=2.0, neginf=-2.0)  # limits without effect get one
                     weight.add_(torch.randn_like(weight) * 0.05)
     return model

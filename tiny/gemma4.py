@@ -110,7 +110,8 @@ def whole_config(processor: ProcessorMixin) -> dict:
 
 
 def config(processor: Gemma4Processor, text: dict, vision: dict) -> Gemma4Config:
-    """`text` and `vision` override the toy sizes; `layer_types` repeats the pattern unless given."""
+    """`text` and `vision` override the toy sizes; `layer_types` repeats the pattern unless given. A model
+    whose layers have inputs of their own has a tower for audio."""
     images = processor.image_processor
     experts = {
         "hidden_size_per_layer_input": 0,
@@ -132,14 +133,34 @@ def config(processor: Gemma4Processor, text: dict, vision: dict) -> Gemma4Config
         "position_embedding_size": 320,
         "standardize": True,
     }
+    text = text_config(processor, experts | text)
+    has_audio = text["hidden_size_per_layer_input"]
     return Gemma4Config(
-        text_config={"model_type": "gemma4_text", **text_config(processor, experts | text)},
+        text_config={"model_type": "gemma4_text", "vocab_size_per_layer_input": text["vocab_size"], **text},
         vision_config={"model_type": "gemma4_vision", **vision_config, **vision},
+        audio_config={"model_type": "gemma4_audio", **AUDIO} if has_audio else None,
         **whole_config(processor),
     )
 
 
+AUDIO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 24,
+}
 DENSE = {"enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
+SMALL = DENSE | {  # as E2B, with each kind of layer among those that share and those that do not
+    "num_hidden_layers": 6,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": None,
+    "use_bidirectional_attention": None,
+}
 FAMILY = TinyFamily(
     TEMPLATE,
     processor,
@@ -157,6 +178,7 @@ FAMILY = TinyFamily(
             | {"attention_bias": True, "attention_k_eq_v": False, "final_logit_softcapping": None},
             "vision": {"standardize": False},
         },
+        "small": {"text": SMALL, "vision": {"use_clipped_linears": True, "standardize": False}},
         "six experts": {  # of which a token takes three
             "text": {"num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 40}
             | {"attention_bias": True, "num_key_value_heads": 2, "attention_k_eq_v": False},

@@ -131,12 +131,22 @@ GLM = {
         {T + "num_experts_per_tok": 3, T + "topk_group": 2},
     ],
 }
+OWN_INPUTS = {T + "hidden_size_per_layer_input": 16}
+SHARED_AND_WIDE = {T + "num_kv_shared_layers": 1, T + "use_double_wide_mlp": True}
 GEMMA4 = {
     "audio_config": [{"audio_config": {"model_type": "gemma4_audio"}}],
     **{key: [{key: 639}] for key in ("video_token_id", "audio_token_id")},  # no text has this token
     T + "use_bidirectional_attention": [{T + "use_bidirectional_attention": name} for name in (None, "all")],
-    T + "hidden_size_per_layer_input": [{T + "hidden_size_per_layer_input": 16}],
-    T + "num_kv_shared_layers": [{T + "num_kv_shared_layers": 1}],
+    T + "hidden_size_per_layer_input": [OWN_INPUTS],
+    T + "vocab_size_per_layer_input": [OWN_INPUTS | {T + "vocab_size_per_layer_input": 128}],
+    T + "num_kv_shared_layers": [
+        *(OWN_INPUTS | {T + "num_kv_shared_layers": n} for n in (1, 2, 3)),
+        {T + "num_kv_shared_layers": 1},
+    ],
+    T + "use_double_wide_mlp": [
+        OWN_INPUTS | SHARED_AND_WIDE | {T + "enable_moe_block": False},
+        OWN_INPUTS | SHARED_AND_WIDE,
+    ],
     T + "top_k_experts": [{T + "top_k_experts": n} for n in (1, 3, 9)],
     T + "num_global_key_value_heads": [{T + "num_global_key_value_heads": n} for n in (1, 4, None)],
     T + "global_head_dim": [{T + "global_head_dim": n} for n in (16, 64)],

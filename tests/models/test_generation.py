@@ -21,7 +21,7 @@ from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.models.families import load
 from megatron_vlm.models.families.qwen3_5 import Qwen35
-from tiny.checkpoints import build_tiny_checkpoint
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 PROMPTS = ("t", "it", "ititit", "iit")
@@ -265,6 +265,10 @@ CELLS = parity.cells(layouts_of, OFTEN)
 @pytest.mark.parametrize(("family", "layout"), CELLS)
 def test_greedy_answers_are_those_of_transformers(answers_of, family, layout):
     stop, theirs, ranks = answers_of(family, layout)
+    check_greedy(stop, theirs, ranks)
+
+
+def check_greedy(stop: list[int], theirs: list[dict], ranks: list[dict]) -> None:
     for ours in ranks:
         answers = [answer for [answer] in ours["greedy"]]
         assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in theirs]
@@ -274,6 +278,22 @@ def test_greedy_answers_are_those_of_transformers(answers_of, family, layout):
             assert np.abs(np.subtract(mine["logprobs_at_1"], hf["logprobs"])).max() < 1e-4
     lengths = {len(answer["tokens"]) for answer in theirs}
     assert len(lengths) > 1 and len({token for answer in theirs for token in answer["tokens"]}) > 4
+
+
+@pytest.mark.long
+def test_answers_of_layers_that_share_keys_and_values(tmp_path):
+    """Their caches are one, and inputs of each layer's own come with each new token."""
+    path = build_tiny_checkpoint(
+        "gemma4", tmp_path / "checkpoint", **TINY_FAMILIES["gemma4"].variants["small"]
+    )
+    encoded, prompts = prompts_of(path)
+    torch.save(prompts, tmp_path / "prompts.pt")
+    stop, theirs = greedy_of_transformers(path, encoded)
+    asked = {"gemma4": (["TP2+SP"], str(path), str(tmp_path / "prompts.pt"), stop)}
+    ranks = run_distributed(2, answers_of_all, asked, timeout=600)
+    found = [of_rank["gemma4"]["TP2+SP"] for of_rank in ranks]
+    check_greedy(stop, theirs, found)
+    assert max(ours["difference"] for ours in found) < MAX_REL_LOGPROB
 
 
 @pytest.mark.parametrize(("family", "layout"), CELLS)

@@ -26,6 +26,7 @@ from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
+from megatron_vlm.models.layers.attention_sizes import Heads
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes.published import CONFIGS
 
@@ -234,6 +235,17 @@ def test_ranks_that_do_not_divide_gated_delta_nets_are_refused():
     assert misfit(ParallelConfig(tp=4, cp=4), sizes) is None
     assert misfit(ParallelConfig(tp=4, cp=8), sizes) == (
         "parallel: tp · cp = 32 does not divide the model's 16 key heads of gated delta nets; change tp · cp."
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"layer_inputs": 256}, {"layer_heads": (Heads(64, 2), Heads(64, 2, source=0))}]
+)
+def test_stages_are_refused_for_what_layers_take_from_earlier_ones(sizes):
+    assert misfit(ParallelConfig(tp=2, cp=2), sizes) is None
+    assert misfit(ParallelConfig(pp=2), sizes) == (
+        "parallel: pp 2 would cut a model whose layers take keys and values or inputs from earlier stages, "
+        "which is not implemented; use pp 1, with tp, cp or recomputation."
     )
 
 

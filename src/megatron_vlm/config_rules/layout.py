@@ -58,7 +58,13 @@ def misfit(parallel: ParallelConfig, sizes: Mapping[str, Any]) -> str | None:
         )
     if experts and tp > 1 and not parallel.sequence_parallel:
         return f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."
-    groups = {heads.groups for heads in sizes.get("layer_heads") or ()} or {sizes.get("num_query_groups")}
+    layer_heads = sizes.get("layer_heads") or ()
+    if stages > 1 and (sizes.get("layer_inputs") or any(heads.source is not None for heads in layer_heads)):
+        return (
+            f"parallel: pp {parallel.pp} would cut a model whose layers take keys and values or inputs from "
+            "earlier stages, which is not implemented; use pp 1, with tp, cp or recomputation."
+        )
+    groups = {heads.groups for heads in layer_heads} or {sizes.get("num_query_groups")}
     delta_heads = sizes.get("delta_heads")
     divisors = [
         ("tp · cp", tp * parallel.cp, "key heads of gated delta nets", delta_heads and delta_heads.keys),

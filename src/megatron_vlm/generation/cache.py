@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 from megatron_vlm.models.language_model import LanguageModelConfig
+from megatron_vlm.models.layers.aside import Aside
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, heads_of
@@ -31,7 +32,8 @@ def bytes_per_row(config: LanguageModelConfig, tokens: int) -> int:
     numbers = states = 0
     for layer, window in enumerate(config.layer_windows or [None] * config.num_layers):
         heads = heads_of(config, layer)
-        numbers += slots_of(window, tokens) * 2 * heads.groups * heads.channels
+        if heads.source is None:
+            numbers += slots_of(window, tokens) * 2 * heads.groups * heads.channels
         if window == RECURRENT:
             numbers += (config.delta_heads.taps - 1) * config.delta_heads.convolved
             states += config.delta_heads.state
@@ -45,21 +47,22 @@ def slots_of(window: int | None, tokens: int) -> int:
 
 class KeyValueCache:
     """The keys and values (B, H, slots, K) of each layer for `tokens` places. Row i begins at `starts[i]`.
+    Layers that take the keys and values of another have its cache.
 
     Of a gated delta net, what its convolution still sees (B, taps - 1, C) and its states (B, G, R, K, V).
     """
 
     def __init__(self, starts: np.ndarray, tokens: int):
         self.starts, self.tokens = starts, tokens
-        self._held: dict[CoreAttention | GatedDeltaNet, tuple[Tensor, Tensor]] = {}
+        self._held: dict[int | GatedDeltaNet, tuple[Tensor, Tensor]] = {}
 
     def of(self, layer: CoreAttention, key: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's, at first for keys like this (T, H, K)."""
-        if layer not in self._held:
+        if layer.source not in self._held:
             shape = len(self.starts), key.shape[1], slots_of(layer.window, self.tokens), key.shape[2]
             # slots not yet written are masked, but must be finite
-            self._held[layer] = key.new_zeros(shape), key.new_zeros(shape)
-        return self._held[layer]
+            self._held[layer.source] = key.new_zeros(shape), key.new_zeros(shape)
+        return self._held[layer.source]
 
     def of_net(self, net: GatedDeltaNet, last: Tensor) -> tuple[Tensor, Tensor]:
         """The net's, at first for tokens to convolve like these (T, C)."""
@@ -125,6 +128,7 @@ class DecodePlan:
     """The plan of a stream of one token for each row, at `place`, then padding."""
 
     turns: list[list[list[Tensor]]]  # see `AttentionPlan`
+    asides: dict[int, Aside]
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torch import Tensor
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import misfit
 from megatron_vlm.models import deepstack
+from megatron_vlm.models.layers.aside import INPUTS, Aside, LayerInputs
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, is_recurrent
@@ -53,6 +55,9 @@ class LanguageModelConfig(TransformerConfig):
     layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all use the first
     most_positions: int | None = None  # the rotary rule is known for so many
     layer_heads: tuple[Heads, ...] = ()  # of each layer; empty: kv_channels and num_query_groups of all
+    layer_ffn: tuple[int, ...] = ()  # of each layer's feed-forward; empty: ffn_hidden_size of all
+    layer_inputs: int = 0  # channels of an input of each layer's own, see `layers.aside`
+    placeholders: tuple[int, ...] = ()  # tokens that have padding's input
     own_layer_spec: Callable[[LanguageModelConfig, int], ModuleSpec] | None = None  # a family's, from ours
     wide_norms: bool = False  # see `RMSNorm`
     logit_softcap: float | None = None  # logits are softcap * tanh(logits / softcap)
@@ -193,6 +198,8 @@ class LanguageModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.rotary = rotary
+        if megatron_config.layer_inputs and pre_process:
+            self.layer_inputs = LayerInputs(megatron_config)
         # rounded to the weights' dtype, as Transformers does
         self.embedding_scale = torch.tensor(
             megatron_config.embedding_scale, dtype=megatron_config.params_dtype, device="cpu"
@@ -219,6 +226,10 @@ class LanguageModel(GPTModel):
         if self.training:  # there is no balancing otherwise, and walking through all modules takes a while
             for router in (module for module in self.modules() if isinstance(module, Router)):
                 router.trained_weight = stream.trained_weight
+        plan = copy(stream.plan)  # so that its rotary tables live no longer than this pass
+        plan.asides = defaultdict(Aside)
+        if self.config.layer_inputs:
+            embedded = self.layer_inputs(stream.input_ids, embedded, plan.asides[INPUTS])
         run = self if torch.is_grad_enabled() else self._without_gradients
         output = run(
             input_ids=None,
@@ -226,7 +237,7 @@ class LanguageModel(GPTModel):
             attention_mask=None,
             decoder_input=embedded,
             padding_mask=stream.routes,  # Megatron only hands it to each layer's feed-forward
-            packed_seq_params=copy(stream.plan),  # so that its rotary tables live no longer than this pass
+            packed_seq_params=plan,
             output_processor=head,
             output_processor_context=stream,
         )

@@ -3,7 +3,12 @@
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import DTYPES, LanguageModelConfig, has_experts
-from megatron_vlm.models.layers.attention_sizes import DeltaHeads, heads_of, is_recurrent
+from megatron_vlm.models.layers.attention_sizes import (
+    DeltaHeads,
+    feed_forward_width,
+    heads_of,
+    is_recurrent,
+)
 from megatron_vlm.models.layers.delta_net.layer import sizes_of_head
 from megatron_vlm.models.layers.delta_net.rule import CHUNK
 
@@ -47,8 +52,10 @@ def saved_by_layer(
             saved += value * queries + 4 * (queries + keys) / heads.channels
         if megatron_config.attention_output_gate:  # the gate, its sigmoid, and the context times it
             saved += 3 * value * queries
+    if own := megatron_config.layer_inputs:  # it and its gradient; hidden states, gate and what it lets pass
+        saved += value * (2 * width + 5 * own / cut) + norm
     experts = has_experts(megatron_config, layer)
-    inner = megatron_config.ffn_hidden_size
+    inner = feed_forward_width(megatron_config, layer)
     if experts:
         inner = megatron_config.moe_shared_expert_intermediate_size or 0
     saved += channels * inner / tp

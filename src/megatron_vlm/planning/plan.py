@@ -26,7 +26,8 @@ from megatron_vlm.models.language_model import (
     language_model_config,
     layer_spec,
 )
-from megatron_vlm.models.layers.attention_sizes import heads_of, is_recurrent
+from megatron_vlm.models.layers.aside import LayerInputs
+from megatron_vlm.models.layers.attention_sizes import feed_forward_width, heads_of, is_recurrent
 from megatron_vlm.models.layers.kernel_checks import attention_backends
 from megatron_vlm.models.work import costs
 from megatron_vlm.parallel import setup
@@ -180,6 +181,9 @@ class _Pieces:
         width = megatron_config.hidden_size
         embedding = megatron_config.padded_vocabulary // megatron_config.tensor_model_parallel_size * width
         self._vocabulary = Counter(dense=embedding, trained_dense=embedding * trained)
+        self._layer_inputs = Counter()
+        if megatron_config.layer_inputs:
+            self._layer_inputs = _count(LayerInputs(megatron_config), trained)
         self._norm = Counter(dense=width, trained_dense=width * trained)
         self._adapters = adapter_sizes(config, description)
         self._saved = saved_sizes(config, description)
@@ -190,7 +194,8 @@ class _Pieces:
     def _kind(self, layer: int) -> tuple:
         """Layers of one kind have equally many parameters."""
         recurrent = is_recurrent(self._config, layer)
-        return has_experts(self._config, layer), heads_of(self._config, layer), recurrent
+        sizes = heads_of(self._config, layer), feed_forward_width(self._config, layer)
+        return has_experts(self._config, layer), *sizes, recurrent
 
     def _adapters_of(self, layer: int | None) -> Parameters:
         """Adapters, and that what is trained whole beside them, which is counted elsewhere, is trained."""
@@ -203,7 +208,7 @@ class _Pieces:
         """The parameters of the stage that holds these layers."""
         pieces = [self._layers[self._kind(i)] + self._adapters_of(i) for i in chain.from_iterable(layers)]
         if first:
-            pieces += [self._vocabulary, self.vision, self._adapters_of(FIRST)]
+            pieces += [self._vocabulary, self._layer_inputs, self.vision, self._adapters_of(FIRST)]
         if last:
             pieces += [self._norm, self._adapters_of(LAST)]
         one_chunk = first and last and len(layers) == 1

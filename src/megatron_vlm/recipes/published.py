@@ -59,7 +59,9 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
         ("gemma3_vl_12b", "Gemma3 12B", 8, "gemma-3-12b-it", "tp=4", "tp=2"),
         ("gemma3_vl_27b", "Gemma3 27B", 8, "gemma-3-27b-it", "tp=8 recompute=full", ""),
     ],
-    ("gemma4", "google"): [
+    ("gemma4", "google"): [  # of E2B, tp does not divide its one key/value head
+        ("gemma4_e2b", "Gemma 4 E2B", 2, "gemma-4-E2B-it", "recompute=full", "recompute=none"),
+        ("gemma4_e4b", "Gemma 4 E4B", 2, "gemma-4-E4B-it", "tp=2 recompute=full", "recompute=none"),
         ("gemma4_31b", "Gemma 4 31B, dense", 16, "gemma-4-31B-it", "tp=4 pp=2 recompute=full", ""),
         ("gemma4_26b_a4b", "Gemma 4 26B with 128 experts", 16, "gemma-4-26B-A4B-it", PP2_EP8, ""),
     ],

@@ -1,6 +1,7 @@
 """Gemma 4, dense or with experts: a tower in native resolution, two kinds of layers with heads of their own.
 
-Sizes with per-layer embeddings or shared keys and values (E2B, E4B) are refused, see docs/checkpoints.md.
+The small sizes (E2B, E4B) have inputs of each layer's own, and last layers that take keys and values of
+earlier ones. Their audio tower is carried from import to export.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_vlm.models.family_parts import gemma, gemma4_layers, keys, llama, 
 from megatron_vlm.models.layers.attention_sizes import Heads
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.models.positions import IMAGE, VIDEO
-from megatron_vlm.models.weights.rules import Cut, GroupedQKV, Rule, Whole
+from megatron_vlm.models.weights.rules import Cut, GroupedQKV, Rule, Vocabulary, Whole
 from megatron_vlm.parallel.transfer import on_device
 
 FULL = "full_attention"
@@ -35,6 +36,24 @@ def _partial(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
     return factor in (None, 1) or rule_and_text[0].get("rope_type") in ("default", "proportional")
 
 
+def _keeps_own(shared: int, text: Any) -> bool:
+    own = text.layer_types[: len(text.layer_types) - shared]
+    return shared == 0 or (shared > 0 and set(own) == set(text.layer_types))
+
+
+def _has_inputs(shared: int, text: Any) -> bool:
+    return _keeps_own(shared, text) and not (shared and not text.hidden_size_per_layer_input)
+
+
+def _dense(wide: bool, text: Any) -> bool:
+    return not (wide and text.enable_moe_block and text.num_kv_shared_layers)
+
+
+def _one_vocabulary(size: int, text: Any) -> bool:
+    return not text.hidden_size_per_layer_input or size == text.vocab_size
+
+
+OTHERS_KEEP = "0, or so many that each type of layer_types is among the others"
 TOP = keys.TOP | keys.any_of("video_token_id", "audio_token_id") | {"image_token_id": keys.TOKEN}
 MARKERS = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index")
 TEXT = (
@@ -49,17 +68,18 @@ TEXT = (
         "pad_token_id": keys.Values("a token of the vocabulary", _stands_for_media),
         "use_bidirectional_attention": keys.only("vision", None),
         "final_logit_softcapping": keys.Values("null or above 0", lambda cap, _: cap is None or cap > 0),
-        "num_kv_shared_layers": keys.Values(
-            "0 (keys and values of another layer are not implemented)", lambda layers, _: layers == 0
-        ),
+        "num_kv_shared_layers": keys.Values(OTHERS_KEEP, _keeps_own),
+        "use_double_wide_mlp": keys.ANY,
     }
 )
 EXPERTS_AND_EMBEDDINGS = keys.any_of("enable_moe_block", "num_experts", "output_router_logits") | {
     "moe_intermediate_size": keys.SIZE,
     "top_k_experts": keys.Values("1 to num_experts", _chosen),
-    "hidden_size_per_layer_input": keys.Values(
-        "0 (embeddings of each layer's own are not implemented)", lambda size, _: not size
-    ),
+    "hidden_size_per_layer_input": keys.Values("0 or above, or null", lambda size, _: (size or 0) >= 0),
+    "vocab_size_per_layer_input": keys.Values("vocab_size", _one_vocabulary),
+    # Transformers 5.23 fails without these inputs
+    "num_kv_shared_layers": keys.Values(f"{OTHERS_KEEP}, with hidden_size_per_layer_input", _has_inputs),
+    "use_double_wide_mlp": keys.Values("false, or true without experts", _dense),
 }
 ROPE = keys.ROPE | {
     "rope_type": keys.only("default", "proportional", "linear", "llama3", "yarn"),
@@ -71,14 +91,12 @@ BY_LAYER = ("head_dim", "num_key_value_heads")
 SECTIONS = keys.sections(
     keys.Section(
         ("gemma4",),
-        TOP
-        | {"audio_config": keys.Values("null (audio is not trained)", lambda audio, whole: audio is None)},
+        TOP | keys.any_of("audio_config"),
         no_effect=MARKERS,
     ),
     keys.Section(
         ("gemma4_text",),
         TEXT | EXPERTS_AND_EMBEDDINGS,
-        no_effect=("vocab_size_per_layer_input", "use_double_wide_mlp"),
         rope=ROPE,
         rope_by_layer=True,
         by_layer=BY_LAYER,
@@ -88,7 +106,8 @@ SECTIONS = keys.sections(
         keys.VISION
         | keys.any_of("num_hidden_layers", "rms_norm_eps")
         | {"num_key_value_heads": keys.GROUPS, "hidden_activation": keys.NAMED}
-        | keys.any_of("pooling_kernel_size", "position_embedding_size", "standardize", "output_proj_dims"),
+        | keys.any_of("pooling_kernel_size", "position_embedding_size", "standardize", "output_proj_dims")
+        | keys.any_of("use_clipped_linears"),
         no_effect=("attention_bias", "max_position_embeddings"),
     ),
 )
@@ -157,6 +176,12 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
             "wide_norms": True,
             "logit_softcap": text.final_logit_softcapping,
             "layer_heads": self.layer_heads,
+            "layer_ffn": tuple(
+                text.intermediate_size * (2 if text.use_double_wide_mlp and heads.source is not None else 1)
+                for heads in self.layer_heads
+            ),
+            "layer_inputs": self.layer_inputs,
+            "placeholders": self.placeholders,
             "own_layer_spec": gemma4_layers.layer_spec,
             **(_experts(text) if self.routes else {}),
         }
@@ -175,13 +200,41 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
 
     @property
     def layer_heads(self) -> tuple[Heads, ...]:
-        """The heads of each layer."""
+        """The heads of each layer. Those that share take keys and values of the last layer of their kind
+        that does not."""
         heads = {}
         for kind in self.layer_kinds:
             text = self.text_of(kind)
             values = not (self.text.attention_k_eq_v and kind == FULL)
             heads[kind] = Heads(text.head_dim, text.num_key_value_heads, values)
-        return tuple(heads[kind] for kind in self.text.layer_types)
+        kinds = self.text.layer_types
+        own = kinds[: len(kinds) - self.text.num_kv_shared_layers]
+        last = {kind: number for number, kind in enumerate(own)}
+        shared = [heads[kind]._replace(source=last[kind]) for kind in kinds[len(own) :]]
+        return *(heads[kind] for kind in own), *shared
+
+    @property
+    def layer_inputs(self) -> int:
+        """Channels of each layer's own input; 0: they have none."""
+        return self.text.hidden_size_per_layer_input or 0
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """The tokens that stand for media."""
+        config = self.hf_config
+        return config.image_token_id, config.video_token_id, config.audio_token_id
+
+    @property
+    def carried_keys(self) -> dict[str, str]:
+        audio = "audio, which is not trained"
+        carried = {"model.audio_tower.**": audio, "model.embed_audio.**": audio}
+        for layer, heads in enumerate(self.layer_heads):
+            if heads.source is not None:
+                attention = f"{self.hf_model}layers.{layer}.self_attn."
+                carried |= dict.fromkeys(
+                    (f"{attention}k_**", f"{attention}v_**"), "keys and values of no use"
+                )
+        return carried
 
     def build_vision(self) -> nn.Module:
         return Gemma4Vision(self.hf_config)
@@ -210,7 +263,21 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
 
     @property
     def rules(self) -> list[Rule]:
-        return [*super().rules, self.layer_rule("mlp_bda.layer_scalar", ["layer_scalar"], Whole())]
+        if not self.layer_inputs:
+            return [*super().rules, self.layer_rule("mlp_bda.layer_scalar", ["layer_scalar"], Whole())]
+        of_all = f"{llama.MODEL}layer_inputs."
+        theirs = f"{self.hf_model}per_layer_"
+        table = Vocabulary(self.text.vocab_size)
+        return [
+            *super().rules,
+            Rule(f"{of_all}embedding.weight", (f"{self.hf_model}embed_tokens_per_layer.weight",), table),
+            Rule(f"{of_all}projection.weight", (f"{theirs}model_projection.weight",), Whole()),
+            Rule(f"{of_all}norm.weight", (f"{theirs}projection_norm.weight",), Whole()),
+            self.layer_rule("own_input.gate.weight", ["per_layer_input_gate.weight"], Whole()),
+            self.layer_rule("own_input.projection.weight", ["per_layer_projection.weight"], Whole()),
+            self.layer_rule("own_input.norm.weight", ["post_per_layer_input_norm.weight"], Whole()),
+            self.layer_rule("own_input.layer_scalar", ["layer_scalar"], Whole()),
+        ]
 
     def attention_rules(self) -> list[Rule]:
         """Rules layer by layer, as each may have other heads."""
@@ -225,6 +292,9 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
                 theirs = f"{self.hf_model}layers.{layer}.self_attn."
                 hf_keys = tuple(f"{theirs}{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
                 operation = GroupedQKV(text.num_attention_heads, heads.groups, heads.channels, heads.values)
+                if heads.source is not None:
+                    hf_keys = hf_keys[:1]
+                    operation = Cut(0)
                 rules.append(Rule(ours, hf_keys, operation))
         return rules
 

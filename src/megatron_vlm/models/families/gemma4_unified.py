@@ -22,7 +22,6 @@ SECTIONS = keys.sections(
     keys.Section(
         ("gemma4_unified_text",),
         gemma4.TEXT,
-        no_effect=("use_double_wide_mlp",),  # of layers that share keys and values, and there are none
         rope=gemma4.ROPE,
         rope_by_layer=True,
         by_layer=gemma4.BY_LAYER,
@@ -70,13 +69,10 @@ class Gemma4Unified(gemma4.Gemma4):
         "embed_vision.multimodal_embedder.**": "model.embed_vision.**",
     }
     has_experts = False
+    layer_inputs = 0
     blocks = "whole"
     peft_experts = ()
     merge_size = 1
-
-    @property
-    def carried_keys(self) -> dict[str, str]:
-        return {"model.embed_audio.**": "audio, which is not trained"}
 
     def build_vision(self) -> nn.Module:
         return Gemma4UnifiedVision(self.hf_config)

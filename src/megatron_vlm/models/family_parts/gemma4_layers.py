@@ -1,6 +1,8 @@
 """Gemma 4's transformer layers, from ours: what its text model has that no other family's has."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,10 +10,13 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
+from megatron_vlm.models.deepstack import DeepstackLayer
 from megatron_vlm.models.language_model import LanguageModelConfig, has_experts
 from megatron_vlm.models.language_model import layer_spec as our_layer_spec
+from megatron_vlm.models.layers.aside import INPUTS, OwnInput, put, take
 from megatron_vlm.models.layers.attention import RotarySelfAttention
-from megatron_vlm.models.layers.attention_sizes import heads_of
+from megatron_vlm.models.layers.attention_plan import AttentionPlan
+from megatron_vlm.models.layers.attention_sizes import Heads, feed_forward_width, heads_of
 from megatron_vlm.models.layers.fused import norm
 from megatron_vlm.models.layers.moe import MoE, Router
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
@@ -22,13 +27,39 @@ def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
     """Transformer layer number `layer`, for `LanguageModelConfig.own_layer_spec`."""
     spec = our_layer_spec(config, layer)
     parts, attention = spec.submodules, spec.submodules.self_attention
+    heads = heads_of(config, layer)
     attention.module = OwnHeadsAttention
-    if not heads_of(config, layer).values:
-        attention.submodules.linear_qkv = QueryKeyLinear
-    parts.mlp_bda = ModuleSpec(NormThenAddThenScale, params={"config": config})
+    attention.submodules.linear_qkv = partial(OwnRowsLinear, heads=heads)
+    if heads.source is not None:
+        attention.submodules.k_layernorm = IdentityOp
+    if config.layer_inputs:
+        spec.module = LayerWithInput
+    else:
+        parts.mlp_bda = ModuleSpec(NormThenAddThenScale, params={"config": config})
+    if config.layer_ffn:
+        parts.mlp = partial(_of_width, parts.mlp, feed_forward_width(config, layer))
     if has_experts(config, layer):
         parts.pre_mlp_layernorm, parts.mlp = IdentityOp, DenseAndExperts
     return spec
+
+
+def _of_width(mlp: Callable[..., nn.Module], width: int, *, config: LanguageModelConfig, **others: Any):
+    config = copy.copy(config)
+    config.ffn_hidden_size = width
+    return mlp(config=config, **others)
+
+
+class LayerWithInput(DeepstackLayer):
+    """A transformer layer with an input of its own."""
+
+    def __init__(self, config: LanguageModelConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.own_input = OwnInput(config)
+
+    def forward(self, hidden_states: Tensor, *, packed_seq_params: AttentionPlan, **others: Any):
+        hidden, context = super().forward(hidden_states, packed_seq_params=packed_seq_params, **others)
+        hidden, own = take(hidden, packed_seq_params.asides[INPUTS], self.layer_number - 1)
+        return self.own_input(hidden, own), context
 
 
 class PlainNorm(nn.Module):
@@ -43,15 +74,17 @@ class PlainNorm(nn.Module):
         return norm(x, self.ones, self.eps, False, True)
 
 
-class QueryKeyLinear(ColumnParallelLinear):
-    """Megatron's `linear_qkv` without rows for values."""
+class OwnRowsLinear(ColumnParallelLinear):
+    """Megatron's `linear_qkv` without rows for what a layer does not make: values, or keys and values."""
 
-    def __init__(self, width: int, out: int, *, config: LanguageModelConfig, **kwargs: Any):
-        super().__init__(width, out - config.num_query_groups * config.kv_channels, config=config, **kwargs)
+    def __init__(self, width: int, out: int, *, heads: Heads, **kwargs: Any):
+        super().__init__(width, out - (2 * heads.groups - heads.made) * heads.channels, **kwargs)
 
 
 class OwnHeadsAttention(RotarySelfAttention):
-    """Attention with its layer's own heads; values are normed, and may be the keys before their norm."""
+    """Attention with its layer's own heads; values are normed, and may be the keys before their norm. A
+    layer may take the keys, turned by their positions, and the values that an earlier layer put aside.
+    """
 
     def __init__(self, config: LanguageModelConfig, submodules: Any, layer_number: int, **kwargs: Any):
         heads, config = heads_of(config, layer_number - 1), copy.copy(config)
@@ -59,15 +92,27 @@ class OwnHeadsAttention(RotarySelfAttention):
         super().__init__(config, submodules, layer_number, **kwargs)
         self.heads = heads
         self.v_layernorm = PlainNorm(config, heads.channels)
+        self.lends = any(layer.source == layer_number - 1 for layer in config.layer_heads)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:
         """(S, B, H, K) each, H of this rank."""
         both, _ = self.linear_qkv(hidden_states)
+        if self.heads.source is not None:
+            query = self.q_layernorm(both.unflatten(-1, (-1, self.heads.channels)))
+            return query, query[:, :, :0], query[:, :, :0]
         both = both.unflatten(-1, (self.num_query_groups_per_partition, -1, self.heads.channels))
         own = 1 + self.heads.values
         query, key, *values = both.split([both.shape[-2] - own] + own * [1], dim=-2)
         key, value = key.squeeze(-2), (values or [key])[0].squeeze(-2)
         return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key), self.v_layernorm(value)
+
+    def turned(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
+        query, key, value = super().turned(query, key, value, plan)
+        if self.heads.source is not None:
+            return take(query, plan.asides[self.heads.source], 0, 1)
+        if self.lends:
+            query = put(query, plan.asides[self.layer_number - 1], key, value)
+        return query, key, value
 
 
 class NormThenAddThenScale(NormThenAdd):

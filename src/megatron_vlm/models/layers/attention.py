@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, View
+from megatron_vlm.models.layers.attention_sizes import heads_of
 from megatron_vlm.models.layers.fused import rotate
 from megatron_vlm.models.layers.kernels import KERNELS, Kernel
 
@@ -26,6 +27,10 @@ class CoreAttention(MegatronModule):
         self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.group = kwargs["pg_collection"].cp
+        source = heads_of(config, layer_number - 1).source
+        self.source = (
+            layer_number - 1 if source is None else source
+        )  # the layer that makes its keys and values
 
     def forward(
         self, query_T1HK: Tensor, key_T1HK: Tensor, value_T1HK: Tensor, plan: AttentionPlan
@@ -151,10 +156,14 @@ class RotarySelfAttention(SelfAttention):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), *gates
 
+    def turned(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
+        """Queries and keys turned by their positions, and values, as attention takes them."""
+        turns, adjacent = plan.turns[self.rotary_index], self.config.rotary_interleaved
+        return rotate(query, *turns[0], adjacent), rotate(key, *turns[-1], adjacent), value
+
     def forward(self, hidden_states: Tensor, *_, packed_seq_params: AttentionPlan, **__):
         query, key, value, *gates = self.get_query_key_value_tensors(hidden_states)
-        turns, adjacent = packed_seq_params.turns[self.rotary_index], self.config.rotary_interleaved
-        query, key = rotate(query, *turns[0], adjacent), rotate(key, *turns[-1], adjacent)
+        query, key, value = self.turned(query, key, value, packed_seq_params)
         context = self.core_attention(query, key, value, packed_seq_params)
         for gate in gates:
             context = context * gate.sigmoid()

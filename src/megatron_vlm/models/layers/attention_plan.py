@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.models.layers.aside import Aside
 from megatron_vlm.models.layers.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.delta_net.plan import recurrence
 from megatron_vlm.models.layers.kernels import Segments
@@ -98,12 +99,14 @@ class AttentionPlan:
 
     `attend`, if set, takes the place of `CoreAttention.attend`, and `recur` of `GatedDeltaNet.recur`:
     generation keeps keys, values and states by them.
-    `turns` are the rotary tables of the tokens, see `Rotary.turns`; the language model makes them.
+    `turns` are the rotary tables of the tokens, see `Rotary.turns`, and `asides` is what layers take from
+    earlier ones, by the number of these; the language model makes both.
     """
 
     attend: Callable[..., Tensor] | None = None
     recur: Callable[..., Tensor] | None = None
     turns: list[list[list[Tensor]]]
+    asides: dict[int, Aside]
 
     def __init__(
         self,

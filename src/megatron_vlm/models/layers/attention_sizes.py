@@ -4,11 +4,18 @@ from typing import Any, NamedTuple
 
 
 class Heads(NamedTuple):
-    """The heads of one layer. Without `values`, it takes its keys, before their norm, for values."""
+    """The heads of one layer. Without `values`, it takes its keys, before their norm, for values. With a
+    `source`, a layer counted from 0, it makes neither and takes that layer's keys and values."""
 
     channels: int  # of a head
     groups: int  # key/value heads
     values: bool = True
+    source: int | None = None
+
+    @property
+    def made(self) -> int:
+        """How many heads of keys and of values its linear makes."""
+        return 0 if self.source is not None else (1 + self.values) * self.groups
 
 
 def heads_of(sizes: Any, layer: int) -> Heads:
@@ -18,6 +25,13 @@ def heads_of(sizes: Any, layer: int) -> Heads:
     if each := sizes.get("layer_heads"):
         return each[layer]
     return Heads(sizes["kv_channels"], sizes["num_query_groups"])
+
+
+def feed_forward_width(sizes: Any, layer: int) -> int:
+    """The channels of the dense feed-forward of `layer`."""
+    sizes = sizes if isinstance(sizes, dict) else vars(sizes)
+    each = sizes.get("layer_ffn")
+    return each[layer] if each else sizes["ffn_hidden_size"]
 
 
 RECURRENT = 0  # the window of a layer that attends to nothing: it has a gated delta net

@@ -23,7 +23,12 @@ from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
-from megatron_vlm.models.layers.attention_sizes import DeltaHeads, heads_of, is_recurrent
+from megatron_vlm.models.layers.attention_sizes import (
+    DeltaHeads,
+    feed_forward_width,
+    heads_of,
+    is_recurrent,
+)
 from megatron_vlm.models.layers.delta_net.layer import sizes_of_head
 from megatron_vlm.models.layers.delta_net.rule import CHUNK
 from megatron_vlm.models.layers.tower_attention import use_sdpa
@@ -75,10 +80,11 @@ def product_flops(architecture: dict, layer: int) -> float:
         linears = 2 * width * (rows + delta_heads.values * delta_heads.value_channels)
         return linears + _feed_forward_flops(architecture, layer)
     queries = architecture["num_attention_heads"] * heads.channels
-    keys_and_values = (1 + heads.values) * heads.groups * heads.channels
+    keys_and_values = heads.made * heads.channels
     gates = queries * architecture.get("attention_output_gate", False)
     projections = 2 * width * (2 * queries + gates + keys_and_values)
-    return projections + _feed_forward_flops(architecture, layer)
+    of_inputs = 6 * width * architecture.get("layer_inputs", 0)  # to make it, its gate, and back
+    return projections + of_inputs + _feed_forward_flops(architecture, layer)
 
 
 def delta_rule_flops(architecture: dict, layer: int) -> float:
@@ -105,7 +111,7 @@ def pairs_seen(length: int | np.ndarray, window: int | None) -> float | np.ndarr
 def _feed_forward_flops(architecture: dict, layer: int) -> float:
     width = architecture["hidden_size"]
     if not architecture.get("moe_layer_freq", {layer: 0})[layer]:
-        return 6 * width * architecture["ffn_hidden_size"]
+        return 6 * width * feed_forward_width(architecture, layer)
     channels = architecture["moe_ffn_hidden_size"] * architecture["moe_router_topk"]
     channels += architecture.get("moe_shared_expert_intermediate_size", 0)
     chosen_by = architecture["num_moe_experts"] + architecture.get("moe_shared_expert_gate", False)
