@@ -241,9 +241,12 @@ class TrainConfig:
     keep_checkpoints: FromOne = 2
     # keep the best one, too, by `best_by`; each save then validates or scores first
     keep_best: bool = False
-    best_by: Name = "valid_loss"  # or a score, such as score/anls
+    # a figure of validations or scores, such as valid_loss/charts or score/anls; of any other kind, with what
+    # is better: max:valid_accuracy, min:NAME
+    best_by: Name = "valid_loss"
+    patience: FromZero = 0  # the run ends after so many validations or scores without a better one; 0: never
     score_every: Every = 0  # steps between scores of answers, or "epoch"; 0: none
-    score_metric: Name = "exact_match"  # see docs/evaluation.md
+    score_metric: Annotated[Name | list[Name], MinLen(1), "a name or a list of names"] = "exact_match"
     score_samples: FromOne = 100  # questions; the same ones each time
     score_tokens: FromOne = 64  # of the longest answer
     export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
@@ -255,6 +258,16 @@ class TrainConfig:
     stop_after: Time | None = None
     objective: str = "tokens"  # one of `objectives.OBJECTIVES`; "dpo": preference pairs, see docs/rl.md
     dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
+
+    @property
+    def best_figure(self) -> tuple[str, bool | None]:
+        """The name in `best_by`, and whether more of it is better; None: its kind says so."""
+        way, colon, name = self.best_by.partition(":")
+        return (name, way == "max") if colon and way in ("min", "max") else (self.best_by, None)
+
+    @property
+    def best_is_score(self) -> bool:
+        return self.best_figure[0].startswith("score/")
 
 
 @dataclass

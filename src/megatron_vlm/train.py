@@ -12,6 +12,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.evaluation.in_training import Scoring, scoring_of
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import stops, watchdog
+from megatron_vlm.job.best import Best
 from megatron_vlm.job.failures import closing
 from megatron_vlm.models.adapters.files import notes_of_start
 from megatron_vlm.models.hf import Source, open_source
@@ -24,6 +25,7 @@ from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.batch_log import naming_samples
 from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.run_log import RunLogger
+from megatron_vlm.scoring.metrics import Score
 from megatron_vlm.training import checkpoint, exports
 from megatron_vlm.training.evaluate import validation_loss
 from megatron_vlm.training.figures import StepFigures
@@ -48,43 +50,43 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     config = setup.on_first_rank(begun, asked_for)  # a resumed run keeps the adapter that it began with
     source = open_source(config.model.hf_path, saved.tied)
     feed = Feed(config, source, saved)
-    milestones = feed.milestones
     model = starting_model(config, source)
     step_loss = objective_of(config).step_loss(config, model)
     description = source.description
     parts = parameters_by_part(model, config.optimizer.by_part, description.groups, description.rules)
-    optimizer, scheduler = build_optimizer(model, config, milestones.steps, parts)
+    optimizer, scheduler = build_optimizer(model, config, feed.milestones.steps, parts)
+    best = Best(config.train, saved.extra.get("best"))
+    feed.milestones = feed.milestones.heeding(best, saved.step)
     feed.resume(checkpoint.load_latest(config.run_dir, model, optimizer, scheduler))
     figures = StepFigures(config, description, model, feed.sources)
     first = saved.step + 1
-    log = open_log(asked_for, milestones.steps, first, setup.is_first_rank(), saved.extra, callbacks)
+    log = open_log(asked_for, feed.milestones.steps, first, setup.is_first_rank(), saved.extra, callbacks)
     for message in chain(notes_of_start(config), feed.notes()):
         log.message(message)
     writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
     scoring = scoring_of(config, source)
-    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, scoring, log, writer)
+    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, scoring, log, writer, best)
     profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
     with closing(writer, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
-        if saved.step and milestones.exports_after(saved.step):  # a kill may have come before it was whole
+        if saved.step and feed.milestones.exports_after(saved.step):  # a kill may have come before
             exports.export_step(config, source, model, saved.step, replace=False)
-        for step in range(first, milestones.steps + 1):
+        for step in range(first, feed.milestones.steps + 1):
             run.train(step)
             profiled()
             rated = run.evaluate(step)
             if feed.milestones.saves_after(step):
                 run.save(step, rated)
-            if milestones.exports_after(step):
+            if feed.milestones.exports_after(step):
                 exports.export_step(config, source, model, step)
-            if step == feed.milestones.stop:
+            if feed.milestones.ends_after(step):
                 break
         writer.wait()
-        if dropped := feed.dropped_by_reason():
-            log.message(f"dropped samples: {dropped}; which and why: {config.run_dir}/drops")
+        run.sum_up()
         watchdog.beat("leaving the other ranks")
     lock.close()
     setup.shutdown()
     if stop := feed.milestones.stop:
-        raise stops.Stopped(stop, milestones.steps, " and ".join(figures.asked_to_stop))
+        raise stops.Stopped(stop, feed.milestones.steps, " and ".join(figures.asked_to_stop))
 
 
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
@@ -110,6 +112,7 @@ class Run:
     scoring: Scoring | None
     log: RunLogger
     writer: checkpoint.CheckpointWriter
+    best: Best
 
     def train(self, step: int) -> None:
         """One optimizer step with the next global batch."""
@@ -144,22 +147,36 @@ class Run:
         if self.figures.asked_to_stop:
             self.feed.milestones = self.feed.milestones.stopping_soon(step)
 
-    def evaluate(self, step: int) -> dict[str, float | None]:
-        """Figures by which a checkpoint is rated, less is better: validation loss and scores that are due."""
-        rated = {}
+    def evaluate(self, step: int) -> float | None:
+        """Validates and scores if that is due; the step is the last one if `train.patience` is then over.
+
+        Returns `train.best_by` as a number of which less is better, None if it was not due.
+        """
+        logged: dict[str, float] = {}
+        scores: dict[str, Score] = {}
         if self.feed.milestones.evaluates_after(step):
             loss, figures = validation_loss(
                 self.config, self.model, self.step_loss, self.feed.valid(step), self.feed.valid_sources
             )
-            self.log.log_eval(step, loss, figures)
-            rated["valid_loss"] = loss
+            logged |= self.log.log_eval(step, loss, figures)
         if self.feed.milestones.scores_after(step):
-            rated |= self.scoring.rated(self.model, step, self.log)
+            scores = self.scoring.scores(self.model, step)
+            logged |= self.log.log_scores(step, {name: score.score for name, score in scores.items()})
+        rated = self.best.rate(step, logged, [name for name in scores if scores[name].higher_is_better])
+        self.feed.milestones = self.feed.milestones.heeding(self.best, step)
+        self.log.total_steps = self.feed.milestones.steps
         return rated
 
-    def save(self, step: int, rated: dict[str, float | None]) -> None:
+    def save(self, step: int, rated: float | None) -> None:
         """Write a checkpoint of a step, and the pictures of the run so far."""
         extra = {**self.log.totals, "rows": self.feed.rows_after(step)}
-        extra |= {"rated": rated.get(self.config.train.best_by), "dropped": self.feed.dropped_by_reason()}
+        extra |= {"rated": rated, "best": self.best.saved, "dropped": self.feed.dropped_by_reason()}
         self.writer.save(step, self.feed.state(), extra)
         self.log.save(step)
+
+    def sum_up(self) -> None:
+        """The last lines of a run: what it dropped, and why it ended early."""
+        if dropped := self.feed.dropped_by_reason():
+            self.log.message(f"dropped samples: {dropped}; which and why: {self.config.run_dir}/drops")
+        if self.feed.milestones.why:
+            self.log.message(self.feed.milestones.why)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import av
@@ -13,6 +15,7 @@ from noisy_media import film, picture
 from programs import COMMAND, run_program
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from megatron_vlm.config import ConfigError
 from megatron_vlm.scoring import NAMES
 from megatron_vlm.scoring.metrics import METRICS
 from tiny.checkpoints import build_tiny_checkpoint
@@ -216,3 +219,27 @@ def test_ranks_share_the_questions(asked, evaluated, tp):
 
 def test_the_names_of_metrics_are_those_that_there_are():
     assert tuple(METRICS) == NAMES
+
+
+HOLD = """
+import sys, time
+from megatron_vlm.evaluation import files
+held = files.claim(sys.argv[1])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_evaluation_in_the_same_folder_is_refused(tmp_path):
+    from megatron_vlm.evaluation import files
+
+    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout.readline() == "held\n"
+        files.check_folder(tmp_path)  # a lock alone does not make it another's folder
+        with pytest.raises(ConfigError, match=rf"--output: .* an evaluation that lives: .*{first.pid}"):
+            files.claim(tmp_path)
+    finally:
+        first.kill()
+        first.wait()
+    files.claim(tmp_path).close()

@@ -69,7 +69,6 @@ def evaluate(
 
     how = Asking(max_new_tokens, temperature, top_p, seed, batch_size)
     with watchdog.watching(output, config.train.hang_seconds):
-        watchdog.claim_files()
         for line in evaluate_model(config, metrics, how, output, samples, shown):
             typer.echo(printable_lines(line))
 

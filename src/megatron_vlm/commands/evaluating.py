@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
@@ -15,6 +15,7 @@ from megatron_vlm.evaluation import files
 from megatron_vlm.evaluation.answering import Asking, Record, Scored, answers, scored
 from megatron_vlm.evaluation.questions import Questions, open_questions
 from megatron_vlm.files import write_whole
+from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
@@ -46,8 +47,11 @@ def evaluate_model(
         )
     settings = {"model": _identity(config, source), **_of_answers(how), **questions.fingerprint}
     settings |= {"dtype": config.model.dtype}
-    done = setup.on_first_rank(files.begin, output, settings)
     first = setup.is_first_rank()
+    locks: list[BinaryIO] = []
+    setup.on_first_rank(lambda: locks.append(files.claim(output)))
+    watchdog.claim_files()
+    done = setup.on_first_rank(files.begin, output, settings)
     with tqdm(total=len(questions), initial=done, unit="answer", disable=None if first else True) as bar:
         for records in answers(chunks, source, questions, how, done, config.data.num_workers):
             if first:
@@ -62,6 +66,7 @@ def evaluate_model(
         yield f"{len(records)} questions of {printable(questions.name)}"
         yield from result.lines()
         yield f"wrote {printable(output)}/answers.jsonl, scores.json and answers.html"
+        locks[0].close()
     setup.shutdown()
 
 

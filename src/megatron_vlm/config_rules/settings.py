@@ -71,10 +71,15 @@ def _single_problems(config: RunConfig) -> Iterator[str]:
 
 def _score_problems(config: RunConfig) -> Iterator[str]:
     train = config.train
-    by_score = train.best_by.startswith("score/")
-    if not by_score and train.best_by != "valid_loss":
-        yield f"train.best_by: {train.best_by} is no figure to choose by; give valid_loss or score/NAME."
-    asks = train.score_every or (train.keep_best and by_score)
+    name, more_is_better = train.best_figure
+    if not (train.best_is_score or name.startswith("valid_")):
+        yield f"train.best_by: {name} is no figure to choose by; give valid_loss, valid_NAME or score/NAME."
+    elif more_is_better is None and not train.best_is_score and name.partition("/")[0] != "valid_loss":
+        yield f"train.best_by: nothing tells whether more {name} is better; give max:{name} or min:{name}."
+    every = "score_every" if train.best_is_score else "eval_every"
+    if train.patience and not (getattr(train, every) or (train.keep_best and train.save_every)):
+        yield f"train.patience: {name} is not looked at before the end; set train.{every}."
+    asks = train.score_every or (train.keep_best and train.best_is_score)
     if asks and config.data.dataset_type == "energon" and config.data.score_path is None:
         yield (
             "train.score_every: an Energon dataset is read in order and not by number; give data.score_path, "

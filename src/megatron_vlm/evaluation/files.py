@@ -4,17 +4,19 @@ settings.json   what decides the answers; another evaluation is refused
 answers.jsonl   one line for each question, in order
 scores.json     the scores, and each answer's own
 answers.html    the worst answers, with their images
+lock            held by the evaluation while it goes on
 """
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import naming, open_to_write, read_file, read_text, write_whole
 from megatron_vlm.messages import listed, printable
+from megatron_vlm.run_folder import lock
 
 MOST_BYTES = 1 << 34
 
@@ -22,22 +24,28 @@ MOST_BYTES = 1 << 34
 def check_folder(folder: str | Path) -> None:
     """Raises ConfigError unless the folder is new, empty, or one of an evaluation."""
     folder = Path(folder)
-    inside = set(os.listdir(folder)) - {"errors", "ranks"} if folder.is_dir() else set()
+    inside = set(os.listdir(folder)) - {"errors", "ranks", lock.FILE} if folder.is_dir() else set()
     if (folder.exists() and not folder.is_dir()) or (inside and "settings.json" not in inside):
         raise ConfigError(
             f"--output: {printable(folder)} holds no evaluation; give a new or an empty folder."
         )
 
 
+def claim(folder: str | Path) -> BinaryIO:
+    """Makes the folder, and holds its lock until that is closed or the process ends. Raises ConfigError if
+    another evaluation holds it."""
+    with naming(Path(folder)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return lock.take(folder, whose=lock.OF_AN_EVALUATION)
+
+
 def begin(folder: str | Path, settings: Mapping[str, Any]) -> int:
-    """Makes the folder, or goes on in it; returns how many answers are there. A last line that a kill cut
+    """Begins in the folder, or goes on in it; returns how many answers are there. A last line that a kill cut
     short goes. Raises ConfigError if its answers were made with other settings."""
     folder = Path(folder)
     kept = folder / "settings.json"
     file = folder / "answers.jsonl"
     settings = json.loads(json.dumps(settings))
-    with naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     if kept.exists():
         theirs = json.loads(read_text(kept))
         different = [name for name in {**theirs, **settings} if theirs.get(name) != settings.get(name)]

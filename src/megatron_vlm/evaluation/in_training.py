@@ -10,21 +10,21 @@ from pathlib import Path
 from torch.nn import Module
 
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.evaluation.answering import Asking, Record, answers, scored
 from megatron_vlm.evaluation.questions import open_questions
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.milestones import SCORE
+from megatron_vlm.job.best import SCORE
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
-from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.scoring.metrics import Score, metric_of
 
 
 def scoring_of(config: RunConfig, source: Source) -> "Scoring | None":
     """The scoring of a run; None for one that is not scored."""
     train = config.train
-    asks = train.score_every or (train.keep_best and train.best_by.startswith(SCORE))
+    asks = train.score_every or (train.keep_best and train.best_is_score)
     return Scoring(config, source) if asks else None
 
 
@@ -37,7 +37,7 @@ class Scoring:
     def __init__(self, config: RunConfig, source: Source):
         self._config = config
         self._source = source
-        self._metrics = {config.train.score_metric: metric_of(config.train.score_metric)}
+        self._metrics = {name: metric_of(name) for name in items_of(config.train.score_metric)}
         data = config.data
         if data.score_path is not None:
             own = {"validation_share": 0.0, "streaming": False, "datasets": []}
@@ -45,31 +45,25 @@ class Scoring:
         train = config.train
         self._questions = open_questions(data, source, train.score_tokens, train.score_samples, train.seed)
 
-    def rated(self, model: list[Module], step: int, log: RunLogger) -> dict[str, float]:
-        """The scores after a step, which are logged, as numbers of which less is better. Collective."""
-        scores = self.scores(model, step)
-        log.log_scores(step, {name: score.score for name, score in scores.items()})
-        return {name: score.rated for name, score in scores.items()}
-
     def scores(self, model: list[Module], step: int) -> dict[str, Score]:
         """The score of each figure after a step, by its name among the run's figures. Collective.
 
-        Raises ConfigError if `train.best_by` is none of them.
+        Raises ConfigError if there is none, though `train.best_by` asks for one.
         """
         watchdog.beat(f"scoring answers after step {step}")
         how = Asking(self._config.train.score_tokens)
         workers = self._config.data.num_workers
         asked = answers(model, self._source, self._questions, how, num_workers=workers)
         records: list[Record] = [record for some in asked for record in some]
-        if setup.is_first_rank():
-            folder = Path(self._config.run_dir, "scores")
-            folder.mkdir(exist_ok=True)
-            lines = [json.dumps(record) + "\n" for record in records]
-            write_whole(folder / f"step_{step:08d}.jsonl", "".join(lines))
+        return setup.on_first_rank(self._judged, records, step)  # a user's metric may differ by process
+
+    def _judged(self, records: list[Record], step: int) -> dict[str, Score]:
+        folder = Path(self._config.run_dir, "scores")
+        folder.mkdir(exist_ok=True)
+        lines = [json.dumps(record) + "\n" for record in records]
+        write_whole(folder / f"step_{step:08d}.jsonl", "".join(lines))
         result = scored(records, self._metrics, self._questions.boxes)
-        scores = {f"{SCORE}{name}": score for name, score in result.scores.items()}
-        best_by = self._config.train.best_by
-        if best_by.startswith(SCORE) and best_by not in scores:
-            told = "; ".join(result.lines()) or "nothing"
-            raise ConfigError(f"train.best_by: {best_by} is no score that there is; the metric gives {told}.")
-        return scores
+        if self._config.train.best_is_score and not result.scores:
+            told = "; ".join(result.lines()) or "no question was asked"
+            raise ConfigError(f"train.best_by: there is no score: {told}.")
+        return {f"{SCORE}{name}": score for name, score in result.scores.items()}

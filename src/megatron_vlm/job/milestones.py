@@ -1,14 +1,14 @@
 """When a run ends, evaluates and saves, counted in steps, whatever its configuration counts in."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count, takewhile
 from math import ceil
 
 from megatron_vlm.config import EPOCH, ConfigError, RunConfig, TrainConfig
-
-SCORE = "score/"  # begins the names of scores among a run's figures
+from megatron_vlm.job.best import Best
+from megatron_vlm.messages import listed, printable
 
 
 class Epochs:
@@ -53,12 +53,20 @@ class Epochs:
             )
 
 
-def check_validation(train: TrainConfig, has_data: bool) -> None:
-    """Raises ConfigError if the best checkpoint is asked for, and there is nothing to tell it by."""
-    if train.keep_best and not train.best_by.startswith(SCORE) and not has_data:
+def check_validation(train: TrainConfig, has_data: bool, sources: Sequence[str] = ()) -> None:
+    """Raises ConfigError if the best checkpoint or an early end is asked for, and nothing is to tell it by:
+    neither data nor, in `valid_loss/SOURCE`, one of their sources."""
+    asked = [name for name in ("keep_best", "patience") if getattr(train, name)]
+    if asked and not train.best_is_score and not has_data:
         raise ConfigError(
-            "train.keep_best: there is no validation data to tell which checkpoint is the best; give "
+            f"train.{asked[0]}: there is no validation data to tell which step is the best; give "
             "data.valid_data_path or data.validation_share."
+        )
+    name = train.best_figure[0]
+    losses = ["valid_loss", *(f"valid_loss/{source}" for source in sources)]
+    if asked and name.startswith(losses[0]) and name not in losses:
+        raise ConfigError(
+            f"train.best_by: {printable(name)} is no loss of the validation data; give {listed(losses, 8)}."
         )
 
 
@@ -81,10 +89,13 @@ class Milestones:
     steps: int
     epoch_ends: frozenset[int] = frozenset()
     stop: int | None = None  # the step after which the run ends early, with a checkpoint; see `stops`
+    why: str = ""  # why `steps` are fewer than were asked for; see `best`
 
     def notes(self, done: int) -> Iterator[str]:
         """Lines about a run that has trained so many steps, if it is at its end."""
-        if done >= self.steps:
+        if self.why:
+            yield "train.patience: none of the steps is left; to go on, raise train.patience"
+        elif done >= self.steps:
             yield (
                 f"train.steps: {done} of {self.steps} are trained, so none is left; to go on, raise "
                 "train.steps or train.epochs"
@@ -95,12 +106,22 @@ class Milestones:
         stop = step + self.goes_on_after(step) if self.stop is None else self.stop
         return replace(self, stop=stop) if stop < self.steps else self
 
+    def heeding(self, best: Best, step: int) -> "Milestones":
+        """These, with `step` as the last one if `train.patience` is then over."""
+        if not best.is_over or step >= self.steps:
+            return self
+        why = f"ended after step {step} of {self.steps}: {best.why_over()}"
+        return replace(self, steps=step, stop=None, why=why)
+
+    def ends_after(self, step: int) -> bool:
+        return step in (self.stop, self.steps)
+
     def evaluates_after(self, step: int) -> bool:
-        by_loss = self.train.keep_best and not self.train.best_by.startswith(SCORE)
+        by_loss = self.train.keep_best and not self.train.best_is_score
         return self._due(self.train.eval_every, step) or (by_loss and self._save_is_due(step))
 
     def scores_after(self, step: int) -> bool:
-        by_score = self.train.keep_best and self.train.best_by.startswith(SCORE)
+        by_score = self.train.keep_best and self.train.best_is_score
         return self._due(self.train.score_every, step) or (by_score and self._save_is_due(step))
 
     def saves_after(self, step: int) -> bool:

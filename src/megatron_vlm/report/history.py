@@ -4,17 +4,20 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
 from megatron_vlm.files import open_file, read_rows, read_text
+from megatron_vlm.job.best import Best
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import flatten, load_yaml, to_yaml
 from megatron_vlm.run_folder import batch_log, lock, starts
+from megatron_vlm.run_folder.checkpoint_files import read_state
 from megatron_vlm.run_folder.folder import checkpoints, complete_checkpoints
 
 STATES = ("running", "finished", "stopped", "died", "not begun")
@@ -57,7 +60,7 @@ class History:
         if self.total_steps is not None and self.step >= self.total_steps:
             return "finished"
         if self.rows and not self.ended_by and self.step == self._saved and not last_words(self.folder):
-            return "stopped"
+            return "finished" if self._best.is_over else "stopped"
         return "died" if self.rows or self.starts else "not begun"
 
     @cached_property
@@ -67,9 +70,9 @@ class History:
 
     @cached_property
     def last_line(self) -> str:
-        """Why a run died, as the rank that failed first wrote it; empty for other states."""
+        """Why a run died, as the rank that failed first wrote it, or why it finished early; else empty."""
         if self.state != "died":
-            return ""
+            return self._best.why_over() if self.state == "finished" and self._best.is_over else ""
         return (
             self.ended_by
             or last_words(self.folder)
@@ -87,17 +90,33 @@ class History:
     @cached_property
     def best_by(self) -> str:
         """The figure by which the best step is chosen."""
-        return str(self.settings.get("train.best_by", "valid_loss"))
+        return self._train.best_figure[0]
 
     @cached_property
     def best(self) -> tuple[float, int] | None:
-        """The best value of `best_by` and its step; None without one. The lowest loss is the best. Of scores,
-        the checkpoint that was kept as the best tells the step."""
+        """The best value of `best_by` and its step; None without one. The lowest loss is the best. Of other
+        figures, the newest checkpoint tells the step."""
         rated = [(row[self.best_by], int(row["step"])) for row in self.rows if self.best_by in row]
-        if self.best_by != "valid_loss":
-            kept = best_kept(self.folder)
-            rated = [(value, step) for value, step in rated if kept and step == _step(kept)]
+        if self._train.best_by.partition("/")[0] != "valid_loss":
+            rated = [(value, step) for value, step in rated if step == self._best.saved["step"]]
         return min(rated, default=None)
+
+    @cached_property
+    def _train(self) -> TrainConfig:
+        """The settings that tell which step is the best."""
+        patience = self.settings.get("train.patience")
+        by = str(self.settings.get("train.best_by", "valid_loss"))
+        return TrainConfig(best_by=by, patience=patience if isinstance(patience, int) else 0)
+
+    @cached_property
+    def _best(self) -> Best:
+        """The best step, as the newest complete checkpoint has it."""
+        if self._saved is None:
+            return Best(self._train)
+        with suppress(ValueError, OSError, KeyError, TypeError):  # a damaged one does not say it
+            newest = checkpoints(self.folder) / f"step_{self._saved:08d}"
+            return Best(self._train, read_state(newest)["extra"].get("best"))
+        return Best(self._train)
 
     @cached_property
     def changed(self) -> float:

@@ -243,13 +243,16 @@ def prune(run_dir: str | Path, newest: str, keep: int, keep_best: bool = False) 
 
 
 def best_checkpoint(run_dir: str | Path) -> str | None:
-    """The complete checkpoint that was saved with the lowest rating, of equal ones the first."""
-    losses = {}
+    """The complete checkpoint that was saved with the lowest rating, of equal ones the first. Those that were
+    rated by another figure than the newest do not count."""
+    ratings: dict[str, tuple[Any, Any]] = {}  # name: by which figure, and the value
     for name in complete_checkpoints(run_dir):
         with suppress(ValueError, OSError):  # a damaged one is not the best
             extra = read_state(checkpoints(run_dir) / name)["extra"]
-            losses[name] = extra.get("rated")
-    known = {name: loss for name, loss in losses.items() if loss is not None and isfinite(loss)}
+            ratings[name] = extra.get("best", {}).get("by"), extra.get("rated")
+    newest = ratings[max(ratings)][0] if ratings else None
+    alike = {name: rated for name, (by, rated) in ratings.items() if by == newest and rated is not None}
+    known = {name: rated for name, rated in alike.items() if isfinite(rated)}
     return min(known, key=known.__getitem__, default=None)
 
 

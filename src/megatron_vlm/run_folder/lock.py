@@ -20,6 +20,8 @@ from megatron_vlm.files import open_file, open_to_write
 from megatron_vlm.messages import printable
 
 FILE = "lock"
+OF_A_RUN = "run_dir: a run"  # a setting, and whose folder it names
+OF_AN_EVALUATION = "--output: an evaluation"
 RECORD = 128  # bytes of a rank's part, which says who it is
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -27,15 +29,16 @@ _TO_THE_END = 0
 _FLOCK = "hhqqi4x"  # Linux's struct flock: type, whence, start, length, process
 
 
-def take(run_dir: str | Path, patience: float = 5.0) -> BinaryIO:
-    """The lock of rank 0, held until it is closed or this process ends; the other ranks then `join`.
+def take(run_dir: str | Path, patience: float = 5.0, whose: str = OF_A_RUN) -> BinaryIO:
+    """The lock of rank 0, held until it is closed or this process ends; the other ranks then `join`. `whose`
+    folder it is stands in the error.
 
     Raises ConfigError that names the processes of another run if that is still alive after `patience` seconds
     (the kernel needs time to end a killed process). The run folder must exist. Do not open the lock elsewhere
     in this process: closing any descriptor of the file frees it.
     """
     file = open_to_write(Path(run_dir) / FILE, keep=True)
-    _lock_all(file, run_dir, patience)
+    _lock_all(file, run_dir, patience, whose)
     file.truncate(0)
     _sign(file, 0)
     fcntl.lockf(file, fcntl.LOCK_UN, _TO_THE_END, RECORD)  # the parts of the other ranks
@@ -79,13 +82,14 @@ def is_held(run_dir: str | Path) -> bool:
     return struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK
 
 
-def _lock_all(file: BinaryIO, run_dir: str | Path, patience: float) -> None:
+def _lock_all(file: BinaryIO, run_dir: str | Path, patience: float, whose: str = OF_A_RUN) -> None:
+    setting, owner = whose.split(": ")
     deadline = time.monotonic() + patience
     while not _try(file, _TO_THE_END, 0):
         if time.monotonic() >= deadline:
             raise ConfigError(
-                f"run_dir: {printable(run_dir)} belongs to a run that lives: {_holders(file)}. "
-                "Wait until it ends, end it with `kill` on its host, or give another run_dir."
+                f"{setting}: {printable(run_dir)} belongs to {owner} that lives: {_holders(file)}. "
+                f"Wait until it ends, end it with `kill` on its host, or give another {setting}."
             )
         time.sleep(0.05)
 

@@ -120,27 +120,31 @@ class RunLogger:
         words = [f"loss {loss:.4f} · lr {lr:.2e} · grad {grad_norm:.2f} · {_short(rate)} trained tokens/s"]
         self._show(step, " · ".join([*words, *_in_words(figures, self._formats)]))
 
-    def log_eval(self, step: int, loss: float | None, by_source: Mapping[str, float] | None = None) -> None:
+    def log_eval(
+        self, step: int, loss: float | None, by_source: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Log the validation loss after `step`, the last logged step, and the figures of each source; None
-        if there is no validation data."""
+        if there is no validation data. Returns all of them, on every rank."""
         if loss is None:
-            return
+            return {}
         figures = {f"valid_{name}": number for name, number in (by_source or {}).items()}
         for callback in self.callbacks:
             callback.on_validation(step, loss, figures)
-        if not self.is_writer:
-            return
-        self._write(step, {"valid_loss": loss, **figures})
-        words = [f"{name} {number:.4f}" for name, number in figures.items() if name.startswith("valid_loss/")]
-        self.message(" · ".join([f"step {step}: validation loss {loss:.4f}", *words]))
-
-    def log_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        """Log the scores of answers after `step`, the last logged step."""
+        logged = {"valid_loss": loss, **figures}
         if self.is_writer:
-            self._write(step, dict(scores))
+            self._write(step, logged)
+        shown = [f"{name} {number:.4f}" for name, number in figures.items() if name.startswith("valid_loss/")]
+        self.message(" · ".join([f"step {step}: validation loss {loss:.4f}", *shown]))
+        return logged
+
+    def log_scores(self, step: int, scores: dict[str, float]) -> dict[str, float]:
+        """Log scores of `step`, the last logged one or an earlier one. Returns them, on every rank."""
+        if self.is_writer and scores:
+            self._write(step, scores)
             self.message(
                 f"step {step}: " + " · ".join(f"{name} {score:.4f}" for name, score in scores.items())
             )
+        return scores
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""

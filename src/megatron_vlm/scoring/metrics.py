@@ -125,11 +125,6 @@ class Score:
     samples: int
     higher_is_better: bool
 
-    @property
-    def rated(self) -> float:
-        """The score as a number of which less is better."""
-        return -self.score if self.higher_is_better else self.score
-
     def __str__(self) -> str:
         return f"{self.score:.4f} ({self.low:.4f} to {self.high:.4f}, {self.samples} samples)"
 

@@ -1,0 +1,132 @@
+"""A run ends when its best figure was not better for `train.patience` times, also when it was killed."""
+
+from pathlib import Path
+
+import pytest
+from logged_figures import figures
+from sources import write_sharegpt
+
+from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
+from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.job.best import Best
+from megatron_vlm.job.milestones import check_validation
+from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.recipes import compose
+from megatron_vlm.report.history import read_history
+from megatron_vlm.run_folder.callbacks import Callback
+from tiny.distributed import run_distributed
+
+SAID = "valid_loss was best after step 2, and no better in the 3 times since (train.patience)"
+
+
+class Killed(Exception):
+    pass
+
+
+class KilledAfter(Callback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step(self, step, figures):
+        if step > self.step:
+            raise Killed
+
+
+def train_patiently(root: str, checkpoint: str) -> None:
+    """The whole run, the same one killed and resumed, and the resumed one once more: no step is left."""
+    for name, killed in (("whole", None), ("killed", 5), ("killed", None), ("killed", None)):
+        try:
+            train_once(root, name, checkpoint, [KilledAfter(killed)] if killed else [])
+            assert killed is None
+        except Killed:
+            from megatron_vlm.parallel import setup
+
+            setup.shutdown()
+
+
+def train_once(root: str, name: str, checkpoint: str, callbacks: list[Callback]) -> None:
+    """The loss falls and more of it is taken for better, so the first validation is the best."""
+    from megatron_vlm.train import train
+
+    settings = ["steps=20", "tp=1", "micro_batch_size=1", "global_batch_size=2", "num_workers=0"]
+    settings += ["data.dataset_type=hf", "train.eval_every=2", "train.save_every=4", "optimizer.lr=0.01"]
+    settings += ["train.patience=3", "train.best_by=max:valid_loss", "train.async_save=false"]
+    paths = {"run_dir": f"{root}/{name}", "hf_path": checkpoint, "train_data_path": f"{root}/data.jsonl"}
+    paths["valid_data_path"] = f"{root}/data.jsonl"
+    train(compose("gemma3_tiny_digits", settings=settings, arguments=paths), callbacks=callbacks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_gemma3) -> Path:
+    folder = tmp_path_factory.mktemp("patience")
+    write_sharegpt(folder, 8)
+    run_distributed(2, train_patiently, str(folder), str(tiny_gemma3))
+    return folder
+
+
+def test_a_killed_run_ends_at_the_same_step_with_the_same_figures(folder):
+    """It is killed between its second and third validation, and was saved at the second."""
+    whole, killed = (read_history(folder / name) for name in ("whole", "killed"))
+    assert whole.step == killed.step == 8
+    assert [row["step"] for row in whole.rows if "valid_loss" in row] == [2, 4, 6, 8]
+    assert figures(folder / "killed") == figures(folder / "whole")
+    assert [start["step"] for start in killed.starts] == [1, 5, 9]
+
+
+def test_its_state_is_finished_and_says_why(folder):
+    for name in ("whole", "killed"):
+        history = read_history(folder / name)
+        assert (history.state, history.last_line) == ("finished", SAID)
+        assert (folder / name / "checkpoints/latest").read_text() == "step_00000008\n"
+
+
+def rated(best: Best, values: list[float], name: str, higher: list[str] = ()) -> list[float]:
+    return [best.rate(step, {name: value}, higher) for step, value in enumerate(values, 1)]
+
+
+@pytest.mark.parametrize(
+    ("by", "name", "higher", "values", "saved"),
+    [
+        ("valid_loss/charts", "valid_loss/charts", [], [3, 2, 2, 4], (2, 2, 2)),
+        ("score/anls", "score/anls", ["score/anls"], [0.1, 0.3, 0.2], (-0.3, 2, 1)),
+        ("score/wer", "score/wer", [], [0.3, 0.2, 0.1], (0.1, 3, 0)),
+        ("max:valid_accuracy", "valid_accuracy", [], [0.5, 0.7, float("nan")], (-0.7, 2, 1)),
+        ("min:score/anls", "score/anls", ["score/anls"], [0.1, 0.3], (0.1, 1, 1)),
+    ],
+)
+def test_the_best_is_known_for_each_kind_of_figure(by, name, higher, values, saved):
+    best = Best(TrainConfig(best_by=by, patience=2))
+    rated(best, values, name, higher)
+    assert tuple(best.saved.values()) == (by, *saved)
+    assert best.is_over == (saved[2] == 2)
+    assert Best(TrainConfig(best_by=by), best.saved).saved == best.saved
+    assert Best(TrainConfig(best_by="score/other"), best.saved).saved["step"] == 0
+
+
+def test_a_figure_that_is_not_logged_is_refused_and_another_kind_is_not_its_time():
+    best = Best(TrainConfig(best_by="score/anls"))
+    assert best.rate(1, {"valid_loss": 1.0}) is None and best.saved["since"] == 0
+    with pytest.raises(ConfigError, match="score/anls is no figure that there is; there are score/cer"):
+        best.rate(2, {"score/cer": 1.0})
+
+
+def test_a_source_that_is_not_validated_is_refused_before_the_first_step():
+    train = TrainConfig(best_by="valid_loss/chart", keep_best=True)
+    with pytest.raises(ConfigError, match="no loss of the validation data; give valid_loss, valid_loss/a"):
+        check_validation(train, True, ["a", "b"])
+    check_validation(TrainConfig(best_by="valid_loss/b", keep_best=True), True, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train.best_by": "loss"}, "best_by: loss is no figure to choose by"),
+        ({"train.best_by": "valid_accuracy"}, "give max:valid_accuracy or min:valid_accuracy"),
+        ({"train.patience": 3, "train.best_by": "score/a"}, "patience: .*; set train.score_every"),
+        ({"train.patience": 3}, "patience: valid_loss is not looked at before the end; set train.eval_every"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(settings, said):
+    needed = {"run_dir": "r", "model.hf_path": "m", "data.train_data_path": "d", "data.dataset_type": "hf"}
+    with pytest.raises(ConfigError, match=said):
+        validate(apply_overrides(RunConfig(), needed | settings))
