@@ -37,7 +37,8 @@ from torch.utils import _triton
 from triton.backends.compiler import GPUTarget
 
 from megatron_vlm.models import head
-from megatron_vlm.models.layers import feed_forward, fused
+from megatron_vlm.models.layers import feed_forward
+from megatron_vlm.models.layers.kernels import fused
 from megatron_vlm.parallel import cpu
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "cubins.json"

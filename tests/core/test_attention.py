@@ -13,16 +13,18 @@ from pairs import pairs
 from places import ROOT
 
 from megatron_vlm.config import ConfigError, ModelConfig
-from megatron_vlm.models.layers import kernel_checks, kernels, tower_attention
+from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.attention import Attend, dense, mask
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
-from megatron_vlm.models.layers.kernel_checks import (
+from megatron_vlm.models.layers.kernels import attention as kernels
+from megatron_vlm.models.layers.kernels import checks as kernel_checks
+from megatron_vlm.models.layers.kernels.attention import KERNELS, Kernel, Segments
+from megatron_vlm.models.layers.kernels.checks import (
     attention_backends,
     check_towers,
     disagreement,
     tower_views,
 )
-from megatron_vlm.models.layers.kernels import KERNELS, Kernel, Segments
 from megatron_vlm.models.layers.tower_attention import view_of
 from megatron_vlm.planning.tensor_memory import TensorMemory
 

@@ -13,10 +13,11 @@ from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
 from megatron_vlm.config import ConfigError, ModelConfig
-from megatron_vlm.models.layers import feed_forward, fused
+from megatron_vlm.models.layers import feed_forward
 from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.fused import Fused, compiled_on, joined, norm, of_channels, rotate
-from megatron_vlm.models.layers.kernel_checks import check, fused_disagreement
+from megatron_vlm.models.layers.kernels import fused
+from megatron_vlm.models.layers.kernels.checks import check, fused_disagreement
+from megatron_vlm.models.layers.kernels.fused import Fused, compiled_on, joined, norm, of_channels, rotate
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16

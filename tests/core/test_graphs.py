@@ -11,8 +11,9 @@ import torch
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models import head
-from megatron_vlm.models.layers import feed_forward, fused
-from megatron_vlm.models.layers.fused import compiled_on
+from megatron_vlm.models.layers import feed_forward
+from megatron_vlm.models.layers.kernels import fused
+from megatron_vlm.models.layers.kernels.fused import compiled_on
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -50,7 +51,7 @@ def every_use(path: str, family: str) -> dict[str, Any]:
 def uses(path: str, family: str):
     from megatron_vlm.generation.generate import generate
     from megatron_vlm.models.hf import open_source
-    from megatron_vlm.models.layers.kernel_checks import fused_disagreement
+    from megatron_vlm.models.layers.kernels.checks import fused_disagreement
     from megatron_vlm.models.opened import open_model
     from megatron_vlm.models.schedule import in_evaluation
     from megatron_vlm.objectives import objective_of

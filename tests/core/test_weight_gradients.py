@@ -11,8 +11,8 @@ import torch
 
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.hf import open_source
-from megatron_vlm.models.layers import kernel_checks
-from megatron_vlm.models.layers.kernel_checks import check, weight_gradient_disagreement
+from megatron_vlm.models.layers.kernels import checks as kernel_checks
+from megatron_vlm.models.layers.kernels.checks import check, weight_gradient_disagreement
 from megatron_vlm.parallel import weight_gradients
 from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
 from tiny.checkpoints import build_tiny_checkpoint

@@ -19,7 +19,7 @@ from megatron_vlm.models.families import describe
 from megatron_vlm.models.families.llava_onevision import packed
 from megatron_vlm.models.family_parts.towers import _linear_of_patches, pixtral_states
 from megatron_vlm.models.layers import tower_attention
-from megatron_vlm.models.layers.kernels import KERNELS
+from megatron_vlm.models.layers.kernels.attention import KERNELS
 from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.vision_parallel import balanced_shares
 from megatron_vlm.models.vlm import recompute_layers

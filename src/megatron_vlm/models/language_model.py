@@ -25,12 +25,13 @@ from torch import Tensor
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import misfit
 from megatron_vlm.models import deepstack
-from megatron_vlm.models.layers.aside import INPUTS, Aside, LayerInputs
+from megatron_vlm.models.layers.aside import Aside
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, is_recurrent
 from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward
+from megatron_vlm.models.layers.layer_inputs import INPUTS, LayerInputs
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
@@ -56,7 +57,7 @@ class LanguageModelConfig(TransformerConfig):
     most_positions: int | None = None  # the rotary rule is known for so many
     layer_heads: tuple[Heads, ...] = ()  # of each layer; empty: kv_channels and num_query_groups of all
     layer_ffn: tuple[int, ...] = ()  # of each layer's feed-forward; empty: ffn_hidden_size of all
-    layer_inputs: int = 0  # channels of an input of each layer's own, see `layers.aside`
+    layer_inputs: int = 0  # channels of an input of each layer's own, see `layers.layer_inputs`
     placeholders: tuple[int, ...] = ()  # tokens that have padding's input
     own_layer_spec: Callable[[LanguageModelConfig, int], ModuleSpec] | None = None  # a family's, from ours
     wide_norms: bool = False  # see `RMSNorm`

@@ -15,8 +15,8 @@ from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.language_model import language_model_config
-from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.models.layers.delta_net.kernel_check import check_delta_nets
+from megatron_vlm.models.layers.kernels import checks as kernel_checks
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.models.work.costs import image_cost, stage_costs

@@ -4,7 +4,7 @@ torch has operators for this, on symmetric memory: a rank multiplies its own row
 arrive, and sends the rows of one rank while it multiplies the next rank's. On a CPU, and on shapes, torch's
 stand-ins of the same signature exchange all rows at once. They add the parts of ranks as NCCL and gloo do; on
 CUDA the operator adds them in fp32, in the order of ranks. It has not run on a GPU yet:
-`models.layers.kernel_checks` compares it there before a run.
+`models.layers.kernels.checks` compares it there before a run.
 """
 
 import torch

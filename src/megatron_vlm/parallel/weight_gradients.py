@@ -2,7 +2,7 @@
 
 Otherwise each micro batch writes the gradient of every weight in 16 bits, reads it again and adds it.
 Megatron takes the product from Apex, which has to be compiled; on CUDA torch has one, too. It has not run on
-a GPU yet: `models.layers.kernel_checks` compares it there before a run.
+a GPU yet: `models.layers.kernels.checks` compares it there before a run.
 """
 
 import sys

@@ -26,9 +26,9 @@ from megatron_vlm.models.language_model import (
     language_model_config,
     layer_spec,
 )
-from megatron_vlm.models.layers.aside import LayerInputs
 from megatron_vlm.models.layers.attention_sizes import feed_forward_width, heads_of, is_recurrent
-from megatron_vlm.models.layers.kernel_checks import attention_backends
+from megatron_vlm.models.layers.kernels.checks import attention_backends
+from megatron_vlm.models.layers.layer_inputs import LayerInputs
 from megatron_vlm.models.work import costs
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import stage_layers

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_vlm.models.layers.fused import Fused
+from megatron_vlm.models.layers.kernels.fused import Fused
 from megatron_vlm.models.work.attention_work import ATTENTION
 from megatron_vlm.parallel.overlapped import STAND_INS, gathered_product
 from megatron_vlm.planning.tensor_memory import TensorMemory

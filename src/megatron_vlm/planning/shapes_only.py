@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim import adam
 
-from megatron_vlm.models.layers.fused import Fused
+from megatron_vlm.models.layers.kernels.fused import Fused
 from megatron_vlm.planning.recorder import Recorder
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

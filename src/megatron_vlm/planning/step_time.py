@@ -2,8 +2,8 @@
 
 An operation takes as long as its arithmetic or its traffic with memory, whichever is longer; a collective its
 latency and its bytes over the slowest link, by the ring algorithm. Functions that CUDA runs compiled
-(`models.layers.fused`) count as what their kernels read and write. Nothing else is fused. All stages take as
-long as the slowest. What overlaps is what the code overlaps, see `hidden_time`, and the reduction of
+(`models.layers.kernels.fused`) count as what their kernels read and write. Nothing else is fused. All stages
+take as long as the slowest. What overlaps is what the code overlaps, see `hidden_time`, and the reduction of
 gradients with the last backward (gathering parameters overlaps in a run, too).
 """
 

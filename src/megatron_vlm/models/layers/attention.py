@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, View
 from megatron_vlm.models.layers.attention_sizes import heads_of
-from megatron_vlm.models.layers.fused import rotate
-from megatron_vlm.models.layers.kernels import KERNELS, Kernel
+from megatron_vlm.models.layers.kernels.attention import KERNELS, Kernel
+from megatron_vlm.models.layers.kernels.fused import rotate
 
 
 class CoreAttention(MegatronModule):
@@ -28,9 +28,8 @@ class CoreAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.group = kwargs["pg_collection"].cp
         source = heads_of(config, layer_number - 1).source
-        self.source = (
-            layer_number - 1 if source is None else source
-        )  # the layer that makes its keys and values
+        # the layer that makes its keys and values
+        self.source = layer_number - 1 if source is None else source
 
     def forward(
         self, query_T1HK: Tensor, key_T1HK: Tensor, value_T1HK: Tensor, plan: AttentionPlan

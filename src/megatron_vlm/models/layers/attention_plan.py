@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_vlm.models.layers.aside import Aside
 from megatron_vlm.models.layers.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.delta_net.plan import recurrence
-from megatron_vlm.models.layers.kernels import Segments
+from megatron_vlm.models.layers.kernels.attention import Segments
 from megatron_vlm.parallel.context import Piece, place
 from megatron_vlm.parallel.transfer import on_device
 

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from megatron_vlm.models.layers.fused import Fused, wide
+from megatron_vlm.models.layers.kernels.fused import Fused, wide
 
 Activation = Callable[[Tensor], Tensor]
 

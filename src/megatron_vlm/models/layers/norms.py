@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.models.layers.fused import norm
+from megatron_vlm.models.layers.kernels.fused import norm
 
 
 class RMSNorm(nn.Module):

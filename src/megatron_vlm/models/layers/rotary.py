@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_vlm.models.layers.fused import of_channels
+from megatron_vlm.models.layers.kernels.fused import of_channels
 
 
 def inverse_frequencies(

@@ -25,7 +25,7 @@ def _segments(numbers: Numbers, given: dict[str, Any]) -> float:
 
 
 def _pairs(queries: int, keys: int, left: int, right: int) -> float:
-    """Pairs of a segment, see `models.layers.kernels`; -1: no limit."""
+    """Pairs of a segment, see `models.layers.kernels.attention`; -1: no limit."""
     if right < 0:
         return queries * keys if left < 0 else queries * (queries + 1) / 2
     limit = keys if left < 0 else min(left + 1, keys)

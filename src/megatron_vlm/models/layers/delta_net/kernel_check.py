@@ -1,4 +1,4 @@
-"""A look at flash-linear-attention's kernels before a run relies on them, as `kernel_checks` has it."""
+"""A look at flash-linear-attention's kernels before a run relies on them, as `kernels.checks` has it."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,10 +10,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_vlm.config import ModelConfig
-from megatron_vlm.models.layers import kernel_checks as checks
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads
 from megatron_vlm.models.layers.delta_net import kernels
 from megatron_vlm.models.layers.delta_net.plan import Documents
+from megatron_vlm.models.layers.kernels import checks
 
 # of a real size, as the package tunes its kernels in their first call
 LENGTHS = [*checks.MEASURED, *checks.DOCUMENTS]

@@ -21,7 +21,7 @@ from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
 from megatron_vlm.models.layers.delta_net import kernels
 from megatron_vlm.models.layers.delta_net.plan import CutDocuments, Documents
 from megatron_vlm.models.layers.delta_net.rule import Recomputed
-from megatron_vlm.models.layers.fused import Norm, wide
+from megatron_vlm.models.layers.kernels.fused import Norm, wide
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
 
 

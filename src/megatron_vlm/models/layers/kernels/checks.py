@@ -18,8 +18,8 @@ from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
 from megatron_vlm.models.layers.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.fused import Fused, compiled_on, norm, of_channels, rotate
-from megatron_vlm.models.layers.kernels import KERNELS
+from megatron_vlm.models.layers.kernels.attention import KERNELS
+from megatron_vlm.models.layers.kernels.fused import Fused, compiled_on, norm, of_channels, rotate
 from megatron_vlm.models.layers.tower_attention import heads, kernels, use_sdpa, view_of
 from megatron_vlm.parallel import weight_gradients
 from megatron_vlm.parallel.overlapped import GatheredProduct, ScatteredProduct
