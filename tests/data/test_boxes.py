@@ -324,10 +324,13 @@ def test_tags_of_boxes_are_tokens_and_other_control_tokens_stay_text():
 
 BOX = [1, 2, 30, 40]
 WRONG = {
-    "a box outside its image": ({"bbox": [[1, 2, 65, 40]]}, "not inside image 0, 64 x 64"),
-    "below 0": ({"bbox": [[-1, 2, 30, 40]]}, "not inside image 0"),
+    "a box outside its image": (
+        {"bbox": [[1, 2, 65, 40]]},
+        "not inside the 64 x 64, in bbox_type real, of image 0",
+    ),
+    "below 0": ({"bbox": [[-1, 2, 30, 40]]}, "not inside the 64 x 64"),
     "outside in thousandths": ({"bbox": [[1, 2, 1001, 40]], "bbox_type": "norm1000"}, "1000 x 1000"),
-    "pixels called shares": ({"bbox": [BOX], "bbox_type": "norm1"}, "1 x 1 in bbox_type norm1"),
+    "pixels called shares": ({"bbox": [BOX], "bbox_type": "norm1"}, "1 x 1, in bbox_type norm1, of image 0"),
     "inverted": ({"bbox": [[30, 2, 1, 40]]}, "x1 > x2"),
     "no area": ({"bbox": [[1, 2, 1, 40]]}, "no area"),
     "no number": ({"bbox": [[1, 2, float("nan"), 40]]}, "finite"),

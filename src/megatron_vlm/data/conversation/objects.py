@@ -90,9 +90,8 @@ def _by_field(items: list) -> dict[str, list]:
 def _check_shape(numbers: Any, place: str) -> None:
     if not isinstance(numbers, list) or len(numbers) < POINT or len(numbers) % 2:
         raise BadSample(REASON, f"{place} is {numbers!r}, no list of pairs of numbers")
-    for number in numbers:
-        if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
-            raise BadSample(REASON, f"{place} is {numbers}, not of finite numbers")
+    if not ({*map(type, numbers)} <= {int, float} and all(map(math.isfinite, numbers))):
+        raise BadSample(REASON, f"{place} is {numbers}, not of finite numbers")
     xs = numbers[::2]
     ys = numbers[1::2]
     if len(numbers) == BOX and (xs[0] > xs[1] or ys[0] > ys[1]):

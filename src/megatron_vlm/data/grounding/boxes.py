@@ -57,17 +57,20 @@ class Boxes:
         inside what the model sees of it.
         """
         convention = self._convention()
-        frames = {}
+        axes: dict[int, tuple[_Axis, _Axis]] = {}  # x and y of each image
 
         def numbers(shape: Shape) -> list[float]:
             if shape.kind == "polygon" and not convention.polygons:
                 detail = f"data.box_format {self._name} has no words for a polygon"
                 raise BadSample(REASON, f"{detail}; use one of its plain lists, such as thousandths")
-            if shape.image not in frames:
-                frames[shape.image] = self._size_and_frame(images[shape.image], len(images) == 1)
-            size, frame = frames[shape.image]
-            shares = _shares(shape, objects.unit, size)
-            return _scaled(_seen(shares, frame, shape), convention.unit, frame)
+            if shape.image not in axes:
+                axes[shape.image] = self._axes(images[shape.image], len(images) == 1, objects.unit)
+            both = axes[shape.image]
+            try:
+                return [axis.seen(number) for number, axis in zip(shape.numbers, cycle(both), strict=False)]
+            except _Outside as error:
+                detail = f"{shape.numbers} is not inside {error} image {shape.image}"
+                raise BadSample(REASON, detail) from None
 
         words = Words(
             lambda shape: convention.shape(numbers(shape)),
@@ -122,10 +125,17 @@ class Boxes:
     def _why_unknown(self) -> str | None:
         return why_unknown(self._processor)
 
-    def _size_and_frame(self, image: Limited, alone: bool) -> tuple[tuple[int, int], Frame]:
+    def _axes(self, image: Limited, alone: bool, unit: str) -> tuple["_Axis", "_Axis"]:
         data, most, least = image
         size = in_time(self._seconds, image_size, data)
-        return size, self._frame(target_size(size, most, least), alone)
+        frame = self._frame(target_size(size, most, least), alone)
+        width, height = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[unit]
+        what = f"the {width} x {height}, in bbox_type {unit}, of"
+        ends = frame[:2] if self._convention().unit is None else (self._convention().unit,) * 2
+        return (
+            _Axis(width, frame.left / frame.width, frame.image_width / frame.width, ends[0], what),
+            _Axis(height, frame.top / frame.height, frame.image_height / frame.height, ends[1], what),
+        )
 
     def _frame(self, size: tuple[int, int], alone: bool) -> Frame:
         if self._convention().unit is None and self._why_unknown:
@@ -138,42 +148,29 @@ class Boxes:
             raise refused_by_processor(error) from error
 
 
-def _shares(shape: Shape, unit: str, size: tuple[int, int]) -> list[float]:
-    """The numbers of a shape in shares of its image. Raises BadSample if it is not inside."""
-    ends = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[unit]
-    shares = [number / end for number, end in zip(shape.numbers, cycle(ends), strict=False)]
-    if not _are_inside(shares):
-        detail = (
-            f"{shape.numbers} is not inside image {shape.image}, {ends[0]} x {ends[1]} in bbox_type {unit}"
-        )
-        raise BadSample(REASON, detail)
-    return _at_edges(shares)
+class _Outside(Exception):
+    """Says what a shape is not inside of."""
 
 
-def _seen(shares: list[float], frame: Frame, shape: Shape) -> list[float]:
-    """Shares of the image as shares of the picture that the model sees. Raises BadSample outside of it."""
-    starts = (frame.left / frame.width, frame.top / frame.height)
-    lengths = (frame.image_width / frame.width, frame.image_height / frame.height)
-    seen = [
-        start + share * length
-        for share, start, length in zip(shares, cycle(starts), cycle(lengths), strict=False)
-    ]
-    if not _are_inside(seen):
-        detail = (
-            f"{shape.numbers} of image {shape.image} is not inside the middle that the processor cuts out"
-        )
-        raise BadSample(REASON, detail)
-    return _at_edges(seen)
+@dataclass(frozen=True)
+class _Axis:
+    """x or y of an image: from the unit of a record to what the family writes."""
+
+    end: float  # the number at the image's far edge, in the record
+    start: float  # where the image begins, as a share of the picture that the model sees
+    length: float  # of the image, as a share of that picture
+    written_end: float  # the number at the far edge of the picture, as the family writes it
+    whole: str  # the image, for messages
+
+    def seen(self, number: float) -> float:
+        share = _at_edges(number / self.end, self.whole)
+        share = _at_edges(self.start + share * self.length, "the middle that the processor cuts out of")
+        return share * self.written_end
 
 
-def _are_inside(shares: list[float]) -> bool:
-    return min(shares) >= -ROUNDING and max(shares) <= 1 + ROUNDING
-
-
-def _at_edges(shares: list[float]) -> list[float]:
-    return [min(max(share, 0.0), 1.0) for share in shares]
-
-
-def _scaled(shares: list[float], unit: int | None, frame: Frame) -> list[float]:
-    ends = frame[:2] if unit is None else (unit, unit)
-    return [share * end for share, end in zip(shares, cycle(ends), strict=False)]
+def _at_edges(share: float, whole: str) -> float:
+    if 0 <= share <= 1:
+        return share
+    if not -ROUNDING <= share <= 1 + ROUNDING:
+        raise _Outside(whole)
+    return min(max(share, 0.0), 1.0)

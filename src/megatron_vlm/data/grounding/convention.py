@@ -48,13 +48,14 @@ class Convention:
         """The tags around boxes and labels, which a tokenizer may have as special tokens."""
         return tuple(_TAG.findall(self.one + self.label))
 
+    @functools.cached_property
+    def _corner(self) -> str:
+        places = ("{1", "{0") if self.rows_first else ("{0", "{1")
+        return self.pair.format(*(f"{place}:.{self.decimals}f}}" for place in places))
+
     def corners(self, numbers: list[float]) -> str:
         """Numbers x, y, x, y, ... in this unit as text."""
-        texts = [f"{number:.{self.decimals}f}" for number in numbers]
-        corners = zip(texts[::2], texts[1::2], strict=True)
-        return self.comma.join(
-            self.pair.format(*corner[:: -1 if self.rows_first else 1]) for corner in corners
-        )
+        return self.comma.join(map(self._corner.format, numbers[::2], numbers[1::2]))
 
     def shape(self, numbers: list[float]) -> str:
         """The text of a shape that stands alone."""
