@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.evaluation.in_training import Scoring, scoring_of
+from megatron_vlm.evaluation.in_training import Evaluations
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.job.best import Best
@@ -25,9 +25,7 @@ from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.batch_log import naming_samples
 from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.run_log import RunLogger
-from megatron_vlm.scoring.metrics import Score
 from megatron_vlm.training import checkpoint, exports
-from megatron_vlm.training.evaluate import validation_loss
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.losses.tokens import StepLoss
@@ -64,8 +62,8 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     for message in chain(notes_of_start(config), feed.notes()):
         log.message(message)
     writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
-    scoring = scoring_of(config, source)
-    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, scoring, log, writer, best)
+    evaluations = Evaluations(config, source, model, step_loss, best)
+    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, evaluations, log, writer)
     profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
     with closing(writer, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
         if saved.step and feed.milestones.exports_after(saved.step):  # a kill may have come before
@@ -73,7 +71,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
         for step in range(first, feed.milestones.steps + 1):
             run.train(step)
             profiled()
-            rated = run.evaluate(step)
+            rated = evaluations.after(step, feed, log)
             if feed.milestones.saves_after(step):
                 run.save(step, rated)
             if feed.milestones.exports_after(step):
@@ -109,10 +107,9 @@ class Run:
     scheduler: Any
     step_loss: StepLoss
     figures: StepFigures
-    scoring: Scoring | None
+    evaluations: Evaluations
     log: RunLogger
     writer: checkpoint.CheckpointWriter
-    best: Best
 
     def train(self, step: int) -> None:
         """One optimizer step with the next global batch."""
@@ -147,30 +144,14 @@ class Run:
         if self.figures.asked_to_stop:
             self.feed.milestones = self.feed.milestones.stopping_soon(step)
 
-    def evaluate(self, step: int) -> float | None:
-        """Validates and scores if that is due; the step is the last one if `train.patience` is then over.
-
-        Returns `train.best_by` as a number of which less is better, None if it was not due.
-        """
-        logged: dict[str, float] = {}
-        scores: dict[str, Score] = {}
-        if self.feed.milestones.evaluates_after(step):
-            loss, figures = validation_loss(
-                self.config, self.model, self.step_loss, self.feed.valid(step), self.feed.valid_sources
-            )
-            logged |= self.log.log_eval(step, loss, figures)
-        if self.feed.milestones.scores_after(step):
-            scores = self.scoring.scores(self.model, step)
-            logged |= self.log.log_scores(step, {name: score.score for name, score in scores.items()})
-        rated = self.best.rate(step, logged, [name for name in scores if scores[name].higher_is_better])
-        self.feed.milestones = self.feed.milestones.heeding(self.best, step)
-        self.log.total_steps = self.feed.milestones.steps
-        return rated
-
     def save(self, step: int, rated: float | None) -> None:
         """Write a checkpoint of a step, and the pictures of the run so far."""
         extra = {**self.log.totals, "rows": self.feed.rows_after(step)}
-        extra |= {"rated": rated, "best": self.best.saved, "dropped": self.feed.dropped_by_reason()}
+        extra |= {
+            "rated": rated,
+            "best": self.evaluations.best.saved,
+            "dropped": self.feed.dropped_by_reason(),
+        }
         self.writer.save(step, self.feed.state(), extra)
         self.log.save(step)
 

@@ -103,7 +103,7 @@ def test_a_command_is_told_of_an_export_and_may_fail(folder):
     [
         (
             {"train.best_by": "anls"},
-            r"anls is no figure .*; give valid_loss, valid_NAME or score/NAME",
+            r"anls is no figure .*; give one that begins with valid_ or score/",
         ),
         ({"train.score_every": 5}, r"score_every: an Energon dataset .*; give data.score_path"),
         ({"train.on_export": "ls"}, r"on_export: nothing is exported; set train.export_every"),

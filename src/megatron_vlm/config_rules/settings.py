@@ -73,7 +73,7 @@ def _score_problems(config: RunConfig) -> Iterator[str]:
     train = config.train
     name, more_is_better = train.best_figure
     if not (train.best_is_score or name.startswith("valid_")):
-        yield f"train.best_by: {name} is no figure to choose by; give valid_loss, valid_NAME or score/NAME."
+        yield f"train.best_by: {name} is no figure to choose by; give one that begins with valid_ or score/."
     elif more_is_better is None and not train.best_is_score and name.partition("/")[0] != "valid_loss":
         yield f"train.best_by: nothing tells whether more {name} is better; give max:{name} or min:{name}."
     every = "score_every" if train.best_is_score else "eval_every"

@@ -1,4 +1,4 @@
-"""Scores of answers while a run trains (`train.score_every`).
+"""Validation and scores of answers while a run trains (`train.eval_every`, `train.score_every`).
 
 <run_dir>/scores/step_00000100.jsonl   the questions of that step, with answers and references
 """
@@ -13,19 +13,56 @@ from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.evaluation.answering import Asking, Record, answers, scored
 from megatron_vlm.evaluation.questions import open_questions
+from megatron_vlm.feed import Feed
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.best import SCORE
+from megatron_vlm.job.best import SCORE, Best
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
+from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.scoring.metrics import Score, metric_of
+from megatron_vlm.training.evaluate import validation_loss
+from megatron_vlm.training.losses.tokens import StepLoss
 
 
-def scoring_of(config: RunConfig, source: Source) -> "Scoring | None":
-    """The scoring of a run; None for one that is not scored."""
-    train = config.train
-    asks = train.score_every or (train.keep_best and train.best_is_score)
-    return Scoring(config, source) if asks else None
+class Evaluations:
+    """What a run learns of its model between its steps: losses on validation data, and scores of answers.
+
+    Raises what `Scoring` raises, if the run is scored.
+    """
+
+    def __init__(
+        self, config: RunConfig, source: Source, model: list[Module], step_loss: StepLoss, best: Best
+    ):
+        self.best = best
+        self._config = config
+        self._model = model
+        self._step_loss = step_loss
+        train = config.train
+        is_scored = train.score_every or (train.keep_best and train.best_is_score)
+        self._scoring = Scoring(config, source) if is_scored else None
+
+    def after(self, step: int, feed: Feed, log: RunLogger) -> float | None:
+        """Validates and scores if that is due; the step is the last one if `train.patience` is then over.
+
+        Returns `train.best_by` as a number of which less is better, None if it was not due. Collective.
+        """
+        logged: dict[str, float] = {}
+        higher: list[str] = []
+        if feed.milestones.evaluates_after(step):
+            batches = feed.valid(step)
+            loss, figures = validation_loss(
+                self._config, self._model, self._step_loss, batches, feed.valid_sources
+            )
+            logged |= log.log_eval(step, loss, figures)
+        if feed.milestones.scores_after(step):
+            scores = self._scoring.scores(self._model, step)
+            logged |= log.log_scores(step, {name: score.score for name, score in scores.items()})
+            higher = [name for name in scores if scores[name].higher_is_better]
+        rated = self.best.rate(step, logged, higher)
+        feed.milestones = feed.milestones.heeding(self.best, step)
+        log.total_steps = feed.milestones.steps
+        return rated
 
 
 class Scoring:
