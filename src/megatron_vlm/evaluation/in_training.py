@@ -26,7 +26,7 @@ from megatron_vlm.training.losses.tokens import StepLoss
 
 
 class Evaluations:
-    """What a run learns of its model between its steps: losses on validation data, and scores of answers.
+    """Validation and scoring of a run, between its steps.
 
     Raises what `Scoring` raises, if the run is scored.
     """
