@@ -107,8 +107,7 @@ FILES = {
     "tar": [tar()],
     "7z": [b"7z\xbc\xaf\x27\x1c\0\4"],
     "pickle": [
-        pickle.dumps([1], 4),
-        pickle.dumps([1], 2),
+        *(pickle.dumps([1], protocol) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)),
         written(lambda sink: torch.save({"a": torch.zeros(2)}, sink)),
     ],
     "safetensors": [save({"a": np.zeros(2)})],

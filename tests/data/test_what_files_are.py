@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
+import pandas as pd
 import pyarrow as pa
 import pytest
 from prepared_shards import prepare
@@ -126,6 +127,7 @@ TABLES = {
     "parquet": parquet(),
     "zip of parquet": zipped(parquet()),
     "csv in utf-16 without a mark": table(",").encode("utf-16-le"),
+    "csv with an index of pandas": pd.DataFrame(PLAIN).to_csv().encode(),
 }
 
 

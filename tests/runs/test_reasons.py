@@ -14,7 +14,7 @@ import pytest
 from transformers import GenerationConfig
 
 from megatron_vlm.data.conversation.turns import BadSample
-from megatron_vlm.data.generation_prompt import stop_tokens
+from megatron_vlm.data.generation_prompt import processor_outputs, stop_tokens
 from megatron_vlm.job.reasons import explain
 from megatron_vlm.messages import reading
 
@@ -92,6 +92,13 @@ def test_a_damaged_generation_config_is_named(tmp_path):
         assert code == 2 and said.splitlines()[-1].startswith(f"{file}{problem}")
     file.write_text('{"eos_token_id": [1, 2], "cache_implementation": 3, "max_new_tokens": {}}')
     assert stop_tokens(tmp_path, Config()) == [1, 2]  # what is not read is not refused
+
+
+def test_a_value_that_only_a_call_of_the_processor_reads_is_the_checkpoints(processor, monkeypatch):
+    monkeypatch.setattr(processor.tokenizer, "model_max_length", [1])  # as tokenizer_config.json may say
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
+    code, said = explained(processor_outputs, processor, messages, [])
+    assert code == 2 and said.startswith(f"{processor.tokenizer.name_or_path} cannot be read: TypeError: ")
 
 
 class Config:

@@ -38,6 +38,7 @@ def encode_prompt(
     }
 
 
+@reading("processor.tokenizer.name_or_path")
 def processor_outputs(
     processor: ProcessorMixin, messages: list[dict], images: list[bytes]
 ) -> Mapping[str, Tensor]:

@@ -131,6 +131,8 @@ def table_of(plain: Path) -> tuple[str, list[list[str]]] | None:
                 rows.pop()  # cut
             rows = list(filter(None, rows))
             names = rows[0] if len(rows) > 1 else []
+            if names[:1] == [""]:
+                names[0] = "Unnamed: 0"  # an index that pandas wrote, as it is named when it is read
             if len(set(names)) == len(names) > 1 and all(HEADER.fullmatch(name.strip()) for name in names):
                 if 2 * sum(len(row) == len(names) for row in rows) >= len(rows):
                     return delimiter, rows
