@@ -3,6 +3,7 @@
 import json
 import operator
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,22 @@ def test_the_name_of_a_file_is_a_path_as_it_is(tmp_path):
     assert DataSource.of("C:/a.jsonl") == DataSource("C:/a.jsonl")
 
 
+def test_a_name_stands_before_an_item(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert DataSource.of("charts=a.jsonl#5") == DataSource("a.jsonl", rows=5, name="charts")
+    assert DataSource.of(" charts = ~/a.jsonl ") == DataSource("/home/me/a.jsonl", name="charts")
+    assert DataSource.of("x=owner/name:part") == DataSource("owner/name", "part", name="x")
+    assert DataSource.of("x=s3://bucket/a=1*2") == DataSource("s3://bucket/a=1*2", name="x")
+    assert DataSource.of("s3://bucket/a=1") == DataSource("s3://bucket/a=1")
+    Path("day=1").mkdir()
+    Path("day=1/a.jsonl").write_text("{}")
+    for path in ("day=1", "day=1/a.jsonl"):
+        assert DataSource.of(path) == DataSource(path)
+        assert DataSource.of(f"{path}*2") == DataSource(path, share=2.0)
+        assert DataSource.of(f"x={path}") == DataSource(path, name="x")
+
+
 ENDS = ["*x", "*", "*-1", "*nan", "*inf", "*1e-1", "*30%", "*.jsonl", f"*{10**9}", "#x", "#", "#-1", "#1.5"]
 
 
@@ -153,6 +170,10 @@ def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
     [
         ("hf", "a.jsonl#0", {}, "an epoch would have none of its rows"),
         ("hf", ["a.jsonl*2", "a.jsonl"], {}, "a.jsonl is given twice"),
+        ("hf", ["x=a.jsonl", "x=b.jsonl"], {}, "the names x, x begin alike; give each source one of its own"),
+        ("energon", ["x=a", "x-y=b"], {}, "the names x, x-y begin alike"),
+        ("hf", "my set=a.jsonl", {}, "'my set' before = is no name of a source; take up to 40 letters"),
+        ("hf", f"{'x' * 41}=a.jsonl", {}, "'x+' before = is no name of a source"),
         ("hf", "owner/name:part", {"streaming": True}, "a stream is read whole"),
         ("energon", ["a#5", "b"], {}, "is read whole or, beside others, several times"),
         ("energon", ["a*0.5", "b"], {}, "give an integer after"),
@@ -214,6 +235,11 @@ def test_the_keys_of_a_list_begin_with_its_sources(sources, processor, kind):
     counts = [sum(key.startswith(f"{name}-") for key in found) for name in loader.sources]
     assert len(counts) == 2 and min(counts) > 5 and sum(counts) == len(found)
     loader.close()
+    named = opened(kind, [f"charts={sources[kind][0]}", sources[kind][1]], processor, num_workers=0)
+    names = ["charts", Path(sources[kind][1]).name]
+    found = [key for _ in range(20) for key in keys(next(named))]
+    assert named.sources == names and {key.partition("-")[0] for key in found} == set(names)
+    named.close()
     alone = opened(kind, sources[kind][:1], processor, num_workers=0)
     assert not alone.sources
     alone.close()
@@ -236,7 +262,7 @@ def test_the_log_counts_the_samples_and_tokens_of_each_source_through_a_resume(
 ):
     for steps in (2, 4):
         run_distributed(1, train_list, steps, str(tmp_path), str(tiny_gemma3), sources["hf"])
-    names, trained = path_names(sources["hf"]), Counter()
+    names, trained = path_names(sources_of(sources["hf"])), Counter()
     rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
     held = (tmp_path / "run" / "held_out.jsonl").read_text().splitlines()
     held = Counter(json.loads(line)["key"].rpartition("-")[0] for line in held)
@@ -295,10 +321,28 @@ def test_validation_has_each_sample_of_each_path_once(sources, processor, kind, 
     assert len(seen) == (20 if kind == "hf" else 4) and set(seen.values()) == {1}
 
 
+def test_the_first_validation_batches_are_of_every_source(sources, processor):
+    """The ranks deal out this order, so the first batches have the same rows in every layout."""
+    valid = [f"x={sources['hf'][0]}", f"y={sources['hf'][1]}"]
+    data = DataConfig(train_data_path=valid, valid_data_path=valid, num_workers=0)
+    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+    ranks = []
+    for rank in range(3):
+        loader = HFProvider(data).valid_loader(encoder, micro_batch_size=1, rank=rank, world_size=3)
+        ranks.append([key for batch in loader for key in keys(batch)])
+    order = [key for of_turn in zip_longest(*ranks) for key in of_turn if key]
+    turns = [f"{name}-{row:09d}" for row in range(8) for name in "xy"]
+    assert order == [*turns, *(f"x-{row:09d}" for row in range(8, 12))]
+
+
 def test_keys_name_the_path_as_shortly_as_they_can():
-    assert path_names(["x/a/data", "x/b/data/"]) == ["a/data", "b/data"]
-    assert path_names(["x/a.json", "x/b.json"]) == ["a.json", "b.json"]
-    assert path_names(["msc://s/a", "msc://t/a"]) == ["s/a", "t/a"]
+    def names(*items):
+        return path_names(sources_of(items))
+
+    assert names("x/a/data", "x/b/data/") == ["a/data", "b/data"]
+    assert names("x/a.json", "x/b.json") == ["a.json", "b.json"]
+    assert names("msc://s/a", "msc://t/a") == ["s/a", "t/a"]
+    assert names("a=x/b", "x/a") == ["a", "x/a"]
 
 
 def weighted(tmp_path, sources):

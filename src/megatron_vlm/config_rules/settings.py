@@ -1,5 +1,6 @@
 """Checks a configuration by itself, before anything heavy starts: every problem, a line each."""
 
+import re
 from collections.abc import Iterator
 
 from megatron_vlm.config import (
@@ -154,6 +155,16 @@ def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Ite
     named = [(source.path, source.subset) for source in sources]
     for path in {path for path, subset in named if named.count((path, subset)) > 1}:
         yield f"{key}: {path} is given twice; give it once, as {path}*2."
+    names = [source.name for source in sources if source.name is not None]
+    for name in dict.fromkeys(names):
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
+            yield (
+                f"{key}: {name!r} before = is no name of a source; take up to 40 letters, digits, _ and -, "
+                "or give a path that exists."
+            )
+        alike = [other for other in names if f"{other}-".startswith(f"{name}-")]  # as keys begin
+        if len(alike) > 1:
+            yield f"{key}: the names {', '.join(alike)} begin alike; give each source one of its own."
     for source in sources:
         if source.rows == 0 or source.share == 0:
             yield f"{key}: {source.path}: an epoch would have none of its rows; leave it out."

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,7 @@ from megatron_vlm.data.load.energon_state import (
 from megatron_vlm.data.load.limits import notice_the_dead, with_limited_drops, with_rest
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.on_disk.descriptions import damaged
-from megatron_vlm.data.on_disk.paths import paths_of, sources_of
+from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
 from megatron_vlm.messages import reading
@@ -72,13 +73,12 @@ class EnergonProvider:
         not be restored.
         """
         data, sources = self._data, sources_of(self._data.train_data_path)
-        paths = [one.path for one in sources]
         packing_buffer_size = data.packing_buffer_size if data.packing == "stream" else None
         encoder = with_limited_drops(encoder, data)
         workers = self._worker_config(rank, world_size, seed)
         open_dataset = partial(
             get_train_dataset,
-            _checked_source(paths, "train", [int(one.share or 1) for one in sources]),
+            _checked_source(sources, "train"),
             split_part="train",
             batch_size=micro_batch_size,
             packing_buffer_size=packing_buffer_size,
@@ -88,7 +88,8 @@ class EnergonProvider:
         )
         dataset = open_dataset(worker_config=workers)
         dataset.assert_can_restore()  # else Energon would notice a function without @stateless on resume
-        largest_share, samples = _samples_of_an_epoch(open_dataset, workers, ", ".join(paths))
+        paths = ", ".join(one.path for one in sources)
+        largest_share, samples = _samples_of_an_epoch(open_dataset, workers, paths)
         encoder.drops.set_share(largest_share, data.shuffle_buffer_size + (packing_buffer_size or 0))
         settings = order_settings(data, micro_batch_size, seed) | {
             "shuffle_buffer_size": data.shuffle_buffer_size,
@@ -96,7 +97,7 @@ class EnergonProvider:
         }
         rows = samples if data.packing == "none" else None
         loader = EnergonTrainLoader(dataset, workers, encoder, settings, rows)
-        loader.sources = path_names(paths) if len(paths) > 1 else []
+        loader.sources = path_names(sources) if len(sources) > 1 else []
         return loader
 
     @reading("self._data.valid_data_path")
@@ -108,15 +109,16 @@ class EnergonProvider:
         None if no validation path is set and the training dataset has no `val` split.
         """
         data = self._data
-        paths = paths_of(data.valid_data_path or data.train_data_path)
+        given = sources_of(data.valid_data_path or data.train_data_path)
+        sources = [replace(one, share=None) for one in given]
         if data.valid_data_path is None:
-            for path in paths:
-                check_dataset(path)
-            paths = [path for path in paths if "val" in split_names(path)]
-        if not paths:
+            for one in sources:
+                check_dataset(one.path)
+            sources = [one for one in sources if "val" in split_names(one.path)]
+        if not sources:
             return None
         workers = self._worker_config(rank, world_size, seed)
-        return EnergonValidLoader(paths, workers, with_limited_drops(encoder, data), micro_batch_size)
+        return EnergonValidLoader(sources, workers, with_limited_drops(encoder, data), micro_batch_size)
 
     def _worker_config(self, rank: int, world_size: int, seed: int) -> WorkerConfig:
         return WorkerConfig(
@@ -185,10 +187,10 @@ class EnergonTrainLoader(TrainLoader):
 class EnergonValidLoader(ValidLoader):
     """The base's loader over Energon; a share is the worker configuration that reads it."""
 
-    def __init__(self, paths: list[str], workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
-        self.name = f"data: the 'val' split of {', '.join(paths)}"
-        self._paths, self._encoder, self._micro_batch_size = paths, encoder, micro_batch_size
-        self.sources = path_names(paths) if len(paths) > 1 else []
+    def __init__(self, read: list[DataSource], workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
+        self.name = f"data: the 'val' split of {', '.join(one.path for one in read)}"
+        self._read, self._encoder, self._micro_batch_size = read, encoder, micro_batch_size
+        self.sources = path_names(read) if len(read) > 1 else []
         self._mine, self._all = workers, _with_ranks_as_workers(workers, 0)
         super().__init__(encoder.drops, self._most_batches_of_a_rank())
 
@@ -200,7 +202,7 @@ class EnergonValidLoader(ValidLoader):
 
     def _dataset(self, workers: WorkerConfig):
         dataset = get_val_dataset(
-            _checked_source(self._paths, "val"),
+            _checked_source(self._read, "val"),
             split_part="val",
             worker_config=workers,
             batch_size=self._micro_batch_size,
@@ -217,8 +219,9 @@ class EnergonValidLoader(ValidLoader):
         return max(sum(lengths[rank * per_rank :][:per_rank]) for rank in range(world_size))
 
 
-def _checked_source(paths: list[str], split: str, repetitions: Sequence[int] = ()) -> str | dict:
+def _checked_source(sources: list[DataSource], split: str) -> str | dict:
     """The source for Energon: the only path, or a metadataset of all paths that names each in its keys."""
+    paths = [one.path for one in sources]
     for path in paths:
         check_dataset(path)
         if split not in (names := split_names(path)):
@@ -234,8 +237,8 @@ def _checked_source(paths: list[str], split: str, repetitions: Sequence[int] = (
                 "blend_epochized, or name its datasets in the list."
             )
     blend = [
-        {"path": str(EPath(path)), "repetitions": int(times), "subflavors": {SOURCE: name}}
-        for path, name, times in zip(paths, path_names(paths), repetitions or [1] * len(paths), strict=True)
+        {"path": str(EPath(one.path)), "repetitions": int(one.share or 1), "subflavors": {SOURCE: name}}
+        for one, name in zip(sources, path_names(sources), strict=True)
     ]
     description = {"path": EPath("/"), "splits": {split: {"blend_epochized": blend}}}
     return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **description}

@@ -27,7 +27,7 @@ from megatron_vlm.data.load.orders import Place, RandomOrder, StreamOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows, loader_of
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
-from megatron_vlm.data.records.blends import Resized, divided, sources_of_keys
+from megatron_vlm.data.records.blends import Resized, divided, in_turn, sources_of_keys
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
@@ -128,8 +128,8 @@ class HFProvider:
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> HFValidLoader | None:
-        """A finite loader of `valid_rows` in stored order: each row on exactly one rank, as many batches on
-        every rank. None if there are none."""
+        """A finite loader of `valid_rows` in stored order, several sources in turn: each row on exactly one
+        rank, as many batches on every rank. None if there are none."""
         if (found := self.valid_rows(encoder, seed)) is None:
             return None
         return HFValidLoader(found[0], found[1], rank, world_size, micro_batch_size, self._data.num_workers)
@@ -255,7 +255,8 @@ class HFTrainLoader(TrainLoader):
 
 
 class HFValidLoader(ValidLoader):
-    """The base's loader over a table; a share is a list of row numbers."""
+    """The base's loader over a table; a share is a list of row numbers. The first batches have rows of every
+    source."""
 
     def __init__(
         self,
@@ -269,7 +270,7 @@ class HFValidLoader(ValidLoader):
         self.name, self._encoder, self._table = name, rows.encoder, rows.table
         self._micro_batch_size = micro_batch_size
         self._num_workers = num_workers
-        self._all = np.sort(rows.table.rows_of(0, 0)).tolist()
+        self._all = in_turn(rows.table, np.sort(rows.table.rows_of(0, 0))).tolist()
         self._mine = self._all[rank::world_size]
         self.sources = sources_of_keys(rows.table)
         most_rows = -(-len(self._all) // world_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 COUNT, SHARE = r"#(\d{1,18})", r"\*(\d{1,9}|\d{0,9}\.\d+)"  # after a path
 
@@ -18,23 +18,35 @@ ROWS = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst", 
 @dataclass(frozen=True)
 class DataSource:
     """One item of a data path setting: `PATH`; `PATH#5000`, of which an epoch has so many rows; `PATH*0.3`,
-    of which it has such a share; and `OWNER/NAME:SUBSET`, a subset of a dataset of the hub."""
+    of which it has such a share; and `OWNER/NAME:SUBSET`, a subset of a dataset of the hub. `NAME=` before
+    any of them is what the source is called beside others."""
 
     path: str
     subset: str | None = None
     rows: int | None = None
     share: float | None = None
+    name: str | None = None
 
     @classmethod
     def of(cls, item: str) -> DataSource:
         """Reads an item, without its spaces; the name of a file or folder that exists is a path as it is."""
-        if os.path.exists(item) or "://" in item:
+        if os.path.exists(item):
             return cls(item)
-        end = re.search(rf"(?:{COUNT}|{SHARE})?\Z", item.strip())
-        path, (rows, share) = item.strip()[: end.start()].strip(), end.groups()
+        item = item.strip()
+        end = re.search(rf"(?:{COUNT}|{SHARE})?\Z", item)
+        path, (rows, share) = item[: end.start()].strip(), end.groups()
+        if (named := re.fullmatch(r"([^/:=]*)=\s*(.+)", item)) and not os.path.exists(path):
+            return replace(cls.of(os.path.expanduser(named[2])), name=named[1].strip())
+        if "://" in item:
+            return cls(item)
         name = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+)", path)
         path, subset = name.groups() if name and not os.path.exists(path) else (path, None)
         return cls(path, subset, rows and int(rows), share and float(share))
+
+    @property
+    def title(self) -> str:
+        """The name that it was given, or else its path with the subset."""
+        return self.name or self.path + (f":{self.subset}" if self.subset else "")
 
     @property
     def whole(self) -> bool:

@@ -126,6 +126,15 @@ def sources_of_keys(table: object) -> list[str]:
     return names if len(names) > 1 else []
 
 
+def in_turn(table: Table, rows: ndarray) -> ndarray:
+    """The rows, given in stored order, so that the parts of a table take turns: the first of each, then the
+    second of each, and so on; a part that is over takes none."""
+    ends = np.cumsum([len(part) for part in table.parts().values()])
+    parts = np.searchsorted(ends, rows, side="right")
+    turns = np.arange(len(rows)) - np.searchsorted(parts, parts)
+    return rows[np.lexsort((parts, turns))]
+
+
 def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> ndarray:
     """Entries epoch·count … (epoch + 1)·count of the passes over `rows` rows, joined end to end."""
     begin, end = epoch * count, (epoch + 1) * count
@@ -155,15 +164,15 @@ def blend_tables(tables: Mapping[str, Table], sources: Sequence[DataSource]) -> 
     return Blend(parts, counts, exact)
 
 
-def path_names(paths: Sequence[str]) -> list[str]:
-    """The last parts of each path, as many as it takes for all names to differ.
+def path_names(sources: Sequence[DataSource]) -> list[str]:
+    """The name that each source was given, or the last parts of its path, enough for all to differ.
 
     Raises ValueError for a path that is given twice.
     """
-    parts = [PurePosixPath(str(path).rstrip("/")).parts for path in paths]
-    for path, own in zip(paths, parts, strict=True):
+    parts = [PurePosixPath(one.title.rstrip("/")).parts for one in sources]
+    for one, own in zip(sources, parts, strict=True):
         if parts.count(own) > 1:
-            raise ValueError(f"data: {path} is given twice; give it once, as {path}*2.")
+            raise ValueError(f"data: {one.title} is given twice; give it once, as {one.title}*2.")
     depth = 1
     while len({part[-depth:] for part in parts}) < len(parts):
         depth += 1

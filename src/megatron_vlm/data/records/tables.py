@@ -168,8 +168,7 @@ def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any)
     sources = [one for one, _ in found]
     if len(tables) == 1 and sources[0].whole:
         return tables[0]
-    names = path_names([one.path + (f":{one.subset}" if one.subset else "") for one in sources])
-    return blend_tables(dict(zip(names, tables, strict=True)), sources)
+    return blend_tables(dict(zip(path_names(sources), tables, strict=True)), sources)
 
 
 def kind_of(path: str | Path) -> str:
