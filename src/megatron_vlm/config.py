@@ -155,7 +155,8 @@ class DataConfig:
     # "hf": what `datasets` opens, JSON(L) of conversations, or a meta file that names several
     dataset_type: Literal["energon", "hf"] = "energon"
     train_data_path: DataPaths = MISSING  # samples of several paths are mixed
-    valid_data_path: DataPaths | None = None  # None: the validation split of train_data_path, if it has one
+    # None: the validation split of train_data_path, if it has one; [charts=a.jsonl,…] gives valid_loss/charts
+    valid_data_path: DataPaths | None = None
     # conversations that `train.score_every` asks, of dataset_type hf; None: the validation data
     score_path: PathName | None = None
     # share of the training rows that are held out for validation, chosen by their keys; for dataset_type hf
@@ -250,7 +251,8 @@ class TrainConfig:
     score_samples: FromOne = 100  # questions; the same ones each time
     score_tokens: FromOne = 64  # of the longest answer
     export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
-    # a command that is started for each of these folders, with the folder as its last word
+    # a command that is started for each of these folders, with the folder as its last word; numbers in a JSON
+    # object on the last line that it prints are figures of the run, on_export/NAME
     on_export: Name | None = None
     # if no rank makes progress for this time, the job ends and writes all stacks
     hang_seconds: Seconds = 480.0

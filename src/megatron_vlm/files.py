@@ -249,6 +249,13 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def last_lines(path: str | Path, most_bytes: int = 1 << 22) -> list[str]:
+    """The lines at the end of a text, as far as they are in its last `most_bytes`; the first may be cut."""
+    with open_file(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+        return file.read(most_bytes).decode(errors="replace").splitlines()
+
+
 def keep_rows_before(path: Path, step: int) -> None:
     """Takes the rows of `step` and of later steps out of a file of `read_rows`, if it is there."""
     if path.exists():

@@ -25,7 +25,8 @@ from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.batch_log import naming_samples
 from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.run_log import RunLogger
-from megatron_vlm.training import checkpoint, exports
+from megatron_vlm.training import checkpoint
+from megatron_vlm.training.exports import Exports
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.losses.tokens import StepLoss
@@ -63,23 +64,23 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
         log.message(message)
     writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
     evaluations = Evaluations(config, source, model, step_loss, best)
+    exports = Exports(config, source, model, log)
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, evaluations, log, writer)
     profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
-    with closing(writer, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
-        if saved.step and feed.milestones.exports_after(saved.step):  # a kill may have come before
-            exports.export_step(config, source, model, saved.step, replace=False)
+    with closing(writer, exports, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
+        exports.after(saved.step, feed.milestones, replace=False)  # a kill may have come before
         for step in range(first, feed.milestones.steps + 1):
             run.train(step)
             profiled()
             rated = evaluations.after(step, feed, log)
             if feed.milestones.saves_after(step):
                 run.save(step, rated)
-            if feed.milestones.exports_after(step):
-                exports.export_step(config, source, model, step)
+            exports.after(step, feed.milestones)
             if feed.milestones.ends_after(step):
                 break
         writer.wait()
         run.sum_up()
+        exports.wait(stopping=feed.milestones.stop is not None)
         watchdog.beat("leaving the other ranks")
     lock.close()
     setup.shutdown()

@@ -9,9 +9,13 @@ from sources import record, write_sharegpt
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.evaluation.answering import scored
 from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
+from megatron_vlm.report.charts import charts_of
+from megatron_vlm.report.history import read_history
+from megatron_vlm.scoring.metrics import metric_of
 from tiny.distributed import run_distributed
 
 ROWS = 12
@@ -22,6 +26,12 @@ def worse(answer, references, question):
     global asked
     asked += 1
     return 1 / asked
+"""
+COMMAND = """
+echo "told of $1, rank $RANK"
+ls "$1"
+case "$1" in *4) exit 3;; esac
+echo '{"files": 7}'
 """
 
 
@@ -42,9 +52,10 @@ def train_scored(root: str, name: str, checkpoint: str, *others: str) -> None:
 
 def scored_settings(root: Path) -> list[str]:
     scored = [f"data.score_path={root}/data.jsonl", "train.score_every=2", "train.score_samples=5"]
-    scored += ["train.score_tokens=3", f"train.score_metric={root}/metric.py:worse", "train.save_every=2"]
-    scored += ["train.keep_checkpoints=1", "train.keep_best=true", "train.best_by=score/worse"]
-    return [*scored, "train.export_every=4", f"train.on_export=sh {root}/export.sh"]
+    scored += [f"train.score_metric=[{root}/metric.py:worse,cer]", "train.score_tokens=3"]
+    scored += ["train.save_every=2", "train.keep_checkpoints=1", "train.keep_best=true"]
+    scored += ["train.best_by=score/worse"]
+    return [*scored, "train.export_every=2", f"train.on_export=sh {root}/export.sh"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +65,7 @@ def folder(tmp_path_factory, tiny_gemma3) -> Path:
     write_sharegpt(folder, ROWS)
     (folder / "data.jsonl").write_text("".join(json.dumps(record(n)) + "\n" for n in range(ROWS)))
     (folder / "metric.py").write_text(METRIC)
-    (folder / "export.sh").write_text('echo "told of $1, rank $RANK"\nls "$1"\nexit 3\n')
+    (folder / "export.sh").write_text(COMMAND)
     run_distributed(2, train_both, str(folder), str(tiny_gemma3))
     return folder
 
@@ -64,6 +75,16 @@ def test_scores_are_logged_and_change_nothing_that_is_trained(folder):
     assert [row["step"] for row in scored if "score/worse" in row] == [2, 4]
     losses = [[(row["loss"], row["grad_norm"]) for row in rows if "loss" in row] for rows in (plain, scored)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_each_metric_of_a_list_scores_the_same_answers(folder):
+    rows = [row for row in read_rows(folder / "scored/metrics.jsonl") if "score/worse" in row]
+    assert [set(row) for row in rows] == [{"step", "score/worse", "score/cer"}] * 2
+    for row in rows:
+        file = folder / f"scored/scores/step_{row['step']:08d}.jsonl"
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(records) == 5 and all(record["references"] for record in records)
+        assert row["score/cer"] == scored(records, {"cer": metric_of("cer")}, None).scores["cer"].score > 0
 
 
 def test_the_same_questions_are_asked_each_time(folder):
@@ -86,16 +107,17 @@ def test_the_checkpoint_of_the_best_score_is_kept(folder):
 
 
 def test_a_command_is_told_of_an_export_and_may_fail(folder):
-    import time
+    for step in (2, 4):
+        said = (folder / f"scored/on_export/step_{step:08d}.txt").read_text()
+        assert re.match(rf"told of /\S+/scored/exports/step_{step:08d}, rank \n", said), said
+        assert "model.safetensors" in said and ("files" in said) == (step == 2)
 
-    log = folder / "scored/on_export/step_00000004.txt"
-    for _ in range(100):  # the thread of the first rank may outlive the call that trained
-        if log.exists() and "model.safetensors" in log.read_text():
-            break
-        time.sleep(0.1)
-    said = log.read_text()
-    assert re.match(r"told of /\S+/scored/exports/step_00000004, rank \n", said), said
-    assert "model.safetensors" in said
+
+def test_what_a_command_prints_is_a_score_on_the_page(folder):
+    history = read_history(folder / "scored")
+    assert [row for row in history.rows if "on_export/files" in row] == [{"step": 2, "on_export/files": 7.0}]
+    [scores] = [chart for chart in charts_of([history]) if chart.title == "Scores"]
+    assert [one.label for one in scores.series] == ["on_export/files", "score/cer", "score/worse"]
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,7 @@ def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Ite
     names = [source.name for source in sources if source.name is not None]
     for name in dict.fromkeys(names):
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
-            yield (
-                f"{key}: {name!r} before = is no name of a source; take up to 40 letters, digits, _ and -, "
-                "or give a path that exists."
-            )
+            yield f"{key}: {name!r} before = is no name; take up to 40 letters, digits, _ and -, or a path."
         alike = [other for other in names if f"{other}-".startswith(f"{name}-")]  # as keys begin
         if len(alike) > 1:
             yield f"{key}: the names {', '.join(alike)} begin alike; give each source one of its own."

@@ -9,7 +9,7 @@ from megatron_vlm.report.history import History
 # title, unit, the figures of docs/metrics.md as a pattern; each other figure gets a chart of its own
 CHARTS = (
     ("Loss", "nats per trained token", r"(valid_)?loss(/.*)?"),
-    ("Scores", "", r"(valid_)?(score|accuracy)\b.*"),
+    ("Scores", "", r"(valid_)?(score|accuracy)\b.*|on_export/.*"),
     ("Rewards", "nats", r"margin|reward_.*"),
     ("Learning rate", "", r"lr(_.*)?"),
     ("Gradient norm", "before clipping", r"grad_norm"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
-from megatron_vlm.files import open_file, read_rows, read_text
+from megatron_vlm.files import last_lines, read_rows, read_text
 from megatron_vlm.job.best import Best
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import flatten, load_yaml, to_yaml
@@ -22,7 +22,6 @@ from megatron_vlm.run_folder.folder import checkpoints, complete_checkpoints
 
 STATES = ("running", "finished", "stopped", "died", "not begun")
 LEFT_BY_RUNS = ("metrics.jsonl", "checkpoints", starts.FILE)  # one of them is in every run's folder
-MOST_READ = 1 << 22  # bytes of the end of a file of drops, batches or errors that a page reads
 EXAMPLES = 3  # drops of a reason that a page shows
 
 
@@ -169,7 +168,7 @@ def last_words(folder: Path) -> str:
     """The last line that the first rank to fail left in errors/; empty if none did."""
     files = [file for file in (folder / "errors").glob("rank*.txt") if file.stat().st_size]
     first = min(files, key=lambda file: file.stat().st_mtime_ns, default=None)
-    lines = _end_of(first) if first else []
+    lines = last_lines(first) if first else []
     said = [line for line in lines if line.strip() and not line[0].isspace()]
     return printable(said[-1]) if said else ""
 
@@ -243,17 +242,10 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _objects(file: Path) -> Iterator[dict[str, Any]]:
-    for line in _end_of(file):
+    for line in last_lines(file):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # cut short, or being written
             continue
         if isinstance(row, dict):
             yield row
-
-
-def _end_of(path: Path) -> list[str]:
-    with open_file(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - MOST_READ))
-        return file.read(MOST_READ).decode(errors="replace").splitlines()

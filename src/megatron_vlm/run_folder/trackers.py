@@ -71,9 +71,11 @@ class WeightsAndBiases:
             id=os.environ.get("WANDB_RUN_ID"),
             resume="allow",
         )
+        self._newest = 0
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(numbers, step=step)
+        self._newest = max(self._newest, step)  # it drops what comes for an earlier step
+        self._run.log(numbers, step=self._newest)
 
     def save(self) -> None:
         pass

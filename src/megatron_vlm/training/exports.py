@@ -1,22 +1,26 @@
 """Hugging Face folders that a run writes while it trains (`train.export_every`), in `<run_dir>/exports`.
 
-<run_dir>/exports/step_00000100/          a whole folder, as `megatron-vlm export` writes it
-<run_dir>/on_export/step_00000100.txt     what `train.on_export` printed about it
-<run_dir>/exports/.step_00000200.*.partial/  being written, or removed as its step was trained again
+<run_dir>/exports/step_00000100/            a whole folder, as `megatron-vlm export` writes it
+<run_dir>/on_export/step_00000100.txt       what `train.on_export` printed about it
+<run_dir>/on_export/step_00000100.running   the same until the command has ended
+<run_dir>/exports/.step_00000200.*.partial/ being written, or removed as its step was trained again
 """
 
+import json
 import os
 import shlex
+import signal
 import subprocess
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 
 from torch.nn import Module
-from tqdm import tqdm
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.files import beside, naming, need_room, open_to_write
-from megatron_vlm.job import watchdog
+from megatron_vlm.files import beside, last_lines, naming, need_room, open_to_write
+from megatron_vlm.job import stops, watchdog
+from megatron_vlm.job.milestones import Milestones
 from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.hf import Source
@@ -24,9 +28,99 @@ from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.folder import remove_leftovers
+from megatron_vlm.run_folder.run_log import RunLogger
 
 # what would make a program take itself for a rank of this job
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PATIENCE = 3.0  # seconds for a command to end in when it is asked to
+
+
+@dataclass
+class Exports:
+    """Writes the exports of a run, and starts `train.on_export` for each on the one rank that logs.
+
+    If the last line that a command printed is a JSON object of numbers, they are logged at the step of its
+    export. What goes wrong is told and does not end the run. A command that did not end is started again by
+    the next run in the folder; one that has ended is not.
+    """
+
+    config: RunConfig
+    source: Source
+    model: list[Module]
+    log: RunLogger
+    commands: dict[int, subprocess.Popen] = field(default_factory=dict)  # by the step of the export
+
+    def after(self, step: int, milestones: Milestones, replace: bool = True) -> None:
+        """Exports the model if that is due; logs what has ended, and starts the commands that are due."""
+        if step and milestones.exports_after(step):
+            export_step(self.config, self.source, self.model, step, replace)
+        self._log_ended()
+        starts = self.config.train.on_export and self.log.is_writer
+        due = running(self.config.run_dir, 0).parent.glob("step_*.running") if starts else ()
+        for exported in sorted(int(file.stem[5:]) for file in due):
+            if exported <= step and exported not in self.commands:
+                self._start(exported)
+
+    def wait(self, stopping: bool = False) -> None:
+        """Waits until all commands have ended, unless the run is stopping, or this process is asked to stop.
+        Nothing collective may follow."""
+        while self.commands and not (stopping or any(stops.asked())):
+            step, process = next(iter(self.commands.items()))
+            watchdog.beat(f"waiting for train.on_export of step {step}")
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+            self._log_ended()
+
+    def close(self) -> None:
+        """Ends the commands that still run."""
+        for process in self.commands.values():
+            self._tell(process.args, "ended with the run, and started again with it")
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(PATIENCE)
+
+    def _start(self, step: int) -> None:
+        output = running(self.config.run_dir, step)
+        folder = Path(self.config.run_dir, "exports", output.stem).resolve()
+        words = f"{self.config.train.on_export} {shlex.quote(str(folder))}"
+        how = {"shell": True, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        how["env"] = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
+        try:
+            with open_to_write(output) as file:
+                self.commands[step] = subprocess.Popen(words, stdout=file, stderr=file, **how)
+        except (OSError, ValueError) as error:
+            self._tell(words, str(error))
+
+    def _log_ended(self) -> None:
+        for step in [step for step, process in self.commands.items() if process.poll() is not None]:
+            process = self.commands.pop(step)
+            output = running(self.config.run_dir, step).with_suffix(".txt")
+            try:
+                output.with_suffix(".running").replace(output)
+                if process.returncode:
+                    raise ValueError(f"exit code {process.returncode}")
+                scores = scores_in(next(filter(str.strip, reversed(last_lines(output))), ""))
+                self.log.log_scores(step, {f"on_export/{name}": scores[name] for name in scores})
+            except (OSError, ValueError) as error:
+                self._tell(process.args, f"{error}; its output is in {output}")
+
+    def _tell(self, words: str, problem: str) -> None:
+        self.log.message(f"train.on_export: {printable(words)}: {printable(problem)}")
+
+
+def scores_in(line: str) -> dict[str, float]:
+    """The numbers by name in a line that is a JSON object; none if it does not begin as one. Raises
+    ValueError for an object that is not whole, or has other values than numbers."""
+    try:
+        return {name: float(value) for name, value in json.loads(line).items()} if line[:1] == "{" else {}
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"its last line is no JSON object of numbers: {error}") from error
+
+
+def running(run_dir: str | Path, step: int) -> Path:
+    """The output of a command until it ends. It is there before the export, so no kill loses a command."""
+    return Path(run_dir, "on_export", f"step_{step:08d}.running")
 
 
 def export_step(
@@ -46,31 +140,14 @@ def export_step(
     watchdog.beat(f"exporting step {step} to {folder}", files=True)
     files = HFCheckpoint(source.folder, source.weight_map.renames)
     setup.on_first_rank(_make_room, folder, 0 if config.adapter.used else files.nbytes)  # adapters are small
+    if config.train.on_export and setup.is_first_rank():
+        running(config.run_dir, step).parent.mkdir(exist_ok=True)
+        running(config.run_dir, step).touch()
     chunks = unwrap_model(model)
     if config.adapter.used:
         save_adapters(chunks, folder, config.adapter, config.model.hf_path)
     else:
         export_hf(chunks, folder, source.folder, source.weight_map)
-    if config.train.on_export and setup.is_first_rank():
-        log = Path(config.run_dir, "on_export", f"{folder.name}.txt")
-        Thread(target=_tell, args=(config.train.on_export, folder, log), name="on_export").start()
-
-
-def _tell(command: str, folder: Path, log: Path) -> None:
-    """Runs the command for a folder, and says if it fails. The process of the run ends after it."""
-    words = f"{command} {shlex.quote(str(folder.resolve()))}"
-    environment = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
-    try:
-        log.parent.mkdir(exist_ok=True)
-        with open_to_write(log) as output:
-            ended = subprocess.run(
-                words, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
-            )
-        problem = f"exit code {ended.returncode}" if ended.returncode else ""
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem:
-        tqdm.write(f"train.on_export: {printable(words)}: {printable(problem)}; its output is in {log}")
 
 
 def _make_room(folder: Path, needed: int) -> None:

@@ -1,0 +1,110 @@
+"""Commands for exported folders: their scores are logged, and what goes wrong with them is told."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.config import LoggingConfig, RunConfig, TrainConfig
+from megatron_vlm.files import read_rows
+from megatron_vlm.job import stops, watchdog
+from megatron_vlm.job.milestones import Milestones
+from megatron_vlm.run_folder.run_log import RunLogger
+from megatron_vlm.training.exports import Exports, running, scores_in
+
+NONE = Milestones(TrainConfig(), 10)  # exports none
+
+
+def commands_of(folder: Path, text: str, first_step: int = 9) -> Exports:
+    """Of a run in `folder` whose next step is `first_step`; `text` is what its command does with $1."""
+    (folder / "command.sh").write_text(text)
+    train = TrainConfig(on_export=f"sh {folder}/command.sh")
+    config = RunConfig(run_dir=str(folder), train=train, logging=LoggingConfig(tensorboard=False))
+    return Exports(config, None, [], RunLogger(folder, config, 10, first_step))
+
+
+def export(commands: Exports, step: int) -> None:
+    """As if its folder was written: only what is done then counts here."""
+    running(commands.config.run_dir, step).parent.mkdir(exist_ok=True)
+    running(commands.config.run_dir, step).touch()
+    commands.after(step, NONE)
+
+
+def logged(folder: Path) -> list[dict]:
+    return list(read_rows(folder / "metrics.jsonl"))
+
+
+def test_scores_are_logged_at_the_step_of_their_export(tmp_path, capsys):
+    commands = commands_of(tmp_path, 'echo hello; case $1 in *4) echo "{\\"a/b\\": 0.5, \\"c\\": 7}"; esac')
+    for step in (4, 8):
+        export(commands, step)
+    commands.wait()
+    assert logged(tmp_path) == [{"step": 4, "on_export/a/b": 0.5, "on_export/c": 7.0}]
+    assert (tmp_path / "on_export/step_00000008.txt").read_text() == "hello\n"
+    assert capsys.readouterr().out == "step 4: on_export/a/b 0.5000 · on_export/c 7.0000\n"
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("echo \"{'a': 1}\"", "its last line is no JSON object of numbers: Expecting property name"),
+        (
+            """echo '{"a": {"b": 1}}'""",
+            "its last line is no JSON object of numbers: float() argument must be",
+        ),
+        ("""echo '{"a": 1}'; exit 3""", "exit code 3; its output is in "),
+    ],
+)
+def test_what_goes_wrong_is_told_once_and_logs_nothing(tmp_path, capsys, does, said):
+    commands = commands_of(tmp_path, does)
+    export(commands, 4)
+    commands.wait()
+    commands.after(5, NONE)
+    printed = capsys.readouterr().out
+    assert printed.count("train.on_export: sh ") == 1 and said in printed
+    assert logged(tmp_path) == [] and len(list((tmp_path / "on_export").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ['{"a": null}', '{"a": "b"}', '{"a": 1', '{"a": 1} b', '{"a": 1e', "{" * 99_999]
+)
+def test_lines_that_are_no_objects_of_numbers(line):
+    with pytest.raises(ValueError, match="no JSON object of numbers: "):
+        scores_in(line)
+    assert scores_in("[1]") == scores_in("done {}") == scores_in("") == scores_in("{}") == {}
+
+
+def test_a_command_that_did_not_end_is_started_again_and_no_other(tmp_path):
+    slow = f'echo "$1" >> {tmp_path}/begun; [ -e {tmp_path}/quick ] || sleep 60; echo "{{\\"a\\": 1}}"'
+    commands = commands_of(tmp_path, slow)
+    for step in (4, 8):
+        export(commands, step)
+    while not (begun := tmp_path / "begun").exists() or len(begun.read_text().splitlines()) < 2:
+        time.sleep(0.02)
+    commands.close()
+    assert [process.poll() is not None for process in commands.commands.values()] == [True, True]
+    (tmp_path / "quick").touch()
+    again = commands_of(tmp_path, slow, first_step=5)  # the checkpoint is of step 4, and 8 is exported again
+    again.after(4, NONE)
+    again.wait()
+    assert logged(tmp_path) == [{"step": 4, "on_export/a": 1.0}]
+    once_more = commands_of(tmp_path, slow, first_step=5)
+    once_more.after(7, NONE)
+    export(once_more, 8)
+    once_more.wait()
+    assert [row["step"] for row in logged(tmp_path)] == [4, 8]
+    assert sorted(line[-1] for line in begun.read_text().splitlines()) == ["4", "4", "8", "8"]
+
+
+def test_the_watchdog_hears_of_the_wait_which_a_warning_ends(tmp_path, monkeypatch):
+    commands = commands_of(tmp_path, "sleep 60")
+    with watchdog.watching(tmp_path, 60):
+        export(commands, 4)
+        content = watchdog.watch().record.content
+        beats = content["beats"]
+        left = iter([False, False, True])
+        monkeypatch.setattr(stops, "asked", lambda: [next(left)])
+        commands.wait()
+        assert content["beats"] == beats + 2 and "on_export of step 4" in content["doing"]
+    commands.close()
+    assert (tmp_path / "on_export/step_00000004.running").exists()
