@@ -133,9 +133,13 @@ def qwen2_5_processor(
 
 
 def qwen3_processor(
-    corpus: Iterable[str], template: str, image_size: int = 128, vocab_size: int = 512
+    corpus: Iterable[str],
+    template: str,
+    image_size: int = 128,
+    vocab_size: int = 512,
+    patch_size: int = 16,
 ) -> Qwen3VLProcessor:
-    patches = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    patches = {"patch_size": patch_size, "temporal_patch_size": 2, "merge_size": 2}
     half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     pixels = {"shortest_edge": 64**2, "longest_edge": image_size**2}
     video_pixels = {"shortest_edge": 64**2, "longest_edge": 8 * image_size**2}  # counts all frames

@@ -1,19 +1,22 @@
 """Make a small checkpoint of random weights for the digits: python make_checkpoint.py gemma3 OUTPUT
 
 It has the shape of the real family, at sizes for two processor cores. With `parts` in place of a family, a
-SigLIP2 and a Llama are made, in OUTPUT/siglip2 and OUTPUT/llama. `make_checkpoint.py boxes gemma3 OUTPUT`
-makes one that sees canvases with digits on them.
+SigLIP2 and a Llama are made, in OUTPUT/siglip2 and OUTPUT/llama. `make_checkpoint.py boxes OUTPUT` makes a
+Qwen3-VL that sees canvases with digits on them. Its tower is then trained on images, of training scans alone,
+as the tower of a published model is before that model is made of it; its language model stays random.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from make_boxes import WHERE, WHICH
 from make_digits import ADD_TWO, DOCUMENT, ONE_IMAGE, READ_TWO
+from train_tower import BATCH, train_tower
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `tiny` is not installed
 
@@ -22,10 +25,12 @@ from tiny.family import DEMO_TEXT, DEMO_TOWER  # noqa: E402
 from tiny.parts import build_language_model, build_tower  # noqa: E402
 
 TURNS = ["user", "model", "assistant", "system", "You are a helpful assistant."]  # of templates
-# Models that say where a digit is see it as several tokens: sizes in place of those of a family's demo
-BOX_MODELS = {
-    "qwen3_vl": {"image_size": 128},
-    "gemma3": {"image_size": 112, "image_tokens": 16, "vision": {"patch_size": 14}},
+# Sizes with which each cell of a canvas is one visual token
+FOR_BOXES = {
+    "image_size": 64,
+    "patch_size": 8,
+    "text": DEMO_TEXT,
+    "vision": DEMO_TOWER | {"depth": 2, "deepstack_visual_indexes": [], "patch_size": 8},
 }
 
 
@@ -35,13 +40,18 @@ def make_checkpoint(family: str, output: str, seed: int = 0) -> None:
     build_tiny_checkpoint(family, output, corpus=questions(), seed=seed, **TINY_FAMILIES[family].demo)
 
 
-def make_for_boxes(family: str, output: str) -> None:
+def make_for_boxes(output: str) -> None:
+    """Write a checkpoint whose language model is random, and whose tower was trained on images."""
     disable_progress_bar()
-    sizes = dict(TINY_FAMILIES[family].demo)
-    for name, size in BOX_MODELS[family].items():
-        sizes[name] = sizes[name] | size if isinstance(size, dict) else size
     asked = [question.replace("<image>", "").replace("<ref-object>", "7") for question in (WHERE, WHICH)]
-    build_tiny_checkpoint(family, output, corpus=[*asked, *TURNS, "[1, 2, 3, 4]"] * 20, **sizes)
+    corpus = [*asked, *TURNS, "[1, 2, 3, 4]"] * 20
+    build_tiny_checkpoint("qwen3_vl", output, corpus=corpus, **FOR_BOXES)
+    started = time.monotonic()
+    losses = train_tower(Path(output))
+    print(
+        f"the tower's loss on {len(losses)} x {BATCH} images of training scans:"
+        f" {losses[0]:.2f} at first, {losses[-1]:.2f} in the end ({time.monotonic() - started:.0f} s)"
+    )
 
 
 def make_parts(output: str) -> None:
@@ -62,6 +72,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "parts":
         make_parts(sys.argv[2])
     elif sys.argv[1] == "boxes":
-        make_for_boxes(*sys.argv[2:])
+        make_for_boxes(sys.argv[2])
     else:
         make_checkpoint(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -1,19 +1,27 @@
-"""The data of the demo of boxes, and how its answers are judged."""
+"""The data of the demo of boxes, the tower that it starts from, and how its answers are judged."""
 
 import json
 
 import pytest
+import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
+import train_tower
 from boxes_demo import overlap
 from evaluate import OF_BOX, most_tokens, read_questions
-from make_boxes import make_boxes
+from make_boxes import CELLS, make_boxes, scans
+from make_checkpoint import FOR_BOXES
+from tiny.checkpoints import build_tiny_checkpoint
+
+SIDES = ("train", "held_out")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("boxes")
-    assert make_boxes(folder, train=60, held_out=20) == {"train": 60, "held_out": 20}
+    counts = make_boxes(folder, train=60, held_out=20)
+    assert counts["train"] > 60 and counts["held_out"] == 20
     return folder
 
 
@@ -21,15 +29,26 @@ def records(folder, side):
     return [json.loads(line) for line in (folder / f"{side}.jsonl").read_text().splitlines()]
 
 
-def test_boxes_are_squares_in_their_images_with_something_on_them(folder):
-    with_boxes = [one for side in ("train", "held_out") for one in records(folder, side) if "objects" in one]
+def test_boxes_are_squares_in_cells_of_their_own_with_something_on_them(folder):
+    with_boxes = [one for side in SIDES for one in records(folder, side) if "objects" in one]
     assert len(with_boxes) > 50
     for one in with_boxes:
         image = Image.open(folder / one["images"][0]).convert("L")
-        [[left, top, right, bottom]] = one["objects"]["bbox"]
-        assert 0 <= left < right <= image.width and 0 <= top < bottom <= image.height
-        assert right - left == bottom - top
-        assert image.crop((left, top, right, bottom)).getextrema()[1] > 200
+        boxes = [*one["objects"]["bbox"], *one["others"]]
+        cells = set()
+        for left, top, right, bottom in boxes:
+            assert 0 <= left < right <= image.width and 0 <= top < bottom <= image.height
+            assert right - left == bottom - top
+            assert image.crop((left, top, right, bottom)).getextrema()[1] > 200
+            places = [number * CELLS // image.width for number in (left, top, right - 1, bottom - 1)]
+            assert places[:2] == places[2:]
+            cells.add((places[0], places[1]))
+        assert len(cells) == len(boxes) in (2, 3)
+
+
+def test_a_model_that_does_not_heed_the_question_is_right_in_5_of_12_cases(folder):
+    held_out = records(folder, "held_out")
+    assert sum(1 / (1 + len(one["others"])) for one in held_out) / len(held_out) == pytest.approx(5 / 12)
 
 
 def test_held_out_questions_name_a_digit_and_do_not_say_where_it_is(folder):
@@ -37,13 +56,36 @@ def test_held_out_questions_name_a_digit_and_do_not_say_where_it_is(folder):
     assert most_tokens(questions) == OF_BOX
     for question, record in zip(questions, records(folder, "held_out"), strict=True):
         [message] = question["messages"]
-        assert message["content"][1]["text"] == f"Where is the {record['objects']['ref'][0]}?"
+        assert [part["type"] for part in message["content"]] == ["text", "image"]
+        assert message["content"][0]["text"] == f"Where is the {record['objects']['ref'][0]}?"
 
 
 def test_equal_arguments_give_equal_files(folder, tmp_path):
     make_boxes(tmp_path, train=60, held_out=20)
     for name in ("train.jsonl", "held_out.jsonl", "images/train-00000.jpg"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_tower_learns_from_training_scans_and_the_language_model_stays(tmp_path, monkeypatch):
+    """Held-out scans are out of reach, and no scan is on both sides."""
+    sides = {side: {scan.tobytes() for digit in scans(side) for scan in digit} for side in SIDES}
+    assert len(sides["train"]) == 1500 and len(sides["held_out"]) == 297
+    assert not sides["train"] & sides["held_out"]
+    monkeypatch.setattr(train_tower, "scans", {"train": scans("train")}.__getitem__)
+    build_tiny_checkpoint("qwen3_vl", tmp_path, **FOR_BOXES)
+    before = AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict()
+    losses = train_tower.train_tower(tmp_path, steps=12)
+    after = AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict()
+    assert max(losses[-3:]) < 0.7 * losses[0]
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("model.visual.")}
+
+
+def test_each_cell_is_asked_for_its_own_digit_and_box():
+    classes_M, numbers_M42 = train_tower.true_answers({7: (65, 2, 93, 30), 3: (0, 96, 32, 128)}, side=128)
+    assert classes_M.tolist() == [10, 10, 7, 10, *[10] * 8, 3, 10, 10, 10]
+    assert numbers_M42[2].tolist() == [[5, 1], [0, 2], [7, 3], [2, 3]]
+    assert numbers_M42[12].tolist() == [[0, 0], [7, 5], [2, 5], [9, 9]]
 
 
 def test_overlap_is_what_is_common_of_what_both_cover():
