@@ -114,19 +114,22 @@ def demo_rl(report: dict[str, dict]) -> str:
 
 def demo_boxes(report: dict[str, dict]) -> str:
     """A line for each family that learned where digits are."""
-    heads = ("`FAMILY=`", "layout", "steps", "boxes right", "of the export", "mean overlap", "an answer")
-    heads += ("training", "CPU time")
+    heads = ("`FAMILY=`", "layout", "steps", "boxes right", "on another digit", "of the export")
+    heads += ("mean overlap", "an answer", "tower", "training", "CPU time", "everything")
     rows = (
         (
             f"`{run['family']}`",
             run["layout"],
             run["steps"],
             f"{run['boxes_right']:.1%}",
+            f"{run['boxes_on_another_digit']:.1%}",
             f"{run['boxes_right_of_export']:.1%}",
             f"{run['mean_overlap']:.0%}",
             f"`{run['example']}`",
+            f"{run['tower_seconds']:.0f} s",
             f"{run['train_seconds']:.0f} s",
             f"{run['train_cpu_seconds']:.0f} s",
+            f"{run['total_seconds']:.0f} s",
         )
         for run in report.values()
     )

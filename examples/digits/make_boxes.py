@@ -2,7 +2,7 @@
 
     python make_boxes.py OUTPUT
 
-The digits are scikit-learn's, as in `make_digits.py`, on dark canvases of several sizes. A record is as it is
+The digits are scikit-learn's, as in `make_digits.py`, on dark canvases. A record is as it is
 for ms-swift: its box is in pixels of its image, whatever a family makes of it.
 
     OUTPUT/images/train-00042.jpg
@@ -28,9 +28,9 @@ WHICH, WHERE = "Which digit is this?<image>", "Where is the <ref-object>?<image>
 WHICH_SHARE = 0.4  # of the training canvases, and with one question each a fifth of the questions
 OF_WHICH = 8  # the weight of a digit in the loss: a box has twenty times as many tokens
 UNSEEN = 297  # scans that are held out
-SIDES = (64, 96, 128)  # of canvases, in pixels
-CELLS = 4  # in a row of a canvas
-SHARES = (0.9, 1.0)  # of a cell's side: the least and the greatest side of a scan
+SIDE, CELLS = 100, 4  # of a canvas: its pixels, and in how many cells they lie
+CELL = SIDE // CELLS
+LEAST = 23  # the side of the smallest scan; the largest one fills its cell
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 Scans = list[list[np.ndarray]]  # of each digit
 
@@ -73,12 +73,11 @@ def scans(side: str) -> Scans:
 
 def draw(of_digit: Scans, count: int, rng: random.Random) -> tuple[Image.Image, dict[int, Box]]:
     """A canvas with `count` different digits, and the square of each in a random order."""
-    cell = rng.choice(SIDES) // CELLS
-    canvas, boxes = Image.new("L", (CELLS * cell, CELLS * cell)), {}
+    canvas, boxes = Image.new("L", (SIDE, SIDE)), {}
     for digit, place in zip(rng.sample(range(10), count), rng.sample(range(CELLS**2), count), strict=True):
-        side = round(cell * rng.uniform(*SHARES))
-        left = place % CELLS * cell + rng.randint(0, cell - side)
-        top = place // CELLS * cell + rng.randint(0, cell - side)
+        side = rng.randint(LEAST, CELL)
+        left = place % CELLS * CELL + rng.randint(0, CELL - side)
+        top = place // CELLS * CELL + rng.randint(0, CELL - side)
         scan = Image.fromarray((rng.choice(of_digit[digit]) * (255 / 16)).astype(np.uint8))
         canvas.paste(scan.resize((side, side), Image.Resampling.BICUBIC), (left, top))
         boxes[digit] = (left, top, left + side, top + side)

@@ -1,7 +1,7 @@
 """Train a tower on images before there is a run, as published towers are; a language model is not trained.
 
 Each visual token is asked which digit lies on its cell, or none, and where: the tens and units of its box's
-coordinates in hundredths. A digit is named by the language model's embedding of its word, as it stands, so
+coordinates in pixels. A digit is named by the language model's embedding of its word, as it stands, so
 the two parts have a language in common. The linears that say where are thrown away.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
-from make_boxes import CELLS, Box, draw, scans
+from make_boxes import CELL, CELLS, SIDE, Box, draw, scans
 
 NONE = 10  # the class of a cell without a digit
 STEPS, BATCH, RATE, WARM_UP = 300, 32, 3e-3, 30
@@ -72,7 +72,7 @@ class Answers(nn.Module):
         self.numbers = nn.Linear(words.shape[1], 4 * 2 * 10)  # coordinates; tens and units; digits
 
     def loss(self, features_MD: Tensor, drawn: list) -> Tensor:
-        asked = [true_answers(boxes, canvas.width) for canvas, boxes in drawn]
+        asked = [true_answers(boxes) for _, boxes in drawn]
         classes_M = torch.cat([classes for classes, _ in asked])
         numbers_M42 = torch.cat([numbers for _, numbers in asked])
         there_M = classes_M != NONE
@@ -86,12 +86,12 @@ class Answers(nn.Module):
         return CLASSES * which + TENS * tens + UNITS * units
 
 
-def true_answers(boxes: dict[int, Box], side: int) -> tuple[Tensor, Tensor]:
-    """The class of each cell (M,), and tens and units of its box's coordinates in hundredths (M, 4, 2)."""
+def true_answers(boxes: dict[int, Box]) -> tuple[Tensor, Tensor]:
+    """The class of each cell (M,), and tens and units of its box's coordinates in pixels (M, 4, 2)."""
     classes_M = torch.full((CELLS**2,), NONE)
-    hundredths_M4 = torch.zeros(CELLS**2, 4, dtype=torch.long)
+    pixels_M4 = torch.zeros(CELLS**2, 4, dtype=torch.long)
     for digit, box in boxes.items():
-        cell = box[1] * CELLS // side * CELLS + box[0] * CELLS // side
+        cell = box[1] // CELL * CELLS + box[0] // CELL
         classes_M[cell] = digit
-        hundredths_M4[cell] = torch.tensor([min(round(100 * number / side), 99) for number in box])
-    return classes_M, torch.stack((hundredths_M4 // 10, hundredths_M4 % 10), -1)
+        pixels_M4[cell] = torch.tensor(box).clamp(max=SIDE - 1)
+    return classes_M, torch.stack((pixels_M4 // 10, pixels_M4 % 10), -1)

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 import train_tower
 from boxes_demo import overlap
 from evaluate import OF_BOX, most_tokens, read_questions
-from make_boxes import CELLS, make_boxes, scans
+from make_boxes import CELL, make_boxes, scans
 from make_checkpoint import FOR_BOXES
 from tiny.checkpoints import build_tiny_checkpoint
 
@@ -40,7 +40,7 @@ def test_boxes_are_squares_in_cells_of_their_own_with_something_on_them(folder):
             assert 0 <= left < right <= image.width and 0 <= top < bottom <= image.height
             assert right - left == bottom - top
             assert image.crop((left, top, right, bottom)).getextrema()[1] > 200
-            places = [number * CELLS // image.width for number in (left, top, right - 1, bottom - 1)]
+            places = [number // CELL for number in (left, top, right - 1, bottom - 1)]
             assert places[:2] == places[2:]
             cells.add((places[0], places[1]))
         assert len(cells) == len(boxes) in (2, 3)
@@ -82,9 +82,9 @@ def test_a_tower_learns_from_training_scans_and_the_language_model_stays(tmp_pat
 
 
 def test_each_cell_is_asked_for_its_own_digit_and_box():
-    classes_M, numbers_M42 = train_tower.true_answers({7: (65, 2, 93, 30), 3: (0, 96, 32, 128)}, side=128)
+    classes_M, numbers_M42 = train_tower.true_answers({7: (51, 2, 74, 25), 3: (0, 75, 25, 100)})
     assert classes_M.tolist() == [10, 10, 7, 10, *[10] * 8, 3, 10, 10, 10]
-    assert numbers_M42[2].tolist() == [[5, 1], [0, 2], [7, 3], [2, 3]]
+    assert numbers_M42[2].tolist() == [[5, 1], [0, 2], [7, 4], [2, 5]]
     assert numbers_M42[12].tolist() == [[0, 0], [7, 5], [2, 5], [9, 9]]
 
 
