@@ -115,7 +115,7 @@ def demo_rl(report: dict[str, dict]) -> str:
 def demo_boxes(report: dict[str, dict]) -> str:
     """A line for each family that learned where digits are."""
     heads = ("`FAMILY=`", "layout", "steps", "boxes right", "on another digit", "of the export")
-    heads += ("mean overlap", "an answer", "tower", "training", "CPU time", "everything")
+    heads += ("mean overlap", "an answer", "tower", "training", "its CPU time", "everything")
     rows = (
         (
             f"`{run['family']}`",

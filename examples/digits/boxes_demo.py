@@ -29,15 +29,8 @@ FOLDER = Path("runs/demo-boxes")
 ENOUGH = 0.5  # of what two boxes cover together, that both cover
 PROCESSES = 2  # each has half of the samples
 SETTINGS = (
-    *(
-        "tp=1",
-        "micro_batch_size=8",
-        "global_batch_size=16",
-        "freeze=[tower,projector]",
-        "lr=4e-3",
-        "dataset_type=hf",
-    ),
-    *("steps=1200", "eval_every=600"),
+    *("tp=1", "micro_batch_size=8", "global_batch_size=16", "dataset_type=hf"),
+    *("freeze=[tower,projector]", "lr=4e-3", "steps=1000", "eval_every=500"),
 )
 
 
