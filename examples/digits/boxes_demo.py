@@ -13,6 +13,7 @@ import platform
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from PIL import Image
@@ -40,10 +41,7 @@ def main() -> None:
     started = time.monotonic()
     configuration(FAMILY)  # ends with the reason if a setting on the command line is not one
     shutil.rmtree(FOLDER, ignore_errors=True)
-    say("writing canvases with digits, and questions about where these are")
-    print(make_boxes(FOLDER / "raw"), flush=True)
-    say(f"building a tiny {FAMILY} checkpoint with random weights, and training its tower on images")
-    tower = timed(lambda: run([str(HERE / "make_checkpoint.py"), "boxes", str(FOLDER / "start")]))
+    tower_seconds = prepare()
     say(f"training the language model on {PROCESSES} processes; the tower is frozen")
     usage = timed(train)
     say("answering the held-out questions with Megatron")
@@ -54,7 +52,7 @@ def main() -> None:
     hf_answers = evaluate("transformers", FOLDER / "hf", held_out, FOLDER)
     summary = {
         **judged(answers, hf_answers, held_out),
-        **{f"tower_{name.removeprefix('train_')}": seconds for name, seconds in tower.items()},
+        "tower_seconds": tower_seconds,
         **usage,
         "total_seconds": round(time.monotonic() - started, 1),
         "steps": run_config().train.steps,
@@ -64,6 +62,17 @@ def main() -> None:
     }
     (FOLDER / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     close_with(summary)
+
+
+def prepare() -> float:
+    """Write the data, and the checkpoint meanwhile; returns the seconds that the checkpoint took."""
+    say("writing canvases with digits, and questions about where these are")
+    say(f"meanwhile, building a tiny {FAMILY} of random weights, and training its tower on images")
+    build = [str(HERE / "make_checkpoint.py"), "boxes", str(FOLDER / "start")]
+    with ThreadPoolExecutor() as pool:
+        tower = pool.submit(timed, lambda: run(build))
+        print(make_boxes(FOLDER / "raw"), flush=True)
+    return tower.result()["train_seconds"]
 
 
 def train() -> None:
