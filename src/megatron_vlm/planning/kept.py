@@ -68,6 +68,17 @@ def saved_by_layer(
     return saved + megatron_config.moe_router_topk * routed / cut
 
 
+def saved_asides(megatron_config: LanguageModelConfig, layer: int, value: int) -> float:
+    """Bytes per token that a layer which is recomputed keeps besides its hidden states: the input of its own,
+    with its gradient and what its norm had; keys and values that it lends to others, with their gradients."""
+    tp = megatron_config.tensor_model_parallel_size
+    cut = tp if megatron_config.sequence_parallel else 1
+    lends = any(heads.source == layer for heads in megatron_config.layer_heads)
+    heads = heads_of(megatron_config, layer)
+    lent = lends * 2 * heads.groups * heads.channels / tp
+    return value * (3 * megatron_config.layer_inputs / cut + 2 * lent)
+
+
 def _saved_by_delta_net(heads: DeltaHeads, value: int) -> float:
     """The rows of the first linear; what is convolved, before and after; the outputs of the rule, before and
     after their gate; decay and strength, with what they are made from; and a state for each chunk."""

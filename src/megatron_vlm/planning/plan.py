@@ -42,7 +42,7 @@ from megatron_vlm.planning.adapters import (
     saved_sizes,
 )
 from megatron_vlm.planning.host_memory import Parameters, host_memory, share
-from megatron_vlm.planning.kept import saved_by_layer, saved_by_output_layer
+from megatron_vlm.planning.kept import saved_asides, saved_by_layer, saved_by_output_layer
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 
@@ -313,6 +313,7 @@ def _activations(
     if recompute:  # the layers' inputs; the first ones bring visual features for later layers
         extras = sum(extras_before(megatron_config, i + 1) for i in numbers)
         saved = hidden / cut * (len(per_layer) + extras)
+        saved += tokens * sum(saved_asides(megatron_config, i, value) for i in numbers)
     forwards = forwards_kept(config, derived(config, gpus)["micro_batches_per_step"], stage)
     masks = len(set(megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
     of_one = saved + value * masks * tokens * rows * config.data.seq_length
