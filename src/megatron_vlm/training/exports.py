@@ -97,7 +97,7 @@ class Exports:
             process = self.commands.pop(step)
             output = running(self.config.run_dir, step).with_suffix(".txt")
             try:
-                output.with_suffix(".running").replace(output)
+                os.replace(output.with_suffix(".running"), output)
                 if process.returncode:
                     raise ValueError(f"exit code {process.returncode}")
                 scores = scores_in(next(filter(str.strip, reversed(last_lines(output))), ""))
