@@ -28,8 +28,8 @@ def train_tower(folder: Path, steps: int = STEPS, seed: int = 0) -> list[float]:
 
     Only training scans are shown. All weights but the tower's and its projector's stay as they are.
     """
-    processor = AutoProcessor.from_pretrained(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=False)
     tower, rng = model.model.visual, random.Random(seed)
     torch.manual_seed(seed)
     words = processor.tokenizer.convert_tokens_to_ids([str(digit) for digit in range(10)])
