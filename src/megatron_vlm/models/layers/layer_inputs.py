@@ -62,7 +62,9 @@ class LayerInputs(MegatronModule):
         else:
             own = own.transpose(0, 1)
         own = torch.where(is_pad_T1[..., None], own.detach(), own) * self.scale
-        projected = self.projection(embedded_T1D) * self.config.hidden_size**-0.5
+        # a leaf was made by nothing that is trained
+        source_T1D = embedded_T1D.detach() if embedded_T1D.is_leaf else embedded_T1D
+        projected = self.projection(source_T1D) * self.config.hidden_size**-0.5
         context, own = (each.unflatten(-1, (-1, self.channels)) for each in (projected, own))
         inputs_T1LC = (self.norm(context) + own) * 2**-0.5
         return put(embedded_T1D, aside, *inputs_T1LC.unbind(-2))
