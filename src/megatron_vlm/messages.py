@@ -60,8 +60,17 @@ def check_number(name: str, value: Any, holds: Callable[[Any], bool], wanted: st
         raise ValueError(f"{name} is {printable(repr(value))}; give {wanted}.")
 
 
-def odd_fields(content: Mapping[str, Any], types: Mapping[str, Any]) -> Iterator[str]:
-    """A message for each field that is there and not of its type, such as `dict[str, int | None]`."""
+def odd_fields(
+    content: Mapping[str, Any], types: Mapping[str, Any], positive: Iterable[str] = ()
+) -> Iterator[str]:
+    """A message for each field that is there and not of its type, such as `dict[str, int | None]`, and for
+    each of the `positive` ones that is, or has in its list, a number of zero or less."""
+    for name in positive:
+        value = content.get(name)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not number > 0:
+                yield f"{name} is {printable(repr(value), 60)}, expected more than 0"
+                break
     for name, hint in types.items():
         if name in content and not _is_of(content[name], hint):
             wanted = hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint

@@ -32,11 +32,16 @@ _SOUND = "sound is not read; take it out"
 _ROWS = "give it as the file of records"
 _AGAIN = "download the file itself again: this is what a server or a browser showed in its place"
 _WEIGHTS = "give the model's safetensors files"
+_TABLE = "write its rows as JSON Lines or parquet"
 
 LFS = FileKind("lfs", "a Git LFS pointer, not the file", "run `git lfs pull` in that folder")
 PAGE = FileKind("page", "an HTML or XML page", _AGAIN)
 SVG = FileKind("svg", "an SVG drawing", _CONVERT)
 HEIC = FileKind("heic", "a HEIC image", _CONVERT)
+REFUSAL = FileKind("refusal", "what a server answered in place of a file", "download the file itself again")
+PRINTED = FileKind(
+    "printed", "a value as Python prints it", "write records with json.dumps, and images as files"
+)
 AVIF = FileKind("avif", "an AVIF image", _PICTURE)
 MP4 = FileKind("mp4", "an MP4 or MOV video", _FILM)
 MP3 = FileKind("mp3", "an MP3 sound", _SOUND)
@@ -66,6 +71,16 @@ SIGNATURES = {  # the first bytes of each kind; `.` stands for any byte
     b"PK\x03\x04": FileKind("zip", "a zip archive", _UNPACK),
     b"BZh": FileKind("bz2", "a bzip2 file", _UNPACK),
     b"\xfd7zXZ\0": FileKind("xz", "an xz file", _UNPACK),
+    b"\x04\x22\x4d\x18": FileKind("lz4", "an lz4 file", _UNPACK),
+    b"\xff\x06\0\0sNaPpY": FileKind("snappy", "a Snappy file", _UNPACK),
+    b"\x1f\x9d": FileKind("compress", "a file of `compress`", _UNPACK),
+    b"Obj\x01": FileKind("avro", "an Avro file", _TABLE),
+    b"ORC": FileKind("orc", "an ORC file", _TABLE),
+    b"FEA1": FileKind("feather", "a Feather file of version 1", _TABLE),
+    b"\x89HDF\r\n\x1a\n": FileKind("hdf5", "an HDF5 file", _TABLE),
+    b"MATLAB 5.0 MAT-file": FileKind("mat", "a MATLAB file", _TABLE),
+    b"." * 8 + b"DUCK": FileKind("duckdb", "a DuckDB database", _TABLE),
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": OFFICE,
     b"SQLite format 3\0": FileKind("sqlite", "an SQLite database", "write its table as CSV"),
     b"\x93NUMPY": FileKind("npy", "a NumPy array", "name pictures as files, in records"),
     b"7z\xbc\xaf\x27\x1c": FileKind("7z", "a 7z archive", _UNPACK),
@@ -78,8 +93,15 @@ SIGNATURES = {  # the first bytes of each kind; `.` stands for any byte
     b"RIFF....WEBP": FileKind("webp", "a WebP image", _PICTURE),
     b"II*\0": FileKind("tiff", "a TIFF image", _PICTURE),
     b"MM\0*": FileKind("tiff", "a TIFF image", _PICTURE),
+    b"\0\0\0\x0cJXL ": FileKind("jxl", "a JPEG XL image", _CONVERT),
+    b"\0\0\0\x0cjP  ": FileKind("jp2", "a JPEG 2000 image", _CONVERT),
+    b"8BPS": FileKind("psd", "a Photoshop image", _CONVERT),
+    b"v/1\x01": FileKind("exr", "an OpenEXR image", _CONVERT),
+    b"." * 128 + b"DICM": FileKind("dicom", "a DICOM image", _CONVERT),
     b"%PDF": FileKind("pdf", "a PDF", "convert its pages to PNG or JPEG"),
     **dict.fromkeys((b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2"), MP3),
+    b"OggS": FileKind("ogg", "an Ogg sound or video", "convert a video to MP4; sound is not read"),
+    b"fLaC": FileKind("flac", "a FLAC sound", _SOUND),
     b"RIFF....WAVE": FileKind("wav", "a WAV sound", _SOUND),
     b"RIFF....AVI ": FileKind("avi", "an AVI video", _FILM),
     b"\x1a\x45\xdf\xa3": FileKind("mkv", "a WebM or Matroska video", _FILM),
@@ -93,7 +115,15 @@ _PATTERNS = [
     (re.compile(re.escape(magic).replace(rb"\.", b"."), re.DOTALL), known)
     for magic, known in SIGNATURES.items()
 ]
-_PAGES = (b"<!doctype", b"<html", b"<head", b"<body", b"<?xml", b"<!--", b"<script")
+_LETTERS = {known for magic, known in SIGNATURES.items() if magic.isalnum()}  # with which a text may begin
+_PAGES = (b"<!doctype", b"<html", b"<head", b"<body", b"<?xml", b"<!--", b"<script", b"<error>")
+_REFUSALS = re.compile(  # all that there is, of raw.githubusercontent.com, huggingface.co and curl
+    rb"[45]\d\d[: -]{1,3}[a-z' ]+|(\w+ )?not found|forbidden|unauthorized|bad gateway|access denied"
+    rb"|access to .{1,200}|invalid (credentials|username) .{1,80}|curl: .{1,200}"
+)
+_PRINTED = re.compile(
+    rb"""[\[(]*(b['"]|\{'|\['|<[\w.]+ .*\bat 0x)|(tensor|array|image|dataset)\([\[{<]""", re.DOTALL
+)
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 
 
@@ -103,7 +133,7 @@ def what_is(first: bytes) -> FileKind | None:
     if not first or not first.strip(b"\0"):
         return ZEROS if first else EMPTY
     known = next((known for pattern, known in _PATTERNS if pattern.match(first)), None)
-    if known is not None:
+    if known is not None and not (known in _LETTERS and _of_text(first) is None):
         return _of_zip(first) if known.name == "zip" else known
     return _of_boxes(first) if first[4:8] == b"ftyp" else _of_text(first)
 
@@ -151,6 +181,10 @@ def _of_text(first: bytes) -> FileKind | None:
         return SVG
     if start.startswith(_PAGES):
         return PAGE
+    if _REFUSALS.fullmatch(start.rstrip(b"\r\n .!")):
+        return REFUSAL
+    if _PRINTED.match(start):
+        return PRINTED
     if b"\0" in first:  # half of each character of ASCII, if it is UTF-16
         return _of_utf16(first, UTF16_BE if first[:1] == b"\0" else UTF16_LE)
     if _has_control(first):

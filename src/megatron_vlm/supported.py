@@ -23,6 +23,7 @@ GENERATION_FILE = "generation_config.json"
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PARTS = ("text_config", "vision_config")
+SIZES = ("hidden_size", "num_attention_heads", "patch_size", "image_size", "mm_tokens_per_image")
 HELD = {"model_type": str | None, "architectures": list[str] | None, **dict.fromkeys(PARTS, dict | None)}
 FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch from a repository of the hub
 
@@ -113,7 +114,7 @@ def any_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{place}: {CONFIG_FILE} is not a JSON object; download it again.")
     parts = [config, *(part for name in PARTS if isinstance(part := config.get(name), dict))]
-    for problem in chain.from_iterable(odd_fields(part, HELD) for part in parts):
+    for problem in chain.from_iterable(odd_fields(part, HELD, SIZES) for part in parts):
         raise ConfigError(f"{place}: {CONFIG_FILE}: {problem}; correct it or download it again.")
     return config
 

@@ -40,6 +40,7 @@ DESCRIPTIONS = (  # that Transformers reads, of tokenizer, processor and generat
 MOST_PARSED = 1 << 20  # bytes
 PROCESSORS = ("image_processor", "video_processor")  # keys in processor_config.json
 TOKENS = ("bos", "eos", "unk", "pad", "sep", "cls", "mask", "image", "video", "boi", "eoi")
+POSITIVE = ("image_std", "rescale_factor", "patch_size", "merge_size", "temporal_patch_size", "max_pixels")
 # what these keys hold: Transformers names few of them; of others, the file is named (`models.hf`)
 HELD = {
     "eos_token_id": int | list[int] | None,
@@ -238,7 +239,8 @@ def description_problems(folder: Path, names: Sequence[str] = DESCRIPTIONS) -> I
         elif file.name.endswith("config.json") and len(content) <= MOST_PARSED:
             described = json.loads(content)
             inner = [part for name in PROCESSORS if isinstance(part := described.get(name), dict)]
-            for problem in chain.from_iterable(odd_fields(part, HELD) for part in (described, *inner)):
+            parts = (described, *inner)
+            for problem in chain.from_iterable(odd_fields(part, HELD, POSITIVE) for part in parts):
                 yield f"{printable(file)}: {problem}; correct it, or download the file again."
 
 

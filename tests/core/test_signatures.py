@@ -11,6 +11,7 @@ import zipfile
 import av
 import numpy as np
 import pyarrow as pa
+import pyarrow.orc
 import pyarrow.parquet
 import pytest
 import torch
@@ -81,10 +82,24 @@ def boxes(brands: bytes) -> bytes:
 TEXT = '{"question": "où?", "answer": "là, au café"}\n'
 FILES = {
     "lfs": [POINTER],
-    "page": [b"\n<!DOCTYPE html><html>", b"<HTML>", b"<?xml version='1.0'?><Error><Code>AccessDenied</Code>"],
+    "page": [
+        *(b"\n<!DOCTYPE html><html>", b"<HTML>"),
+        *(b"<?xml version='1.0'?><Error><Code>AccessDenied</Code>", b"<Error><Code>NoSuchKey</Code></Error>"),
+    ],
+    "refusal": [
+        *(b"404: Not Found", b"Entry not found", b"Access denied.\n", b"502 Bad Gateway\r\n", b"Not Found"),
+        *(b"Access to model a/b is restricted.", b"curl: (22) The requested URL returned error: 404"),
+    ],
+    "printed": [
+        *(str(value).encode() for value in (b"\xff\xd8'", [{"question": "q"}], ["a.png", "b.png"], {"a": 1})),
+        *(repr(value).encode() for value in (Image.new("RGB", (8, 8)), torch.zeros(2), np.zeros((2, 2)))),
+    ],
     "svg": [b"<svg xmlns=''>", b"<?xml version='1.0'?>\n<svg>"],
     "heic": [boxes(b"heic" + b"mif1heic"), boxes(b"mif1" + b"mif1heic")],
     "avif": [image("AVIF")],
+    "jp2": [image("JPEG2000")],
+    "jxl": [b"\0\0\0\x0cJXL \r\n\x87\n"],
+    "dicom": [bytes(128) + b"DICM\2\0"],
     "png": [image("PNG")],
     "jpeg": [image("JPEG")],
     "gif": [image("GIF")],
@@ -103,7 +118,14 @@ FILES = {
     "bz2": [bz2.compress(TEXT.encode())],
     "xz": [lzma.compress(TEXT.encode())],
     "zip": [archive("rows.jsonl")],
-    "office": [archive("[Content_Types].xml")],
+    "office": [archive("[Content_Types].xml"), b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(99)],
+    "lz4": [pa.compress(TEXT.encode(), "lz4", asbytes=True)],
+    "snappy": [b"\xff\x06\0\0sNaPpY"],
+    "compress": [b"\x1f\x9d\x90a"],
+    "orc": [written(lambda sink: pa.orc.write_table(TABLE, sink))],
+    "avro": [b"Obj\1\4\x14avro.codec\x08null"],
+    "hdf5": [b"\x89HDF\r\n\x1a\n\0\0"],
+    "feather": [b"FEA1\0\0"],
     "tar": [tar()],
     "7z": [b"7z\xbc\xaf\x27\x1c\0\4"],
     "pickle": [
@@ -134,7 +156,24 @@ def test_a_file_is_known_by_its_first_bytes(name, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    [TEXT, "[\n  {}\n]", "a,b\r1,2\r", "﻿{}", "a\tb\n", "plain words", "你好，世界。" * 900, "x" + "é" * 4000],
+    [
+        *(
+            "ORCID,answer\n1,2\n",
+            "ID3,answer\n",
+            "404,what\n",
+            "{{'<s>'}}",
+            "[[1]]",
+            "not found, she said. Why?",
+        ),
+        TEXT,
+        "[\n  {}\n]",
+        "a,b\r1,2\r",
+        "﻿{}",
+        "a\tb\n",
+        "plain words",
+        "你好，世界。" * 900,
+        "x" + "é" * 4000,
+    ],
 )
 def test_text_in_utf_8_is_no_signature(text):
     for cut in (len(text.encode()), 4096, 4095, 4094):

@@ -256,6 +256,11 @@ def test_a_record_alone_in_its_file_is_no_wrapper(tmp_path):
             b"Hello.\nThis, then, is text.\n",
             "is not valid JSON .'Hello.' begins neither an object, a list nor a",
         ),
+        (b"404: Not Found", "is what a server answered in place of a file; download the file itself again"),
+        (
+            f"{PLAIN[0]}\n{PLAIN[1]}\n".encode(),
+            "is a value as Python prints it; write records with json.dumps",
+        ),
         (b"- messages:\n  - role: user\n", "'- messages:' begins neither"),
         (
             b"text\nhello there\n",
@@ -332,12 +337,50 @@ def test_base64_is_read_without_its_head(tmp_path):
         (b"\n<html>404", "an HTML or XML page; download"),
         (b"\0\0\0\x18ftypisom\0\0\0\0isommp41" + bytes(9), "an MP4 or MOV video; name it under `videos`"),
         (b"\x89PNG\r\n\x1a\nthis is no more", "a PNG image by its beginning, and damaged; replace it"),
-        (b"not found", "it is text; replace it"),
+        (b"not found", "it is what a server answered in place of a file; download the file itself again"),
+        (b"a cat", "it is text; replace it"),
     ],
 )
 def test_what_cannot_be_an_image_is_named(content, said):
     with pytest.raises(BadSample, match=f"image_undecodable.*{said}"):
         decode_image(content)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        (str(image_bytes(1)), "is a value as Python prints it; write records with json.dumps, and images as"),
+        (str({"bytes": image_bytes(1), "path": None}), "is a value as Python prints it"),
+        ("['im/0.png', 'im/1.png']", "is a value as Python prints it"),
+        (
+            "<PIL.PngImagePlugin.PngImageFile image mode=RGB size=8x8 at 0x7F0>",
+            "is a value as Python prints it",
+        ),
+        ("https://example.org/0.png", "is an address; download it and give its path"),
+    ],
+)
+def test_what_stands_in_place_of_a_path_is_named(tmp_path, name, said):
+    with pytest.raises(BadSample, match=f"missing_media.*{said}"):
+        read_media(name, tmp_path)
+    row = {"question": "<image>", "answer": "a", "image": name}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    [problem] = source_problems(str(tmp_path / "rows.jsonl"), None, {}, False)
+    assert re.search(f"rows.jsonl: none of the first 2 media in it is a path: .* {said}", problem)
+
+
+@pytest.mark.parametrize("write", [pa.ipc.new_file, pa.parquet.ParquetWriter], ids=["arrow", "parquet"])
+def test_a_column_that_is_not_read_is_named_and_not_its_file_blamed(tmp_path, write):
+    of_kinds = {"map": pa.map_(pa.string(), pa.int64()), "list_view": pa.list_view(pa.string())}
+    tables = {
+        f"reads no {name}<.*, as column tags": pa.table({"answer": ["a"], "tags": pa.array([[]], kind)})
+        for name, kind in of_kinds.items()
+    }
+    tables["it has two columns answer"] = pa.table([pa.array(["a"])] * 2, names=["answer", "answer"])
+    for number, (said, table) in enumerate(tables.items()):
+        with write(tmp_path / f"{number}", table.schema) as file:
+            file.write_table(table)
+        with pytest.raises(ValueError, match=f"{number}: cannot be read .*{said}.*; write it without"):
+            open_table(tmp_path / f"{number}")
 
 
 def told(folder: Path, rows: list[dict]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_what_is_not_json_is_refused(tmp_path, text):
             {"text_config": {"hidden_size": "big"}},
             "field 'hidden_size': TypeError: Field 'hidden_size' expected int",
         ),
-        ({"text_config": {"hidden_size": -1}}, "The hidden size (-1) is not a multiple of the number of"),
+        ({"text_config": {"hidden_size": 65}}, "The hidden size (65) is not a multiple of the number of"),
         ({"image_token_index": [1]}, "Field 'image_token_index' with value [1]"),
         ({"torch_dtype": [1]}, "(IndexError: list index out of range)"),
     ],
@@ -124,6 +125,16 @@ def test_values_that_transformers_cannot_take_are_refused_in_one_line(tmp_path, 
     text = str(refused.value)
     assert text.startswith(f"checkpoint {tmp_path}: Transformers refuses its config.json (")
     assert reason in text and "\n" not in text and text.endswith("correct it or download it again.")
+
+
+@pytest.mark.parametrize("part", ["text_config.num_attention_heads", "vision_config.patch_size"])
+@pytest.mark.parametrize("size", [0, -1, [14, 0]])
+def test_a_size_of_zero_or_less_is_refused_by_its_key(tmp_path, part, size):
+    section, key = part.split(".")
+    with pytest.raises(
+        ConfigError, match=re.escape(f"config.json: {key} is {size}, expected more than 0; correct")
+    ):
+        read_config(saved(tmp_path, {"model_type": "gemma3", section: {key: size}}))
 
 
 def test_a_folder_without_config_json_and_a_path_that_is_not_there(tmp_path):

@@ -231,6 +231,11 @@ def test_a_form_that_is_not_read_is_refused_by_name_before_torch_is_needed(tmp_p
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
+        (
+            "preprocessor_config.json",
+            '{"image_std": [0.5, -1]}',
+            r"image_std is \[0.5, -1\], expected more than 0",
+        ),
         ("generation_config.json", '{"eos_token_id": {"a": 1}}', "eos_token_id is {'a': 1}, expected int"),
         ("generation_config.json", '{"eos_token_id": [1, [2]]}', r"eos_token_id is \[1, \[2\]\], expected"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', r"added_tokens_decoder is \[1\], exp"),

@@ -10,7 +10,7 @@ from megatron_vlm.checks.model_on_disk import is_hub_name, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths, RunConfig
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.lines import first_records
-from megatron_vlm.data.on_disk.named import is_path, meant
+from megatron_vlm.data.on_disk.named import is_path, meant, no_name
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES, ROWS, paths_of, sources_of
 from megatron_vlm.data.on_disk.plain import TABULAR, plain_file
 from megatron_vlm.messages import printable
@@ -129,6 +129,10 @@ def _file_problems(
     if not names or any(_leads_into(root, name) for name in names):
         return
     if len(names) < FEW_PATHS and not all(of_records):
+        return
+    if (no_path := no_name(names[0])) is not None:
+        first = printable(names[0])
+        yield f"{shown}: none of the first {len(names)} media in it is a path: {first} is {no_path}."
         return
     yield (
         f"{shown}: none of the first {len(names)} media paths in it leads to a file under {printable(root)}, "

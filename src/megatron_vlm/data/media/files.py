@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 
 from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.media.images import to_rgb
-from megatron_vlm.data.on_disk.named import is_base64, meant
+from megatron_vlm.data.on_disk.named import is_base64, meant, no_name
 from megatron_vlm.files import check_file, read_file
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
@@ -29,8 +29,6 @@ def read_media(name: str, root: Path) -> bytes:
         return _inline(name)
     if is_base64(name):
         return _inline(f";base64,{name}")
-    if "://" in name and not name.startswith("file://"):
-        raise BadSample("missing_media", f"{name[:200]} is an address; download it and give its path")
     path, is_lmdb, key = name.partition(LMDB_KEY)
     try:
         if not is_lmdb:
@@ -44,7 +42,9 @@ def read_media(name: str, root: Path) -> bytes:
         check_file(_inside(str(database / "data.mdb"), root) if database.is_dir() else database)
         value = _from_lmdb(database, key)
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte in the path; links in a circle
-        raise BadSample("missing_media", f"{name[:200]} under {root}: {error}") from error
+        no_path = no_name(name)
+        said = f"{name[:200]} under {root}: {error}" if no_path is None else f"{name[:200]} is {no_path}"
+        raise BadSample("missing_media", said) from error
     if value is None:
         raise BadSample("missing_media", f"{database} has no key {key!r}")
     return value

@@ -9,9 +9,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from megatron_vlm.signatures import is_medium, what_is
+from megatron_vlm.signatures import FileKind, is_medium, what_is
 
 SHORTEST_FILE = 100  # characters of base64
+ADDRESS = FileKind("address", "an address", "download it and give its path")
 
 
 def meant(name: str, root: Path) -> Path | None:
@@ -46,6 +47,13 @@ def is_path(name: Any) -> bool:
     if not isinstance(name, str) or name.startswith("data:") or "::" in name:
         return False
     return not is_base64(name)
+
+
+def no_name(name: str) -> FileKind | None:
+    """What a text is that stands where a path should, and what to do; None if it may be a path."""
+    if "://" in name and not name.startswith("file://"):
+        return ADDRESS
+    return what_is(name.encode(errors="replace")) if name else None
 
 
 def is_base64(text: str) -> bool:

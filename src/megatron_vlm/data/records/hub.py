@@ -17,7 +17,7 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from megatron_vlm.data.on_disk.descriptions import damaged, read_mapping
+from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged, read_mapping
 from megatron_vlm.data.on_disk.plain import plain_file, table_of
 from megatron_vlm.files import check_file, read_file
 from megatron_vlm.messages import printable
@@ -86,6 +86,10 @@ def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | data
         return builder.as_dataset()
 
 
+class UnreadColumn(ValueError):
+    """A table is sound and has a column that `datasets` cannot read."""
+
+
 @contextmanager
 def naming_the_damaged(path: str | Path) -> Iterator[None]:
     """Makes a ValueError that names the damaged file of what `datasets` raises, which may be anything."""
@@ -93,7 +97,8 @@ def naming_the_damaged(path: str | Path) -> Iterator[None]:
         yield
     except FAILURES as error:
         named, why = _first_unreadable(Path(path)) or (path, error)
-        raise damaged(named, f"cannot be read ({_reason(why)})") from error
+        remedy = "write it without" if isinstance(why, UnreadColumn) else RESTORE
+        raise damaged(named, f"cannot be read ({_reason(why)})", remedy) from error
 
 
 def _check_files(path: Path) -> None:
@@ -145,6 +150,7 @@ def _read(file: Path, kind: str) -> None:
     if kind == "parquet":
         with pa.parquet.ParquetFile(file) as parquet:
             count = parquet.metadata.num_rows
+            _check_columns(parquet.schema_arrow)
             for batch in parquet.iter_batches():
                 batch.validate(full=True)
     elif kind == "arrow":
@@ -153,6 +159,7 @@ def _read(file: Path, kind: str) -> None:
                 reader = pa.ipc.open_stream(source)
             except pa.ArrowInvalid:
                 reader = pa.ipc.open_file(source)
+            _check_columns(reader.schema)
             count = reader.read_all().num_rows
     else:
         text, count = read_file(file), 1
@@ -160,6 +167,18 @@ def _read(file: Path, kind: str) -> None:
             json.loads(text)
     if count == 0:
         raise ValueError("it has no rows; take it out")
+
+
+def _check_columns(schema: pa.Schema) -> None:
+    """Raises UnreadColumn for a column of a type that `datasets` has not, and for two of one name."""
+    for field in schema:
+        if schema.names.count(field.name) > 1:
+            raise UnreadColumn(f"it has two columns {printable(field.name)}")
+        try:
+            datasets.Features.from_arrow_schema(pa.schema([field]))
+        except ValueError:
+            column = f"column {printable(field.name)}"
+            raise UnreadColumn(f"`datasets` reads no {printable(field.type)}, as {column} is") from None
 
 
 def _reason(error: BaseException) -> str:
