@@ -135,6 +135,16 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path, name):
     assert f"{name} is not a folder" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["report.html", "lock", "metrics.jsonl", "config.yaml", "drops/rank0.jsonl", "errors/rank0.txt"]
+)
+def test_a_folder_in_the_place_of_a_file_is_refused(run_dir, name):
+    (run_dir / name).mkdir(parents=True)
+    assert f"{name} is a folder, where a run has a file; move it away" in refusal(run_dir)
+    with pytest.raises(ConfigError, match="is a folder, where a run has a file"):
+        run_folder.refuse_links(run_dir)  # as commands that read a run
+
+
 def test_a_step_that_is_a_link_is_no_checkpoint(run_dir, tmp_path):
     elsewhere = save(tmp_path / "other", 8)
     (run_dir / "checkpoints/step_00000008").symlink_to(elsewhere)
