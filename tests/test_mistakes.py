@@ -21,12 +21,12 @@ from pathlib import Path
 import pytest
 import yaml
 from machine import is_quick, processor_seconds
+from mistaken import POINTER, changed
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "reports" / "mistakes.md"
 SECONDS = 2.0
 COMMAND = [sys.executable, "-m", "megatron_vlm.cli"]
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
 TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8"))
 GOOD = {command: shlex.split(words) for command, words in TABLE["good"].items()}
 
@@ -44,12 +44,6 @@ def mistake_of(row: dict[str, str]) -> Mistake:
         words = [command, *changed(GOOD[command], shlex.split(row[command]), row.get("without", ""))]
         return Mistake(row["mistake"], tuple(words), row["says"])
     return Mistake(row["mistake"], tuple(shlex.split(row["typed"])), row["says"])
-
-
-def changed(good: list[str], others: list[str], without: str) -> list[str]:
-    """The words of a good command with others in place of those that have their names."""
-    replaced = {word.partition("=")[0] for word in [*others, without]}
-    return [word for word in good if word.partition("=")[0] not in replaced] + others
 
 
 MISTAKES = [mistake_of(row) for row in TABLE["mistakes"]]

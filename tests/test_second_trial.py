@@ -27,10 +27,11 @@ import pyarrow.parquet
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
-from test_mistakes import POINTER, ROOT, changed
 
-sys.path.append(str(ROOT / "tests" / "helpers"))
+ROOT = Path(__file__).parent.parent
+sys.path += [str(ROOT), str(ROOT / "tests" / "helpers")]
 
+from mistaken import POINTER, changed  # noqa: E402
 from programs import COMMAND, run_program  # noqa: E402
 from sources import image_bytes  # noqa: E402
 
@@ -211,7 +212,7 @@ def folder():
         yield made
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("row", MADE, ids=lambda row: row["row"])
 def test_each_row_has_its_new_last_line(row, folder):
     if any(disk in str(row) for disk in ("disk/", "frozen", "crowded")) and not (folder / "disk").is_mount():
@@ -232,10 +233,9 @@ def write_page() -> None:
     now |= {row["row"]: cells(row, f"test: `{row['shown']}`", "named") for row in SHOWN}
     PAGE.write_text(
         "# The mistakes of a second trial, and what is said of them now\n\n"
-        "Of 172 mistakes that were made through the command line once more, what was said of these was poor or "
-        "wrong. `python\ntests/test_second_trial.py --write` makes each of them and writes its last line here, "
-        "or the line that tells that it is\nread now; `tests/test_second_trial.py` makes them all again and "
-        "compares.\n\n"
+        "Of 172 mistakes that were made through the command line once more, what was said of these was poor\n"
+        "or wrong. `python tests/test_second_trial.py --write` makes each of them and writes its last line\n"
+        "here, or the line that tells that it is read now; the soak makes them all again and compares.\n\n"
         "| mistake | what was wrong | now | what is said now |\n| --- | --- | --- | --- |\n"
         + "".join(now[row["row"]] + "\n" for row in TABLE["rows"]),
         encoding="utf-8",

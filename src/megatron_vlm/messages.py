@@ -63,8 +63,9 @@ def check_number(name: str, value: Any, holds: Callable[[Any], bool], wanted: st
 def odd_fields(
     content: Mapping[str, Any], types: Mapping[str, Any], positive: Iterable[str] = ()
 ) -> Iterator[str]:
-    """A message for each field that is there and not of its type, such as `dict[str, int | None]`, and for
-    each of the `positive` ones that is, or has in its list, a number of zero or less."""
+    """A message for each field that is there and not of its type, such as `dict[str, int | None]`.
+
+    One of the `positive` fields may neither be nor, as a list, hold a number of zero or less."""
     for name in positive:
         value = content.get(name)
         for number in value if isinstance(value, list) else [value]:

@@ -50,7 +50,7 @@ def is_path(name: Any) -> bool:
 
 
 def no_name(name: str) -> FileKind | None:
-    """What a text is that stands where a path should, and what to do; None if it may be a path."""
+    """Names a text that stands where a path should, with what to do; None if it may be a path."""
     if "://" in name and not name.startswith("file://"):
         return ADDRESS
     return what_is(name.encode(errors="replace")) if name else None
