@@ -111,5 +111,17 @@ FAMILY = TinyFamily(
     config,
     demo={"image_size": 56, "text": DEMO_TEXT, "vision": DEMO_TOWER},
     published={"image_size": 1540},
-    variants={"mistral": {"text": {"model_type": "mistral"}}},
+    variants={
+        "mistral": {"text": {"model_type": "mistral"}},
+        "mistral4": {"text": {"model_type": "mistral4"}},
+        "mistral4, plain queries": {
+            "text": {
+                "model_type": "mistral4",
+                "q_lora_rank": None,
+                "v_head_dim": 32,
+                "attention_bias": True,
+                "rope_interleave": False,
+            }
+        },
+    },
 )

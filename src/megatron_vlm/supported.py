@@ -53,7 +53,7 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     "gemma4_unified": Supported("Gemma4UnifiedForConditionalGeneration"),
     "mistral3": Supported(
         "Mistral3ForConditionalGeneration",
-        ("ministral3", "mistral"),
+        ("ministral3", "mistral", "mistral4"),
         "mistral",
         other_classes={"LightOnOCRForConditionalGeneration": _LIGHTON},
     ),

@@ -128,6 +128,7 @@ class DecodePlan:
     """The plan of a stream of one token for each row, at `place`, then padding."""
 
     turns: list[list[list[Tensor]]]  # see `AttentionPlan`
+    query_scale: Tensor | None
     asides: dict[int, Aside]
 
     def __init__(

@@ -28,9 +28,10 @@ from megatron_vlm.models import deepstack
 from megatron_vlm.models.layers.aside import Aside
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
-from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, is_recurrent
+from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, LatentHeads, is_recurrent
 from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward
+from megatron_vlm.models.layers.latent_attention import LatentAttention
 from megatron_vlm.models.layers.layer_inputs import INPUTS, LayerInputs
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
@@ -53,6 +54,7 @@ class LanguageModelConfig(TransformerConfig):
     # sliding window of each layer, None: whole document; RECURRENT: a gated delta net with `delta_heads`
     layer_windows: tuple[int | None, ...] = ()
     delta_heads: DeltaHeads | None = None
+    latent_heads: LatentHeads | None = None  # all layers have `LatentAttention`
     layer_rotary: tuple[int, ...] = ()  # which rotary rule each layer uses; empty: all use the first
     most_positions: int | None = None  # the rotary rule is known for so many
     layer_heads: tuple[Heads, ...] = ()  # of each layer; empty: kv_channels and num_query_groups of all
@@ -147,6 +149,8 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
     )
     if is_recurrent(megatron_config, layer):
         self_attention = ModuleSpec(module=GatedDeltaNet)
+    if megatron_config.latent_heads:
+        self_attention = ModuleSpec(module=LatentAttention)
     norm_then_add = ModuleSpec(NormThenAdd, params={"config": megatron_config})
     add = norm_then_add if megatron_config.norm_after_sublayer else deepstack.plain_add
     mlp_linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
@@ -279,5 +283,7 @@ class LanguageModel(GPTModel):
         routes = padding_mask
         if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
             routes = scatter_to_sequence_parallel_region(routes.transpose(0, 1).contiguous()).transpose(0, 1)
-        others["packed_seq_params"].turns = self.rotary.turns(position_ids, self.config)
+        plan = others["packed_seq_params"]
+        plan.turns = self.rotary.turns(position_ids, self.config)
+        plan.query_scale = self.rotary.query_scales(position_ids, self.config)
         return decoder_input, None, None, None, None, routes

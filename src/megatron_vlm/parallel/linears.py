@@ -6,6 +6,7 @@ takes longer on a CPU than a small product. The sums are the same.
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, pad
 
@@ -49,6 +50,20 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
     def __init__(self, *args, bias: bool, **kwargs):
         super().__init__(*args, bias=True, **kwargs)
+
+
+class WholeLinear(torch.nn.Linear):
+    """A linear that is whole on every rank of tensor parallelism and sees, under sequence parallelism, the
+    rank's own tokens."""
+
+    def __init__(self, width: int, out: int, config: TransformerConfig, bias: bool = False):
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(width, out, bias=bias, device=device, dtype=config.params_dtype)
+        self.sequence_parallel = config.sequence_parallel
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        if config.perform_initialization:
+            config.init_method(self.weight)
 
 
 def _with_bias(module: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,33 @@ def chosen(experts: str) -> keys.Values:
     return keys.Values(f"1 to {experts}", lambda count, text: 1 <= count <= getattr(text, experts))
 
 
+DEEPSEEK = keys.any_of("n_routed_experts", "num_local_experts", "topk_group", "first_k_dense_replace")
+DEEPSEEK |= {
+    "moe_intermediate_size": keys.SIZE,
+    "output_router_logits": keys.only(False),
+    "routed_scaling_factor": keys.Values("any but 0", lambda factor, text: factor != 0),  # Megatron: 1
+    "norm_topk_prob": keys.only(True),
+    "n_shared_experts": keys.Values("at least 1", lambda count, text: count >= 1),
+    "num_experts_per_tok": chosen("n_routed_experts"),
+}
+
+
+def deepseek(text: Any) -> dict:
+    """Fields of LanguageModelConfig for DeepSeek's experts: after the first layers, beside shared ones."""
+    layers = [layer >= text.first_k_dense_replace for layer in range(text.num_hidden_layers)]
+    return {
+        **architecture(text, text.n_routed_experts, layers),
+        "moe_shared_expert_intermediate_size": text.moe_intermediate_size * text.n_shared_experts,
+        "moe_router_topk_scaling_factor": text.routed_scaling_factor,
+    }
+
+
+def deepseek_rules(family: LlamaFamily) -> list[Rule]:
+    """Rules for `deepseek`, and for the layers before."""
+    dense = LlamaFamily.feed_forward_rules(family)
+    return [*dense, *rules(family, family.text.n_routed_experts), *shared_rules(family)]
+
+
 def architecture(text: Any, experts: int, layers: Iterable[bool] | None = None) -> dict:
     """Fields of LanguageModelConfig for so many experts, in all layers or in some of them."""
     # Transformers 5.17 has no field in all of these configs that switches the load-balancing loss on

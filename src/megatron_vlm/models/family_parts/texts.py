@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vlm.models.family_parts import keys, llama
+from megatron_vlm.models.family_parts import keys, latent, llama, mistral4, moe_rules
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.weights.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Text:
     section: keys.Section
     architecture: Callable[[Any], dict]  # what it adds to `llama.architecture`
     query_scale: Callable[[Any], Callable[[Tensor], Tensor] | None] = lambda text: None
+    attention_rules: Callable[[llama.LlamaFamily], list[Rule]] = llama.LlamaFamily.attention_rules
+    feed_forward_rules: Callable[[llama.LlamaFamily], list[Rule]] = llama.LlamaFamily.feed_forward_rules
 
 
 def sections(model_types: Iterable[str]) -> tuple[keys.Section, ...]:
@@ -31,14 +34,24 @@ def sections(model_types: Iterable[str]) -> tuple[keys.Section, ...]:
 class HoldsTexts(llama.LlamaFamily):
     """A family that can hold several of TEXTS."""
 
+    def __init__(self, hf_config: Any):
+        super().__init__(hf_config)
+        self.held = TEXTS[self.text.model_type]
+        self.has_experts = "num_moe_experts" in self.architecture
+
     @property
     def architecture(self) -> dict:
-        own = TEXTS[self.text.model_type].architecture(self.text)
+        own = self.held.architecture(self.text)
         return llama.architecture(self.text, self.tied) | own | _bounded(self.text)
 
+    def attention_rules(self) -> list[Rule]:
+        return self.held.attention_rules(self)
+
+    def feed_forward_rules(self) -> list[Rule]:
+        return self.held.feed_forward_rules(self)
+
     def rotary(self) -> Rotary:
-        query_scale = TEXTS[self.text.model_type].query_scale(self.text)
-        return Rotary([inverse_frequencies(self.text)], query_scale=query_scale)
+        return Rotary([inverse_frequencies(self.text)], query_scale=self.held.query_scale(self.text))
 
 
 class LikeLlava(HoldsTexts, llama.SideBySide):
@@ -90,6 +103,13 @@ TEXTS = {
         keys.Section(("ministral3",), _MISTRAL, rope=keys.ROPE | dict.fromkeys(_LLAMA4_SCALING, keys.NUMBER)),
         architecture=_same_window,
         query_scale=lambda text: partial(query_scale, text.rope_parameters),
+    ),
+    "mistral4": Text(
+        mistral4.section(_LLAMA4_SCALING),
+        architecture=mistral4.architecture,
+        query_scale=lambda text: partial(query_scale, text.rope_parameters),
+        attention_rules=latent.attention_rules,
+        feed_forward_rules=moe_rules.deepseek_rules,
     ),
     "qwen2": Text(
         keys.Section(("qwen2",), _QWEN | _GIVEN, rope=_RULES),

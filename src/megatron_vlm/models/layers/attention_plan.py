@@ -99,13 +99,15 @@ class AttentionPlan:
 
     `attend`, if set, takes the place of `CoreAttention.attend`, and `recur` of `GatedDeltaNet.recur`:
     generation keeps keys, values and states by them.
-    `turns` are the rotary tables of the tokens, see `Rotary.turns`, and `asides` is what layers take from
-    earlier ones, by the number of these; the language model makes both.
+    `turns` are the rotary tables of the tokens, see `Rotary.turns`, `query_scale` is from
+    `Rotary.query_scales`, and `asides` is what layers take from earlier ones, by the number of these; the
+    language model makes all three.
     """
 
     attend: Callable[..., Tensor] | None = None
     recur: Callable[..., Tensor] | None = None
     turns: list[list[list[Tensor]]]
+    query_scale: Tensor | None
     asides: dict[int, Aside]
 
     def __init__(

@@ -34,6 +34,31 @@ def feed_forward_width(sizes: Any, layer: int) -> int:
     return each[layer] if each else sizes["ffn_hidden_size"]
 
 
+class LatentHeads(NamedTuple):
+    """The heads of a model with multi-head latent attention, in all layers (DeepSeek-V2, arXiv 2405.04434).
+
+    Queries are made from `query_rank` channels, or from hidden states if that is None; keys and values from
+    `rank` channels. A head's query and key have `plain` channels and then `turned` ones, which are turned by
+    their position; the key's turned ones are the same for all heads.
+    """
+
+    query_rank: int | None
+    rank: int
+    plain: int
+    turned: int
+    value: int
+
+    @property
+    def scores(self) -> int:
+        """The channels of a head's query and key."""
+        return self.plain + self.turned
+
+    @property
+    def channels(self) -> int:
+        """The channels of a head as kernels and caches take it: queries, keys and values of one width."""
+        return max(self.scores, self.value)
+
+
 RECURRENT = 0  # the window of a layer that attends to nothing: it has a gated delta net
 
 

@@ -13,18 +13,9 @@ from torch import Tensor, nn
 
 from megatron_vlm.models.layers.aside import Aside, put
 from megatron_vlm.models.layers.norms import RMSNorm
+from megatron_vlm.parallel.linears import WholeLinear
 
 INPUTS = -1  # their place among `AttentionPlan.asides`
-
-
-class WholeLinear(nn.Linear):
-    """A linear without bias that is whole on every rank of tensor parallelism."""
-
-    def __init__(self, width: int, out: int, config: Any):
-        super().__init__(width, out, bias=False, dtype=config.params_dtype)
-        self.sequence_parallel = self.weight.sequence_parallel = config.sequence_parallel
-        if config.perform_initialization:
-            config.init_method(self.weight)
 
 
 class LayerInputs(MegatronModule):

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward, gated
 from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, Reordered, TokenOrder
-from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear, grouped_product
+from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear, WholeLinear, grouped_product
 
 
 class Choice:
@@ -158,20 +158,11 @@ class SharedExperts(SharedExpertMLP, GatedFeedForward):
 
     def __init__(self, config: TransformerConfig, linears: MLPSubmodules, groups: ProcessGroupCollection):
         super().__init__(config, linears, False, groups)
-        self.gate = TokenGate(config) if config.moe_shared_expert_gate else None
+        self.gate = WholeLinear(config.hidden_size, 1, config) if config.moe_shared_expert_gate else None
 
     def forward(self, hidden_SBD: Tensor) -> Tensor:
         output_SBD = super().forward(hidden_SBD)
         return output_SBD if self.gate is None else output_SBD * self.gate(hidden_SBD).sigmoid()
-
-
-class TokenGate(torch.nn.Linear):
-    """One number of each token, whole on every rank of tensor parallelism."""
-
-    def __init__(self, config: TransformerConfig):
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(config.hidden_size, 1, bias=False, device=device, dtype=config.params_dtype)
-        self.sequence_parallel = self.weight.sequence_parallel = config.sequence_parallel
 
 
 class MoE(BaseMoELayer):

@@ -87,3 +87,9 @@ class Rotary(nn.Module):
             [of_channels(*table[..., :width], config.rotary_interleaved) for table in of_rule]
             for of_rule, width in zip(self(position_ids).to(config.params_dtype), self.widths, strict=True)
         ]
+
+    def query_scales(self, position_ids: Tensor, config: TransformerConfig) -> Tensor | None:
+        """The factors (S, B, 1, 1) of `query_scale`, for channels of queries that no table turns."""
+        if self.query_scale is None:
+            return None
+        return self.query_scale(position_ids.t())[..., None, None].to(config.params_dtype)

@@ -1,0 +1,85 @@
+"""Text models with multi-head latent attention, as DeepSeek-V3's: sizes, keys and rules for weights."""
+
+import math
+from typing import Any
+
+from megatron_vlm.models.family_parts import keys
+from megatron_vlm.models.family_parts.llama import LlamaFamily
+from megatron_vlm.models.layers.attention_sizes import LatentHeads
+from megatron_vlm.models.weights.rules import Cut, Operation, Rule, Whole
+
+OURS, THEIRS = "self_attention.", "self_attn."
+
+
+def scores_of(text: Any) -> int:
+    """The channels of a query and of a key."""
+    return text.qk_nope_head_dim + text.qk_rope_head_dim
+
+
+ALL_HEADS = keys.Values("num_attention_heads", lambda groups, text: groups == text.num_attention_heads)
+TEXT = (
+    keys.text()
+    | keys.sizes("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    | keys.any_of("attention_bias", "rope_interleave")
+    | {"qk_rope_head_dim": keys.EVEN, "num_key_value_heads": ALL_HEADS}
+)
+
+
+def architecture(text: Any) -> dict:
+    """Fields of LanguageModelConfig that differ from those of `llama.architecture`."""
+    heads = LatentHeads(
+        query_rank=text.q_lora_rank,
+        rank=text.kv_lora_rank,
+        plain=text.qk_nope_head_dim,
+        turned=text.qk_rope_head_dim,
+        value=text.v_head_dim,
+    )
+    return {
+        "latent_heads": heads,
+        "kv_channels": heads.channels,
+        "num_query_groups": text.num_attention_heads,
+        "softmax_scale": heads.scores**-0.5 * _yarn_factor(text.rope_parameters),
+        "rotary_interleaved": bool(text.rope_interleave),
+        "add_qkv_bias": text.attention_bias,
+        "add_proj_bias": text.attention_bias,
+    }
+
+
+def _yarn_factor(rule: dict) -> float:
+    """What the scores are multiplied by besides (Transformers' `yarn_apply_mscale`)."""
+    temperature = rule.get("mscale_all_dim")
+    if rule["rope_type"] == "default" or not temperature or rule["factor"] <= 1:
+        return 1.0
+    return (0.1 * temperature * math.log(rule["factor"]) + 1.0) ** 2
+
+
+def attention_rules(family: LlamaFamily) -> list[Rule]:
+    """Rules for latent attention and the norm before it, in every layer."""
+    text = family.text
+
+    def rule(ours: str, theirs: str, operation: Operation) -> Rule:
+        return family.layer_rule(OURS + ours, [THEIRS + theirs], operation)
+
+    rules = [
+        *family.norm_rules({"input_layernorm": "input_layernorm"}),
+        rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", Whole()),
+        rule("kv_layernorm.weight", "kv_a_layernorm.weight", Whole()),
+        rule("linear_kv_up_proj.weight", "kv_b_proj.weight", Cut(0)),
+        rule("linear_proj.weight", "o_proj.weight", Cut(1)),
+    ]
+    if text.q_lora_rank is None:
+        rules.append(rule("linear_q_proj.weight", "q_proj.weight", Cut(0)))
+    else:
+        rules += [
+            rule("linear_q_down_proj.weight", "q_a_proj.weight", Whole()),
+            rule("q_layernorm.weight", "q_a_layernorm.weight", Whole()),
+            rule("linear_q_up_proj.weight", "q_b_proj.weight", Cut(0)),
+        ]
+    if text.attention_bias:
+        rules += [
+            rule("linear_kv_down_proj.bias", "kv_a_proj_with_mqa.bias", Whole()),
+            rule("linear_proj.bias", "o_proj.bias", Whole()),
+        ]
+    if text.attention_bias and text.q_lora_rank is not None:
+        rules.append(rule("linear_q_down_proj.bias", "q_a_proj.bias", Whole()))
+    return rules
