@@ -15,6 +15,7 @@ from megatron_vlm.cli import app, run
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
+from megatron_vlm.models.layers.attention_sizes import LatentHeads
 from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel.layout import pipeline_layout
@@ -45,6 +46,9 @@ ARCHITECTURES = {
     "q/k norms": DENSE | {"qk_layernorm": True},
     "norms after": DENSE | {"qk_layernorm": True, "norm_after_sublayer": True},
     "experts": DENSE | EXPERTS,
+    "latent attention": DENSE
+    | {"latent_heads": LatentHeads(40, 24, plain=8, turned=16, value=8), "kv_channels": 24}
+    | {"num_query_groups": 8, "softmax_scale": 24**-0.5},
 }
 
 

@@ -20,7 +20,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "r": 4,
         "lora_alpha": 6,
         "target_modules": "all-linear",
-        "rank_pattern": {r"layers\.0\.\w+_attn\.(q_proj|in_proj_qkv)": 3, "o_proj": 5},
+        "rank_pattern": {r"layers\.0\.\w+_attn\.(q_proj|q_b_proj|in_proj_qkv)": 3, "o_proj": 5},
         "alpha_pattern": {"v_proj": 9},
     },
     "adapter with DoRA": {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "use_dora": True},

@@ -281,17 +281,17 @@ def check_greedy(stop: list[int], theirs: list[dict], ranks: list[dict]) -> None
 
 
 @pytest.mark.long
-def test_answers_of_layers_that_share_keys_and_values(tmp_path):
-    """Their caches are one, and inputs of each layer's own come with each new token."""
-    path = build_tiny_checkpoint(
-        "gemma4", tmp_path / "checkpoint", **TINY_FAMILIES["gemma4"].variants["small"]
-    )
+@pytest.mark.parametrize(("family", "variant"), [("gemma4", "small"), ("mistral3", "mistral4")])
+def test_answers_of_other_layers(family, variant, tmp_path):
+    """Gemma 4's small ones share one cache and have inputs of their own with each new token; Mistral 4's have
+    keys and values from latents, and queries that grow with their position."""
+    path = build_tiny_checkpoint(family, tmp_path / "checkpoint", **TINY_FAMILIES[family].variants[variant])
     encoded, prompts = prompts_of(path)
     torch.save(prompts, tmp_path / "prompts.pt")
     stop, theirs = greedy_of_transformers(path, encoded)
-    asked = {"gemma4": (["TP2+SP"], str(path), str(tmp_path / "prompts.pt"), stop)}
+    asked = {family: (["TP2+SP"], str(path), str(tmp_path / "prompts.pt"), stop)}
     ranks = run_distributed(2, answers_of_all, asked, timeout=600)
-    found = [of_rank["gemma4"]["TP2+SP"] for of_rank in ranks]
+    found = [of_rank[family]["TP2+SP"] for of_rank in ranks]
     check_greedy(stop, theirs, found)
     assert max(ours["difference"] for ours in found) < MAX_REL_LOGPROB
 

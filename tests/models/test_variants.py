@@ -23,7 +23,9 @@ LAYOUTS = ["TP2+SP", "PP2", "DP2 dist. optimizer", "CP2"]
 ADAPTED = ["TP2+SP, adapter", "PP2, adapter"]
 INPUTS = {name: parity.INPUTS[name] for name in ("text", "0, 1 and 3 images")}
 PACKED = {name: parity.PACKED[name] for name in ("packed: short documents", "packed: images in one document")}
-OF_EXPERTS = {("gemma4", "six experts"): (["EP2"], ["EP2, adapter"])}  # besides
+OF_EXPERTS = dict.fromkeys(  # besides
+    (("gemma4", "six experts"), ("mistral3", "mistral4")), (["EP2"], ["EP2, adapter"])
+)
 SHARING = {("gemma4", "small")}  # no layout divides its layers; recomputation must not lose what they share
 NOT_PIPED = ["TP2+SP", "CP2"], ["TP2+SP, adapter", "TP2+SP, adapter, recomputed"]
 CUT = ("TP2", "PP2")  # layouts of test_weights

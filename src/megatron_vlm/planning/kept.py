@@ -5,6 +5,7 @@ from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import DTYPES, LanguageModelConfig, has_experts
 from megatron_vlm.models.layers.attention_sizes import (
     DeltaHeads,
+    LatentHeads,
     feed_forward_width,
     heads_of,
     is_recurrent,
@@ -43,6 +44,8 @@ def saved_by_layer(
         saved += 2 * norm
     if is_recurrent(megatron_config, layer):
         saved += _saved_by_delta_net(megatron_config.delta_heads, value) / tp
+    elif latent := megatron_config.latent_heads:
+        saved += _saved_by_latents(megatron_config, latent, value, cut)
     else:
         saved += (
             value * (3 * queries + (1 + 2 * megatron_config.context_parallel_size) * keys)
@@ -77,6 +80,17 @@ def saved_asides(megatron_config: LanguageModelConfig, layer: int, value: int) -
     heads = heads_of(megatron_config, layer)
     lent = lends * 2 * heads.groups * heads.channels / tp
     return value * (3 * megatron_config.layer_inputs / cut + 2 * lent)
+
+
+def _saved_by_latents(config: LanguageModelConfig, heads: LatentHeads, value: int, cut: int) -> float:
+    """Latents before and after their norms, with the shared key; attention's queries, keys, values and output
+    in their one width; and, where zeros fill that up, what the last linear takes, else the plain channels of
+    keys, which lie where values do."""
+    of_head = (2 + 2 * config.context_parallel_size) * heads.channels
+    of_head += heads.value if heads.value < heads.channels else heads.plain
+    latents = 2 * ((heads.query_rank or 0) + heads.rank) + heads.turned
+    number = config.num_attention_heads / config.tensor_model_parallel_size
+    return number * (value * of_head + 4) + (value * latents + 8) / cut
 
 
 def _saved_by_delta_net(heads: DeltaHeads, value: int) -> float:

@@ -53,6 +53,13 @@ class LatentHeads(NamedTuple):
         """The channels of a head's query and key."""
         return self.plain + self.turned
 
+    def weights(self, width: int, number: int) -> int:
+        """The weights of the linears of a layer of `width` with so many heads."""
+        first = (self.query_rank or 0) + self.rank + self.turned
+        queries = number * self.scores * (self.query_rank or width)
+        keys_and_values = number * (self.plain + self.value) * self.rank
+        return width * first + queries + keys_and_values + number * self.value * width
+
     @property
     def channels(self) -> int:
         """The channels of a head as kernels and caches take it: queries, keys and values of one width."""

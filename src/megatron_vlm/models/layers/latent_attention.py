@@ -82,10 +82,14 @@ class LatentAttention(MegatronModule):
     def forward(self, hidden_T1D: Tensor, *_, packed_seq_params: AttentionPlan, **__):
         query = self._queries(hidden_T1D, packed_seq_params)
         key, value = self._keys_and_values(hidden_T1D, packed_seq_params)
-        query, key, value = (pad(x, (0, self.heads.channels - x.shape[-1])) for x in (query, key, value))
+        query, key, value = (self._filled(x) for x in (query, key, value))
         context = self.core_attention(query, key, value, packed_seq_params)
         context = context.unflatten(-1, (-1, self.heads.channels))[..., : self.heads.value]
         return self.linear_proj(context.flatten(2))
+
+    def _filled(self, x: Tensor) -> Tensor:
+        missing = self.heads.channels - x.shape[-1]
+        return pad(x, (0, missing)) if missing else x
 
     def _queries(self, hidden_T1D: Tensor, plan: AttentionPlan) -> Tensor:
         """(T, 1, H, plain + turned) of this rank's heads."""

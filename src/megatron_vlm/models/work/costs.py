@@ -79,6 +79,9 @@ def product_flops(architecture: dict, layer: int) -> float:
         rows = delta_heads.keys * sum(sizes_of_head(delta_heads))
         linears = 2 * width * (rows + delta_heads.values * delta_heads.value_channels)
         return linears + _feed_forward_flops(architecture, layer)
+    if latent := architecture.get("latent_heads"):
+        linears = 2 * latent.weights(width, architecture["num_attention_heads"])
+        return linears + _feed_forward_flops(architecture, layer)
     queries = architecture["num_attention_heads"] * heads.channels
     keys_and_values = heads.made * heads.channels
     gates = queries * architecture.get("attention_output_gate", False)
@@ -99,7 +102,10 @@ def delta_rule_flops(architecture: dict, layer: int) -> float:
 
 def pair_flops(architecture: dict, layer: int) -> float:
     """Operations of a layer's attention for a token and one that it sees: their score and the value."""
-    return 4 * architecture["num_attention_heads"] * heads_of(architecture, layer).channels
+    heads = architecture["num_attention_heads"]
+    if latent := architecture.get("latent_heads"):  # without the zeros that fill heads up to one width
+        return 2 * heads * (latent.scores + latent.value)
+    return 4 * heads * heads_of(architecture, layer).channels
 
 
 def pairs_seen(length: int | np.ndarray, window: int | None) -> float | np.ndarray:
