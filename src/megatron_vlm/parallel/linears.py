@@ -53,8 +53,9 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
 
 class WholeLinear(torch.nn.Linear):
-    """A linear that is whole on every rank of tensor parallelism and sees, under sequence parallelism, the
-    rank's own tokens."""
+    """A linear that is whole on every rank of tensor parallelism.
+
+    Under sequence parallelism it sees the rank's own tokens."""
 
     def __init__(self, width: int, out: int, config: TransformerConfig, bias: bool = False):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()

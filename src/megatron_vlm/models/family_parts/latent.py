@@ -8,7 +8,8 @@ from megatron_vlm.models.family_parts.llama import LlamaFamily
 from megatron_vlm.models.layers.attention_sizes import LatentHeads
 from megatron_vlm.models.weights.rules import Cut, Operation, Rule, Whole
 
-OURS, THEIRS = "self_attention.", "self_attn."
+OURS = "self_attention."
+THEIRS = "self_attn."
 
 
 def scores_of(text: Any) -> int:
@@ -26,7 +27,7 @@ TEXT = (
 
 
 def architecture(text: Any) -> dict:
-    """Fields of LanguageModelConfig that differ from those of `llama.architecture`."""
+    """Fields of LanguageModelConfig that latent attention adds to or changes in `llama.architecture`."""
     heads = LatentHeads(
         query_rank=text.q_lora_rank,
         rank=text.kv_lora_rank,
@@ -46,7 +47,7 @@ def architecture(text: Any) -> dict:
 
 
 def _yarn_factor(rule: dict) -> float:
-    """What the scores are multiplied by besides (Transformers' `yarn_apply_mscale`)."""
+    """The further factor of the scores (Transformers' `yarn_apply_mscale`)."""
     temperature = rule.get("mscale_all_dim")
     if rule["rope_type"] == "default" or not temperature or rule["factor"] <= 1:
         return 1.0

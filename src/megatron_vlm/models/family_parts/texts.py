@@ -34,10 +34,13 @@ def sections(model_types: Iterable[str]) -> tuple[keys.Section, ...]:
 class HoldsTexts(llama.LlamaFamily):
     """A family that can hold several of TEXTS."""
 
-    def __init__(self, hf_config: Any):
-        super().__init__(hf_config)
-        self.held = TEXTS[self.text.model_type]
-        self.has_experts = "num_moe_experts" in self.architecture
+    @property
+    def held(self) -> Text:
+        return TEXTS[self.text.model_type]
+
+    @property
+    def has_experts(self) -> bool:
+        return "num_moe_experts" in self.architecture
 
     @property
     def architecture(self) -> dict:

@@ -42,7 +42,8 @@ class LatentAttention(MegatronModule):
         super().__init__(config)
         self.heads = heads = config.latent_heads
         self.tp_group = pg_collection.tp
-        width, number = config.hidden_size, config.num_attention_heads
+        width = config.hidden_size
+        number = config.num_attention_heads
         common = {"config": config, "skip_bias_add": False, "tp_group": self.tp_group}
 
         def cut_by_heads(inputs: int, channels: int) -> ColumnParallelLinear:

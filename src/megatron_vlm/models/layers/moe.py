@@ -24,7 +24,12 @@ from torch.nn import Parameter
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward, gated
 from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, Reordered, TokenOrder
-from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear, WholeLinear, grouped_product
+from megatron_vlm.parallel.linears import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    WholeLinear,
+    grouped_product,
+)
 
 
 class Choice:
