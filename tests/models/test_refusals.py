@@ -59,7 +59,8 @@ REFUSED = {  # config.json -> the message, after "checkpoint PATH: "
     ),
     "text model": (
         {"model_type": "mistral3", "text_config": {"model_type": "gpt2"}},
-        "text model type 'gpt2' of a mistral3 checkpoint is not supported; supported: ministral3, mistral, mistral4.",
+        "text model type 'gpt2' of a mistral3 checkpoint is not supported; supported: ministral3, mistral, "
+        "mistral4.",
     ),
     "text model with convolutions": (
         {"model_type": "lfm2_vl", "text_config": {"model_type": "lfm2"}},
