@@ -153,7 +153,7 @@ def modules_to_save(description: Any) -> list[str]:
     names = ["multi_modal_projector", "connector", "visual.merger", "model.merger"]
     names += ["language_model.norm", "text_model.norm"]
     names += ["layers.1.self_attn", "layers.1.linear_attn"]
-    names += [] if description.has_experts else ["layers.0.mlp"]
+    names += [] if "num_moe_experts" in description.architecture else ["layers.0.mlp"]
     names += [] if description.hf_config.tie_word_embeddings else ["embed_tokens", "lm_head"]
     modules = hf_modules(description.hf_config)
     return [name for name in names if any(module.endswith(name) for module in modules)]
@@ -168,7 +168,9 @@ def cases(_: str, path: Path, wanted: Sequence[str] = ()) -> dict[str, dict[str,
 
     processor, description = AutoProcessor.from_pretrained(path), describe(AutoConfig.from_pretrained(path))
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for adapter, settings in (ADAPTERS | (OF_EXPERTS if description.has_experts else {})).items():
+    for adapter, settings in (
+        ADAPTERS | (OF_EXPERTS if "num_moe_experts" in description.architecture else {})
+    ).items():
         if wanted and adapter not in wanted:
             continue
         if adapter == WITH_MODULES:

@@ -455,7 +455,8 @@ class Reference:
         self.processor = processor or AutoProcessor.from_pretrained(path)
         if model is None:
             model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-        if self.description.has_experts:  # grouped products of experts take widths of 16 bytes alone
+        # grouped products of experts take widths of 16 bytes alone
+        if "num_moe_experts" in self.description.architecture:
             model.set_experts_implementation("eager")
         self.model = token_by_token(model)
 

@@ -69,7 +69,7 @@ def representatives(plan: MemoryPlan) -> list[int]:
 def _layouts(
     config: RunConfig, description: Description, gpus: int, gpu: Gpu, overlap: bool
 ) -> Iterator[tuple[str, ...]]:
-    experts = SIZES if description.has_experts else (1,)
+    experts = SIZES if "num_moe_experts" in description.architecture else (1,)
     sizes = itertools.product(SIZES, SIZES, SIZES, experts, (1, 2), ("none", "full"))
     for tp, pp, cp, ep, vpp, recompute in sizes:
         fits = tp <= gpu.per_node and gpus % (tp * pp * cp) == 0 and gpus % (pp * ep) == 0

@@ -53,7 +53,7 @@ def no_name(name: str) -> FileKind | None:
     """Names a text that stands where a path should, with what to do; None if it may be a path."""
     if "://" in name and not name.startswith("file://"):
         return ADDRESS
-    return what_is(name.encode(errors="replace")) if name else None
+    return what_is(name.encode(errors="replace")) if name and "\0" not in name else None
 
 
 def is_base64(text: str) -> bool:

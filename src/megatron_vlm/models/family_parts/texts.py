@@ -39,10 +39,6 @@ class HoldsTexts(llama.LlamaFamily):
         return TEXTS[self.text.model_type]
 
     @property
-    def has_experts(self) -> bool:
-        return "num_moe_experts" in self.architecture
-
-    @property
     def architecture(self) -> dict:
         own = self.held.architecture(self.text)
         return llama.architecture(self.text, self.tied) | own | _bounded(self.text)
