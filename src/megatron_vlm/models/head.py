@@ -184,7 +184,7 @@ def _gradient(
     scale, softcap, _ = settings
     log_sum_N1, grad_N1, grad_label_N1, entropy_N1, grad_entropy_N1 = of_tokens_5N[..., None].unbind()
     log_p = _logits(product_NV, settings)
-    slope = None if softcap is None else 1 - (log_p / (scale * softcap)).square_()
+    slope = None if softcap is None else (log_p / (scale * softcap)).square_().neg_().add_(1)
     log_p, factor = log_p.sub_(log_sum_N1), -grad_N1
     if torch.compiler.is_compiling() or entropy:
         factor = factor - (log_p + entropy_N1) * grad_entropy_N1

@@ -105,10 +105,12 @@ def _saved_by_delta_net(heads: DeltaHeads, value: int) -> float:
 def saved_by_output_layer(
     config: RunConfig, megatron_config: LanguageModelConfig, tokens: float, trained: bool
 ) -> float:
-    """Bytes of `models.head`: hidden states and their gradient; a chunk of logits and its softmax, or after
-    these, what stands for the weight's gradient, which lies in Megatron's buffer."""
+    """Bytes of `models.head`: hidden states and their gradient; a chunk of logits and its softmax, with the
+    slope of their cap in fp32, or after these, what stands for the weight's gradient, which lies in Megatron's
+    buffer."""
     value = DTYPES[config.model.dtype].itemsize
     vocabulary = megatron_config.vocab_size / config.parallel.tp
     logits = 4 * tokens * (1 - config.data.visual_share) * vocabulary  # images are not trained
     width = value * megatron_config.hidden_size
-    return 2 * tokens * width + max(2 * min(CHUNK_BYTES, logits), trained * vocabulary * width)
+    chunks = 2.5 if megatron_config.logit_softcap else 2
+    return 2 * tokens * width + max(chunks * min(CHUNK_BYTES, logits), trained * vocabulary * width)
