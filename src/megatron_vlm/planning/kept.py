@@ -106,7 +106,7 @@ def saved_by_output_layer(
     config: RunConfig, megatron_config: LanguageModelConfig, tokens: float, trained: bool
 ) -> float:
     """Bytes of `models.head`: hidden states and their gradient; a chunk of logits and its softmax, with the
-    slope of their cap in fp32, or after these, what stands for the weight's gradient, which lies in Megatron's
+    slope of their cap in fp32. After these: what stands for the weight's gradient, which lies in Megatron's
     buffer."""
     value = DTYPES[config.model.dtype].itemsize
     vocabulary = megatron_config.vocab_size / config.parallel.tp
