@@ -18,8 +18,6 @@ from megatron_vlm.recipes import compose
 from megatron_vlm.recipes.published import CONFIGS, SIZES
 
 WORST = 0.1  # between the planned and the rehearsed
-# the plan is 0.895 of the rehearsal: what brings inputs of layers keeps more than `saved_asides` counts
-SHORT = {("gemma4_e2b", "lora")}
 LISTED = ["adapter.target_modules=[q_proj,down_proj]", "adapter.exclude_modules=.*vision.*"]
 
 
@@ -90,8 +88,7 @@ def test_the_plan_of_every_model_has_the_memory_of_its_rehearsals():
     models = {config.stem for config in CONFIGS.glob("*.json")}
     for trained in ("lora", "full"):
         assert {row["model"] for row in rows if row["trained"] == trained} == models
-    wrong = {(row["model"], row["trained"]) for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST}
-    assert wrong == SHORT
+    assert not [row for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST]
 
 
 def test_each_family_has_a_file_of_adapters_that_fits_gpus_of_80_gb():
