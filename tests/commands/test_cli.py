@@ -121,6 +121,7 @@ def test_ctrl_c_ends_quietly():
     assert (process.returncode, output, errors) == (130, "", "")
 
 
+@pytest.mark.long
 def test_nproc_starts_processes_and_returns_their_message_and_code():
     code = "from megatron_vlm.commands.program import torchrun; exit(torchrun(2, ['train', '--recipe=no']))"
     answer = ask(sys.executable, "-c", code)

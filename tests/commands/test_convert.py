@@ -66,7 +66,7 @@ def test_an_export_leaves_what_others_have_beside_it_alone(converted):
 
 
 def test_a_run_has_the_logits_of_its_export(converted):
-    answer = run_anew(CONVERT, "verify", converted / "run", converted / "export")
+    answer = convert("verify", converted / "run", converted / "export")
     assert answer.returncode == 0, answer.stderr
     assert differences(answer)[0] < 1e-4  # another implementation
 

@@ -210,7 +210,8 @@ def answers_of_rank(folder: str, tp: int) -> list[dict]:
     return [record for some in found for record in some]
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tp", [1, 2])
 def test_ranks_share_the_questions(asked, evaluated, tp):
     """Seven rows on two ranks: four at a time, then three; of one copy of the model two, and one alone."""
     for records in run_distributed(2, answers_of_rank, str(asked), tp):

@@ -5,7 +5,6 @@ import json
 
 import programs
 import pytest
-from pairs import first_soon
 from programs import TYPED, ask, run_program
 from sources import write_sharegpt
 
@@ -29,9 +28,8 @@ def proposal(model: str, gpus: int, **said) -> Proposal:
     return propose(source_settings(f"google/{model}", ["pictures.jsonl"]), description, [H100] * gpus, own)
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus"), first_soon([("qwen3_vl_2b", 1), ("gemma3_vl_4b", 8), ("gemma3_vl_4b", 6)])
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "gpus"), [("qwen3_vl_2b", 1), ("gemma3_vl_4b", 8), ("gemma3_vl_4b", 6)])
 def test_a_layout_is_found_that_fits(model, gpus):
     made = proposal(model, gpus)
     config = made.config()

@@ -35,17 +35,19 @@ def of_layers(count: int, model: str) -> Description:
 
 @pytest.mark.parametrize(
     ("settings", "trained"),
-    [
-        # rank 16; 6 layers of 2,560 channels, 8 query and 4 key/value heads of 256, 10,240 inner channels
-        (["tp=1"], 6 * 16 * (2560 * 5 + 2048 * 2 + 1024 * 2 + 10240 * 3 + 2560 * 2)),
-        # a rank of two holds half of B of q and of A of down
-        (["tp=2", *LISTED], 6 * 16 * (2560 + 2048 // 2 + 10240 // 2 + 2560)),
-        # and of a layer's feed-forward, which then has no adapter
-        (
-            ["tp=2", *LISTED, "adapter.modules_to_save=[language_model.layers.1.mlp]"],
-            6 * 16 * (2560 + 2048 // 2) + 5 * 16 * (10240 // 2 + 2560) + 3 * 2560 * 10240 // 2,
-        ),
-    ],
+    first_soon(
+        [
+            # rank 16; 6 layers of 2,560 channels, 8 query and 4 key/value heads of 256, 10,240 inner channels
+            (["tp=1"], 6 * 16 * (2560 * 5 + 2048 * 2 + 1024 * 2 + 10240 * 3 + 2560 * 2)),
+            # a rank of two holds half of B of q and of A of down
+            (["tp=2", *LISTED], 6 * 16 * (2560 + 2048 // 2 + 10240 // 2 + 2560)),
+            # and of a layer's feed-forward, which then has no adapter
+            (
+                ["tp=2", *LISTED, "adapter.modules_to_save=[language_model.layers.1.mlp]"],
+                6 * 16 * (2560 + 2048 // 2) + 5 * 16 * (10240 // 2 + 2560) + 3 * 2560 * 10240 // 2,
+            ),
+        ]
+    ),
 )
 def test_what_is_trained_is_what_adapters_hold(settings, trained):
     """Of the first six layers, the last of which has no window."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import check_house
 import rooms
 from rooms import SOURCE, modules, uses
@@ -67,6 +69,7 @@ def test_no_file_uses_itself_by_a_way_round():
     assert [name for name, seen in reached.items() if name in seen] == []
 
 
+@pytest.mark.long
 def test_what_is_light_imports_nothing_heavy():
     """In one process, from the lightest to the heaviest."""
     code = "import sys, importlib\n" + "\n".join(

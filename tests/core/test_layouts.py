@@ -44,6 +44,7 @@ def test_training_changes_the_loss():
     assert max(losses) - min(losses) > 1e-2
 
 
+@pytest.mark.long
 def test_bf16_trains_in_bf16():
     bf16, fp32 = (launches.first(2)[0][case]["losses"] for case in ("dp_bf16", "dp"))
     assert bf16 != fp32

@@ -181,6 +181,7 @@ def test_only_the_ratio_of_weights_counts(measured):
 WEIGHTED_LAYOUTS = ["DP2", "TP2+SP", "PP2", "PP2·VPP2", "CP2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tried", ["pairs", pytest.param("all", marks=pytest.mark.soak)])
 def test_weighted_tokens_give_transformers_weighted_loss(family, tried, tmp_path):
     """Also where all weights of a step are less than one token's. A layout has one of the cases, the next

@@ -185,6 +185,7 @@ def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():
     assert scattered / scatters == 2 * 256 * width * 4  # tokens of two rows, in fp32
 
 
+@pytest.mark.long
 def test_tensor_parallel_ranks_exchange_r_numbers_a_token_and_linear_for_adapters():
     """All else is exchanged by training without adapters, too, and at most as often."""
     from megatron_vlm.models.families import describe

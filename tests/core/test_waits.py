@@ -118,9 +118,7 @@ def check(waits: dict[str, dict[str, int]], runs: Iterable[str] = rehearse_waits
 
 
 # layout and rank, in `make test`, of Gemma3; the first stage of a pipeline does other things than the last
-OFTEN = {("TP2+SP", 1): ("training", "policy"), ("PP2·VPP2", 0): ("training",)}
-OFTEN |= {("PP2·VPP2", 1): ("training", "preferences", "policy"), ("CP2", 1): ("training", "preferences")}
-OFTEN |= {("DP2 dist. optimizer", 1): ("training",)}
+OFTEN = {("TP2+SP", 1): ("policy",), ("PP2·VPP2", 1): ("preferences",), ("CP2", 1): ("training",)}
 
 
 def cells() -> list:

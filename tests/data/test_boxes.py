@@ -433,5 +433,5 @@ OPEN = ["(1", "<ref>", "<box>", "{", "[1, ", '{"bbox_2d": [1, ', "(1, 2), "]
 def test_open_brackets_cost_their_length(text):
     for convention in CONVENTIONS.values():
         started = time.process_time()
-        list(convention.read(text * 20_000))
-        assert time.process_time() - started < 2
+        list(convention.read(text * 5_000))
+        assert time.process_time() - started < 0.5

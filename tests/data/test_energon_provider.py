@@ -99,7 +99,7 @@ class SlowToBegin(threading.Thread):
         time.sleep(worker.id if worker and self.name == "command_thread" else 0)
 
 
-@pytest.mark.parametrize("restored", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("restored", first_soon([True, False]))
 def test_a_state_saved_before_all_workers_began_is_exact(dataset, encoder, monkeypatch, restored):
     state = None
     if restored:
@@ -186,7 +186,7 @@ def test_a_state_fits_the_dataset_after_it_moved(tmp_path, dataset, encoder, sav
     assert take(moved, 3) == take(original, 3)
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.yaml"])
+@pytest.mark.parametrize("name", first_soon(["rows.yaml", "rows.jsonl"]))
 def test_a_prepared_folder_may_have_the_name_of_a_file(tmp_path, dataset, encoder, name):
     moved = shutil.copytree(dataset, tmp_path / name)
     assert list(data_problems(DataConfig(), "data.train_data_path", str(moved))) == []

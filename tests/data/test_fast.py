@@ -167,8 +167,13 @@ PROCESSORS = [
     for soon in [name not in LATER and (at == "tiny") == (name in TINY_FIRST)]
     if (sizes or at == "tiny") and name.split(",")[0] in TINY_FAMILIES  # in this Transformers
 ]
+SOON_BOUNDS = ("gemma3 tiny", "qwen3_vl published", "internvl tiny", "gemma4_unified tiny", "lfm2_vl tiny")
 OF_TEMPLATES = [  # which know nothing of sizes
     pytest.param(*each.values, id=each.id, marks=pytest.mark.soak if each.values[0][1] else ())
+    for each in PROCESSORS
+]
+OF_BOUNDS = [  # one of each kind of images in `make test`
+    pytest.param(*each.values, id=each.id, marks=[] if each.id in SOON_BOUNDS else pytest.mark.long)
     for each in PROCESSORS
 ]
 
@@ -241,6 +246,7 @@ def encoded_or_reason(encoder, sample):
         return str(skipped)
 
 
+@pytest.mark.parametrize("processor", OF_BOUNDS, indirect=True)
 def test_bounds_on_pixels_are_kept(processor):
     for bounds in ({"max_pixels": 9000, "video_max_pixels": 5000}, {"min_pixels": 60_000}):
         fast, hf = encoders(processor, **bounds)

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
+from pairs import first_soon, pairwise
 from samples import sample_of
 from transformers import AutoProcessor
 
@@ -153,7 +154,13 @@ def test_the_set_is_large_and_varied(written):
         assert len({record.kind for record in records}) > 200
 
 
-@pytest.fixture(scope="module", params=[(s, p) for s in ("energon", "hf") for p in (False, True)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each.values, marks=each.marks) for each in pairwise(["energon", "hf"], [False, True])
+    ],
+    ids=str,
+)
 def result(request, written, processor):
     source, packed = request.param
     path, records, alone, numbers = written[source]
@@ -171,7 +178,8 @@ def test_every_record_is_trained_or_dropped_and_once(result):
     assert {reason for reasons in dropped.values() for reason in reasons} <= set(REASONS)
 
 
-@pytest.mark.parametrize("num_workers, ranks", [(1, 1), pytest.param(3, 3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_workers, ranks", [(1, 1), (3, 3)])
 @pytest.mark.parametrize("source", ["energon", "hf"])
 def test_workers_and_ranks_share_them_without_loss(written, processor, source, num_workers, ranks):
     path, records, _, _ = written[source]
@@ -206,7 +214,7 @@ def test_workers_and_ranks_share_packed_rows_without_loss(written, processor, so
     assert sorted([*trained, *dropped]) == list(range(len(records)))
 
 
-@pytest.mark.parametrize("packing", ["none", "stream"])
+@pytest.mark.parametrize("packing", first_soon(["none", "stream"]))
 def test_broken_videos_are_dropped_for_a_reason_and_the_others_train(tmp_path, packing):
     processor = AutoProcessor.from_pretrained(build_tiny_checkpoint("qwen2_5_vl", tmp_path / "tiny"))
     kinds = write_videos(tmp_path / "videos")
@@ -293,7 +301,7 @@ TALK = st.lists(st.tuples(ASKED, ANSWERED), min_size=1, max_size=3).map(
 )
 RECORD = st.fixed_dictionaries({"messages": TALK}, optional={"system": CONTENT, "tools": ANYTHING})
 CONVERSATIONS = TALK | RECORD | ANYTHING | st.lists(ASKED | ANSWERED | ANYTHING, max_size=5)
-MANY = settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @MANY
@@ -314,7 +322,7 @@ def any_encoder(processor):
     encoder = make_encoder(processor, packed=False)
     yield encoder
     counts = encoder.drops.summary()
-    assert counts["encoded"] >= 50 and counts["dropped"] >= 50, counts  # the property was tried on both
+    assert counts["encoded"] >= 25 and counts["dropped"] >= 25, counts  # the property was tried on both
 
 
 def said(messages: list[dict]) -> str:

@@ -192,20 +192,23 @@ def test_what_paths_say_is_checked(kind, paths, others, message):
 
 
 @pytest.mark.parametrize(
-    "kind, settings",
-    [
-        ("hf", {}),
-        ("energon", {}),
-        ("hf", {"packing": "stream", "packing_buffer_size": 6}),
-        ("energon", {"packing": "stream", "packing_buffer_size": 3}),
-        ("hf", {"packing": "global"}),
-        ("hf", {"group_by_length": True}),
-    ],
+    "how, num_workers",
+    pairwise(
+        [
+            ("hf", {}),
+            ("energon", {}),
+            ("hf", {"packing": "stream", "packing_buffer_size": 6}),
+            ("energon", {"packing": "stream", "packing_buffer_size": 3}),
+            ("hf", {"packing": "global"}),
+            ("hf", {"group_by_length": True}),
+        ],
+        [0, 2],
+    ),
 )
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_list_resumes_exactly_and_its_samples_are_made_again(
-    sources, processor, kind, settings, num_workers, tmp_path
+    sources, processor, how, num_workers, tmp_path
 ):
+    kind, settings = how
     paths, settings = repeated(sources[kind], "*2", ""), settings | {"num_workers": num_workers}
     settings |= {"lengths_cache": str(tmp_path)} if kind == "hf" else {}
 

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from loaders import encoder_of, open_loader
+from pairs import pairwise
 from prepared_shards import prepare
 from programs import COMMAND, run_program
 from sources import write_hf_folder, write_sharegpt
@@ -110,11 +111,9 @@ def opened(folder, processor, rank, world_size, num_workers=0, **settings):
     return open_loader("hf", folder / "rows", encoder, seed=3, **place, **settings), encoder
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("worlds, num_workers", [((3, 1), 0), ((1, 3), 2), ((2, 4, 3), 0)])
-def test_changed_ranks_train_or_drop_each_sample_of_the_epoch_once(
-    folder, processor, settings, worlds, num_workers
-):
+@pytest.mark.parametrize("settings, moved", pairwise(SETTINGS, [((3, 1), 0), ((1, 3), 2), ((2, 4, 3), 0)]))
+def test_changed_ranks_train_or_drop_each_sample_of_the_epoch_once(folder, processor, settings, moved):
+    worlds, num_workers = moved
     trained, dropped, states, of_next_epoch = Counter(), set(), None, 0
     for world_size in worlds:
         last, before = world_size == worlds[-1], states

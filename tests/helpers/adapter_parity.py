@@ -95,8 +95,12 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str], str]] = {
 
 
 # in `make test`, of Gemma3
-OFTEN = ("1 process, adapter", "1 process, adapter with DoRA", "TP2+SP, adapter, recomputed", "CP2, adapter")
-OFTEN += ("PP2, adapter on late layers", "DP2 dist. optimizer, adapter", f"TP2+SP, {WITH_MODULES}")
+OFTEN = (
+    "1 process, adapter with DoRA",
+    "TP2+SP, adapter, recomputed",
+    "CP2, adapter",
+    f"TP2+SP, {WITH_MODULES}",
+)
 
 
 def factors(name: str) -> tuple[str, str]:

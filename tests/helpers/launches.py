@@ -42,8 +42,17 @@ CASES = {
     "pp_frozen_stage": (ParallelConfig(pp=2), {"only_embedding": True}),
 }
 # of two processes; those of OFTEN are in `make test`
-OFTEN = ["dp", "dp_bf16", "tp", "vpp", "moe_ep"]
-CASES_OF_2 = [*OFTEN, "pp", "pp_frozen_stage", "dp_plain", "dp_offload", "dp_bf16_offload"]
+OFTEN = ["dp", "tp", "vpp"]
+CASES_OF_2 = [
+    *OFTEN,
+    "dp_bf16",
+    "moe_ep",
+    "pp",
+    "pp_frozen_stage",
+    "dp_plain",
+    "dp_offload",
+    "dp_bf16_offload",
+]
 CASES_OF_2 += ["tp_plain", "tp_no_sp", "pp_plain", "pp_bf16_plain"]
 asked = CASES_OF_2  # by the tests of this session
 CROSS = {  # saved by: loaded by

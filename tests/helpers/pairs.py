@@ -14,14 +14,14 @@ def pairs(
     rows: Sequence, columns: Sequence, cells: Sequence[tuple], without: Iterable[tuple] = ()
 ) -> Iterator[Any]:
     """Every row with every column, and with each of them one cell in turn, so that rows and columns meet all
-    kinds of cells: a third of them in `make test`, of all kinds, the others in `make test-long`.
+    kinds of cells: a fifth of them in `make test`, of all kinds, the others in `make test-long`.
     `make test-soak` has every row and column with every cell.
     """
     for number, row in enumerate(rows):
         for place, column in enumerate(columns):
             if (row, column) in without:
                 continue
-            first = pytest.mark.long if (number - place) % 3 else ()
+            first = pytest.mark.long if (number - place) % 5 else ()
             for position, cell in enumerate(cells):
                 turn = (position - number - place) % len(cells)
                 yield pytest.param(row, column, *cell, marks=pytest.mark.soak if turn else first)

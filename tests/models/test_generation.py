@@ -304,6 +304,7 @@ def test_log_probabilities_are_those_of_a_forward_pass(answers_of, family, layou
 
 
 @pytest.mark.parametrize(("family", "layout"), CELLS)
+@pytest.mark.long
 def test_sampled_answers_do_not_depend_on_the_layout(answers_of, family, layout):
     *_, ranks = answers_of(family, layout)
     *_, others = answers_of(family, "1 process")
@@ -318,7 +319,8 @@ def test_sampled_answers_do_not_depend_on_the_layout(answers_of, family, layout)
     assert all(len({tuple(answer) for answer in of_prompt}) > 1 for of_prompt in tokens(others[0]))
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
 def test_a_token_costs_no_more_calls_than_with_transformers(family, tmp_path):
     """The time of a small model is that of Python, whose calls are the same on every machine."""
     path = build_tiny_checkpoint(family, tmp_path / "checkpoint")

@@ -48,6 +48,7 @@ def begun(root: str, checkpoint: str) -> str:
     return said.getvalue() + (Path(root) / "run/metrics.jsonl").read_text()
 
 
+@pytest.mark.long
 def test_a_run_trains_with_padding_that_is_no_token_of_the_model(tmp_path):
     path = build_tiny_checkpoint("gemma3", tmp_path / "checkpoint")
     processor = AutoProcessor.from_pretrained(path)

@@ -27,10 +27,8 @@ def turns(request, tmp_path_factory) -> dict[str, dict]:
     return found
 
 
-@pytest.mark.parametrize(
-    "family",
-    parity.FAMILIES,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family", parity.FAMILIES)
 def test_answers_in_between_change_no_number(turns, family):
     """To the bit: also under `inference_mode`, which leaves no tensor that a backward pass then meets."""
     found = turns[family]

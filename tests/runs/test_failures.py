@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from loaders import open_loader
-from pairs import pairwise
+from pairs import first_soon, pairwise
 from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
@@ -118,8 +118,7 @@ def test_a_bug_of_ours_ends_the_run(datasets, processor, encoder, kind, num_work
         assert "7: Fails" in text
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["energon", "hf"])
+@pytest.mark.parametrize(("kind", "num_workers"), pairwise(["energon", "hf"], [0, 2]))
 def test_a_dataset_of_which_all_is_dropped_stops(datasets, processor, kind, num_workers):
     encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=4))
     text = read_until_error(train_loader(datasets[kind], encoder, num_workers=num_workers), batches=1)
@@ -129,8 +128,10 @@ def test_a_dataset_of_which_all_is_dropped_stops(datasets, processor, kind, num_
 # -- shards
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("damage", ["overwritten", "cut while it is read", "removed while it is read"])
+@pytest.mark.parametrize(
+    ("damage", "num_workers"),
+    pairwise(["overwritten", "cut while it is read", "removed while it is read"], [0, 2]),
+)
 def test_a_shard_that_breaks_names_its_file(datasets, processor, tmp_path, damage, num_workers):
     copy = shutil.copytree(datasets["energon"], tmp_path / "copy")
     shard = copy / "train-00002.tar"
@@ -159,7 +160,7 @@ def killing_a_worker(loader):
     yield from loader
 
 
-@pytest.mark.parametrize("kind", ["energon", "hf"])
+@pytest.mark.parametrize("kind", first_soon(["hf", "energon"]))
 def test_a_killed_worker_is_an_error_that_says_so(datasets, processor, kind):
     loader = train_loader(
         datasets[kind], HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256)), num_workers=2
@@ -173,7 +174,7 @@ def test_a_killed_worker_is_an_error_that_says_so(datasets, processor, kind):
     assert "DataLoader worker" in text and ("memory" in text or "killed by signal" in text)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+@pytest.mark.parametrize("number", first_soon([signal.SIGBUS, signal.SIGKILL]))
 def test_a_worker_that_died_gives_no_state_and_its_signal_is_named(datasets, processor, number):
     encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
     loader = train_loader(datasets["energon"], encoder, num_workers=2)
