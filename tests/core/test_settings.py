@@ -174,11 +174,6 @@ def test_limits_of_pixels_that_no_image_meets_are_refused():
     "settings, said",
     [
         ({"data.resize_jitter": "2"}, "it draws between data.min_pixels and data.max_pixels; set both"),
-        (
-            {"data.resize_jitter": "2", "data.dataset_type": "energon"},
-            "resize_jitter: needs dataset_type hf, and",
-        ),
-        ({"data.resize_jitter": "2", "data.streaming": "true"}, "resize_jitter: needs dataset_type hf, and"),
         ({"data.box_question": "Where is it?"}, "data.box_question: has no {} where what is sought stands"),
     ],
 )

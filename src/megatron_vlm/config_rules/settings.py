@@ -133,8 +133,6 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
         yield "data.box_question: has no {} where what is sought stands; write, say, 'Where is the {}?'"
     if data.resize_jitter and not (data.min_pixels and data.max_pixels):
         yield "data.resize_jitter: it draws between data.min_pixels and data.max_pixels; set both."
-    if data.resize_jitter and (data.streaming or data.dataset_type == "energon"):
-        yield "data.resize_jitter: needs dataset_type hf, and no data.streaming; drop one of them."
     if data.validation_share and data.valid_data_path is not None:
         yield "data.validation_share: data.valid_data_path is given, too; drop one of them."
     if data.dataset_type == "energon":

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.energon import Batch as EnergonBatch
-from megatron.energon import DefaultTaskEncoder, Sample, edataclass, stateless
+from megatron.energon import DefaultTaskEncoder, Sample, SavableDataset, edataclass, stateless
 from megatron.energon.errors import SkipSample
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,6 +20,7 @@ from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.packing import pack_buffer
+from megatron_vlm.data.encode.sizes import InSizes
 from megatron_vlm.data.shard_format import COOKERS
 
 
@@ -56,6 +57,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
 
     decoder = None  # images stay encoded until they are needed; Energon's own decoder executes pickles
     cookers = COOKERS
+    sizes_seed: int | None = None  # of Energon's records, if their images have a new size each epoch
 
     def __init__(
         self,
@@ -72,6 +74,12 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         self._dropped: Counter[str] = Counter()  # by this process, since its last batch
         self._in_a_row: Counter[str] = Counter()  # drops of this process, by the stage of the encoding
         self.documents = DocumentEncoder(processor, data, self.needs, fast)
+
+    def build_cook_crude_sample(self, dataset: SavableDataset, **context: Any) -> SavableDataset:
+        if self.sizes_seed is not None:
+            count, workers = self.data.resize_jitter, context["worker_config"]
+            dataset = InSizes(dataset, count, self.sizes_seed, workers)
+        return super().build_cook_crude_sample(dataset, **context)
 
     @stateless
     def encode_batch(self, batch: HFEncoderTaskBatch) -> Batch:

@@ -75,6 +75,7 @@ class EnergonProvider:
         data, sources = self._data, sources_of(self._data.train_data_path)
         packing_buffer_size = data.packing_buffer_size if data.packing == "stream" else None
         encoder = with_limited_drops(encoder, data)
+        encoder.sizes_seed = seed if data.resize_jitter else None
         workers = self._worker_config(rank, world_size, seed)
         open_dataset = partial(
             get_train_dataset,

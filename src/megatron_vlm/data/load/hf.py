@@ -64,6 +64,8 @@ class HFProvider:
         if data.streaming:
             [source] = sources_of(data.train_data_path)  # `config_rules` refuses several
             table = StreamedRows.open(source.path, self._columns, data.media_dir)
+            table.sizes_in_turn = data.resize_jitter
+            table.seed = seed
             rows = EncodedRows(table, with_limited_drops(encoder, data))
         else:
             rows = self.train_rows(encoder, seed)

@@ -158,7 +158,7 @@ class StreamOrder(Order):
             for read, record in enumerate(self.stream.shard(count, shard), start=1):
                 if read <= rows_done or not (share or (read + shard) % self.world_size == self.rank):
                     continue
-                yield (epoch, done, read), ((shard, read - 1), record)
+                yield (epoch, done, read), ((shard, read - 1, epoch), record)
             if read < rows_done:
                 raise ValueError(
                     f"data: shard {shard} of the stream has {read} rows, the state continues after "

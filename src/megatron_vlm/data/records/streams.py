@@ -13,17 +13,23 @@ from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
 
-Row = tuple[tuple[int, int], dict]  # shard and number in it; the record as the stream gave it
+Place = tuple[int, int, int]  # shard, number in it, and the epoch
+Row = tuple[Place, dict]  # and the record as the stream gave it
 
 
 @dataclass
 class StreamedRows:
-    """The facts about a stream that are known without reading it; reads its records."""
+    """The facts about a stream that are known without reading it; reads its records.
+
+    Its images have `sizes_in_turn` sizes, a new one each epoch, or 0: their own. `seed` decides which.
+    """
 
     name: str
     stream: Any  # datasets.IterableDataset
     root: Path
     columns: Columns
+    sizes_in_turn: int = 0
+    seed: int = 0
 
     @classmethod
     def open(cls, path: str, columns: Columns, media_dir: str | None = None) -> StreamedRows:
@@ -39,25 +45,29 @@ class StreamedRows:
         return cls(path, stream, Path(media_dir) if media_dir else media_root(path), columns)
 
     def key(self, row: Row) -> str:
-        shard, number = row[0]
+        shard, number, _ = row[0]
         return f"{shard:05d}-{number:09d}"
 
-    def place(self, row: Row) -> tuple[int, int]:
+    def place(self, row: Row) -> Place:
         return row[0]
 
-    def at(self, places: Sequence[tuple[int, int]]) -> list[Row]:
+    def at(self, places: Sequence[Place]) -> list[Row]:
         """The rows at these places. Each of their shards is read from its beginning to the last of them."""
-        found, wanted = {}, {tuple(place) for place in places}
+        found, wanted = {}, {(shard, number) for shard, number, _ in places}
         for shard in {shard for shard, _ in wanted}:
             end = max(number for of, number in wanted if of == shard) + 1
             records = itertools.islice(self.stream.shard(self.stream.num_shards, shard), end)
             found |= {(shard, n): record for n, record in enumerate(records) if (shard, n) in wanted}
         if missing := sorted(wanted - found.keys()):
             raise ValueError(f"data: {self.name} has no more the rows (shard, number) {missing}; it changed.")
-        return [(tuple(place), found[tuple(place)]) for place in places]
+        return [((shard, number, epoch), found[shard, number]) for shard, number, epoch in places]
 
-    def sizes(self, row: Row) -> None:
-        """The same as of a table; a stream's images have their own sizes."""
+    def sizes(self, row: Row) -> str | None:
+        """The same as of a table."""
+        if not self.sizes_in_turn:
+            return None
+        *_, epoch = row[0]
+        return f"{self.seed} {epoch % self.sizes_in_turn} {self.key(row)}"
 
     def origin(self, row: Row) -> tuple[str, str]:
         return self.name, self.key(row)
