@@ -30,7 +30,6 @@ DECODE_SECONDS = DataConfig.decode_seconds
 # Others: Pillow's format name in lower case
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}
 
-SIZES = "__sizes__"  # of a record: what tells its epoch, if the sizes of its images are drawn
 SOURCE = "_source"  # subflavor: the name of one of several paths; fingerprints leave out what begins with _
 DAMAGED_PICKLE_ERRORS = (  # what the pickle module's documentation and its opcodes raise
     *(pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError),
@@ -47,8 +46,6 @@ def cook_record(record: dict) -> ChatMLSample:
     keys = basic_sample_keys(record)
     if source := (keys.get("__subflavors__") or {}).get(SOURCE):
         keys["__key__"] = f"{source}-{keys['__key__']}"
-    if SIZES in record:
-        keys["sizes"] = f"{record[SIZES]} {keys['__key__']}"
     try:
         conversation, images, videos = _read_parts(record)
         return clean_sample(conversation, images, videos, **keys)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.energon import Batch as EnergonBatch
-from megatron.energon import DefaultTaskEncoder, Sample, SavableDataset, edataclass, stateless
+from megatron.energon import DefaultTaskEncoder, Sample, WorkerConfig, edataclass, stateless
 from megatron.energon.errors import SkipSample
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,7 +20,6 @@ from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.packing import pack_buffer
-from megatron_vlm.data.encode.sizes import InSizes
 from megatron_vlm.data.shard_format import COOKERS
 
 
@@ -57,7 +56,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
 
     decoder = None  # images stay encoded until they are needed; Energon's own decoder executes pickles
     cookers = COOKERS
-    sizes_seed: int | None = None  # of Energon's records, if their images have a new size each epoch
+    sizes_seed: int | None = None  # of Energon's records, if the sizes of their images are drawn
 
     def __init__(
         self,
@@ -75,11 +74,16 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         self._in_a_row: Counter[str] = Counter()  # drops of this process, by the stage of the encoding
         self.documents = DocumentEncoder(processor, data, self.needs, fast)
 
-    def build_cook_crude_sample(self, dataset: SavableDataset, **context: Any) -> SavableDataset:
+    @stateless
+    def cook_crude_sample(self, sample: dict, **context: Any) -> ChatMLSample:
+        """Energon's record as a sample; its sizes are drawn anew each time that its worker reads it."""
+        cooked = super().cook_crude_sample(sample, **context)
         if self.sizes_seed is not None:
-            count, workers = self.data.resize_jitter, context["worker_config"]
-            dataset = InSizes(dataset, count, self.sizes_seed, workers)
-        return super().build_cook_crude_sample(dataset, **context)
+            # the number of the reading, which Energon keeps in states and restore keys; its public name for
+            # it counts workers, and a replay may have others
+            reading = WorkerConfig._sample_index_stack[-1]
+            cooked.sizes = f"{self.sizes_seed} {reading} {cooked.__key__}"
+        return cooked
 
     @stateless
     def encode_batch(self, batch: HFEncoderTaskBatch) -> Batch:
