@@ -176,7 +176,7 @@ class DataConfig:
     over_length: Literal["drop", "truncate"] = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: FromOne | None = None
     max_pixels: FromOne | None = None
-    # sizes that an image has, a new one each epoch, drawn between min_pixels and max_pixels; 0: its own
+    # sizes that an image has, another each epoch, drawn between min_pixels and max_pixels; 0: its own
     resize_jitter: FromZero = 0
     video_fps: Positive = 2.0  # frames taken per second of video
     video_max_frames: FromOne = 128  # most frames of a video; in a longer one they are further apart

@@ -76,7 +76,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
 
     @stateless
     def cook_crude_sample(self, sample: dict, **context: Any) -> ChatMLSample:
-        """Energon's record as a sample; its sizes are drawn anew each time that its worker reads it."""
+        """Energon's record as a sample; its sizes are drawn again each time that a worker reads it."""
         cooked = super().cook_crude_sample(sample, **context)
         if self.sizes_seed is not None:
             # the number of the reading, which Energon keeps in states and restore keys; its public name for
