@@ -22,11 +22,11 @@ def often(cells: list[tuple]) -> list:
 
 @pytest.fixture(scope="module", autouse=True)
 def _asked(request):
-    """The launches go through the runs of the tests of this session."""
+    """The launches go through the runs that parameters name; the other tests need those of OFTEN."""
     items = [item for item in request.session.items if item.path == request.path]
     given = [item.callspec.params for item in items if hasattr(item, "callspec")]
     launches.asked = {cell.get("saved", cell.get("case")) for cell in given}
-    if not all(item.get_closest_marker("long") for item in items):
+    if len(given) < len(items):
         launches.asked |= {*launches.OFTEN}
 
 
