@@ -82,6 +82,9 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     # the image processor of older versions merges by 16 whatever `downsample_mode` says
     "minicpmv4_6": Supported("MiniCPMV4_6ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0], since="5.21"),
     "minicpmv4_7": Supported("MiniCPMV4_7ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0], since="5.21"),
+    "kimi_k25": Supported(
+        "Kimi_K25ForConditionalGeneration", ("deepseek_v3", "kimi_k2"), "deepseek_v3", since="5.21"
+    ),
     "qwen3_5": Supported("Qwen3_5ForConditionalGeneration"),
 }
 _FP8 = "fp8"  # the only quant_method that import reads, see `models.weights.files`

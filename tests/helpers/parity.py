@@ -21,6 +21,7 @@ import torch.distributed as dist
 from pairs import covering, pairs_of
 from PIL import Image
 from places import ROOT
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs, cat_padded
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
@@ -443,6 +444,26 @@ def token_by_token(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def clip_by_clip(model: torch.nn.Module) -> torch.nn.Module:
+    """Transformers' model, whose tower gets clips one at a time if it is Kimi's: Transformers 5.23 raises on
+    clips of several frames, as it counts the tokens of all of them and joins clips of one length alone."""
+    whole = getattr(model, "model", None)
+    if not hasattr(whole, "mm_projector"):
+        return model
+
+    def features(pixels: torch.Tensor, grids: torch.Tensor, **_) -> BaseModelOutputWithPooling:
+        side = whole.config.vision_config.patch_size
+        patches = pixels.reshape(-1, 3, side, side).split(grids.prod(-1).tolist())
+        towers = [
+            whole.vision_tower(each, grid_thw=grid[None]) for each, grid in zip(patches, grids, strict=True)
+        ]
+        made = [whole.mm_projector(each.pooler_output).squeeze(1) for each in towers]
+        return BaseModelOutputWithPooling(pooler_output=made)
+
+    whole.get_image_features = features
+    return model
+
+
 class Reference:
     """The Transformers model of a checkpoint in fp32, read from there or given."""
 
@@ -458,7 +479,7 @@ class Reference:
         # grouped products of experts take widths of 16 bytes alone
         if "num_moe_experts" in self.description.architecture:
             model.set_experts_implementation("eager")
-        self.model = token_by_token(model)
+        self.model = clip_by_clip(token_by_token(model))
 
     def case(self, rows: list[str], weights: Sequence[float] = ()) -> dict[str, Any]:
         """Its logits, loss and gradients (by hub key) of one input, and our batch of it, whole and in rows.

@@ -2,7 +2,7 @@
 
 from transformers import ProcessorMixin
 
-from megatron_vlm.data.kinds import any_size, grid, native, one_size, slices, squares, tiles
+from megatron_vlm.data.kinds import any_size, grid, native, one_size, padded, slices, squares, tiles
 from megatron_vlm.data.kinds.base import Kind
 
 KINDS: tuple[type[Kind], ...] = (  # the first with its sign is taken
@@ -10,6 +10,7 @@ KINDS: tuple[type[Kind], ...] = (  # the first with its sign is taken
     tiles.InternVLTiles,
     squares.Squares,
     slices.Sliced,
+    padded.Padded,
     native.NaFlex,
     native.Pooled,
     native.Joined,

@@ -17,6 +17,7 @@ def scores_of(text: Any) -> int:
     return text.qk_nope_head_dim + text.qk_rope_head_dim
 
 
+SCORES = keys.Values("qk_nope_head_dim + qk_rope_head_dim", lambda width, text: width == scores_of(text))
 ALL_HEADS = keys.Values("num_attention_heads", lambda groups, text: groups == text.num_attention_heads)
 TEXT = (
     keys.text()

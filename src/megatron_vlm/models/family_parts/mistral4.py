@@ -11,11 +11,6 @@ def _is_turned_part(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
     return factor is not None and int(text.head_dim * factor) == text.qk_rope_head_dim
 
 
-_SCORES = keys.Values(
-    "qk_nope_head_dim + qk_rope_head_dim", lambda width, text: width == latent.scores_of(text)
-)
-
-
 def section(scaling: Iterable[str]) -> keys.Section:
     """`scaling`: keys of `rope_parameters` by which queries grow with their position."""
     return keys.Section(
@@ -23,8 +18,8 @@ def section(scaling: Iterable[str]) -> keys.Section:
         latent.TEXT
         | moe_rules.DEEPSEEK
         | {
-            "head_dim": _SCORES,
-            "qk_head_dim": _SCORES,
+            "head_dim": latent.SCORES,
+            "qk_head_dim": latent.SCORES,
             # a group is ranked by what softmax gives, in Megatron by what comes before
             "n_group": keys.Values("topk_group", lambda count, text: count == text.topk_group),
         },

@@ -37,6 +37,40 @@ def deepseek(text: Any) -> dict:
     }
 
 
+def _groups(count: Any, text: Any) -> bool:
+    """Whether Megatron and Transformers choose the same groups of experts. Megatron ranks a group by its best
+    topk / topk_group experts, Transformers by its best two."""
+    even = 0 < text.topk_group <= count <= text.n_routed_experts // 2 and text.n_routed_experts % count == 0
+    return even and (count == text.topk_group or text.num_experts_per_tok == 2 * text.topk_group)
+
+
+SIGMOID = {"n_group": keys.Values("topk_group, or any if num_experts_per_tok is twice that", _groups)}
+
+
+def sigmoid(text: Any) -> dict:
+    """Fields of LanguageModelConfig for `deepseek` whose router takes sigmoids, a bias and groups."""
+    limit = {"moe_router_num_groups": text.n_group, "moe_router_group_topk": text.topk_group}
+    return {
+        **deepseek(text),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        **({} if text.n_group == text.topk_group else limit),
+    }
+
+
+def sigmoid_rules(family: LlamaFamily) -> list[Rule]:
+    """Rules for `sigmoid`, and for the layers before."""
+    bias = ["mlp.gate.e_score_correction_bias"]
+    return [*deepseek_rules(family), family.layer_rule("mlp.router.expert_bias", bias, Whole())]
+
+
+def after_the_last(family: LlamaFamily) -> dict[str, str]:
+    """The keys of layers of multi-token prediction, to be carried."""
+    layer = f"{family.hf_model}layers.{family.text.num_hidden_layers}."
+    return {layer + "**": "multi-token prediction, which Transformers leaves out too"}
+
+
 def deepseek_rules(family: LlamaFamily) -> list[Rule]:
     """Rules for `deepseek`, and for the layers before."""
     dense = LlamaFamily.feed_forward_rules(family)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vlm.models.family_parts import keys, latent, llama, mistral4, moe_rules
+from megatron_vlm.models.family_parts import deepseek_v3, keys, latent, llama, mistral4, moe_rules
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights.rules import Rule
 
@@ -88,6 +88,12 @@ _RULES = keys.ROPE | {"rope_type": keys.only("default", "linear", "llama3", "yar
 _LLAMA4_SCALING = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 TEXTS = {
+    "deepseek_v3": Text(
+        deepseek_v3.SECTION,
+        architecture=deepseek_v3.architecture,
+        attention_rules=latent.attention_rules,
+        feed_forward_rules=moe_rules.sigmoid_rules,
+    ),
     "llama": Text(
         keys.Section(
             ("llama",),
