@@ -75,8 +75,13 @@ FAMILY = TinyFamily(
     },
     published={"image_size": 512 * 14, "most_patches": 16384},
     variants={
-        "queries from hidden states, tied": {
-            "text": {"q_lora_rank": None, "tie_word_embeddings": True, "n_shared_experts": 2}
+        "groups of experts, tied": {
+            "text": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+                "n_group": 2,
+                "num_experts_per_tok": 2,
+                "tie_word_embeddings": True,
+            }
         },
     },
 )

@@ -37,6 +37,7 @@ class Supported:
     text_types: tuple[str, ...] = ()
     default_text: str | None = None
     other_texts: dict[str, str] = field(default_factory=dict)  # model_type -> why it is not supported
+    other_names: tuple[str, ...] = ()  # of the same class, in code that Transformers took over
     other_classes: dict[str, str] = field(default_factory=dict)  # architecture -> what to do with it
     since: str = ""  # the first Transformers whose code of it serves, if older ones are allowed
 
@@ -83,7 +84,10 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
     "minicpmv4_6": Supported("MiniCPMV4_6ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0], since="5.21"),
     "minicpmv4_7": Supported("MiniCPMV4_7ForConditionalGeneration", _QWEN3_5, _QWEN3_5[0], since="5.21"),
     "kimi_k25": Supported(
-        "Kimi_K25ForConditionalGeneration", ("deepseek_v3", "kimi_k2"), "deepseek_v3", since="5.21"
+        "Kimi_K25ForConditionalGeneration",
+        ("deepseek_v3", "kimi_k2"),
+        "deepseek_v3",
+        other_names=("KimiK25ForConditionalGeneration",),
     ),
     "qwen3_5": Supported("Qwen3_5ForConditionalGeneration"),
 }
@@ -181,7 +185,7 @@ def _problem(config: dict[str, Any]) -> str | None:
     if older := too_old(model_type):
         return older
     architectures = config.get("architectures") or [known.architecture]
-    if known.architecture not in architectures:
+    if not {known.architecture, *known.other_names} & {*architectures}:
         own_code = _OWN_CODE if config.get("auto_map") else ""
         remedies = [remedy for name, remedy in known.other_classes.items() if name in architectures]
         return (

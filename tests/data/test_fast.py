@@ -44,6 +44,7 @@ PUBLISHED = {
     "qianfan_ocr": {"image_size": 448, "image_tokens": 256, "max_patches": 12},
     "smolvlm": {"image_size": 384, "image_tokens": 81, "most_a_side": 4},
     "minicpmv4_6": {"image_size": 448, "most_slices": 9},
+    "kimi_k25": {"image_size": 7168, "most_patches": 16_384},
     "minicpmv4_7": {},  # cuts as minicpmv4_6
     "mistral3": {"image_size": 1540},
     "lighton_ocr": {"image_size": 1540},

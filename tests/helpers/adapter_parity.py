@@ -26,13 +26,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "adapter with DoRA": {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "use_dora": True},
     "adapter with DoRA on q and v": {
         "r": 4,
-        "target_modules": r".*(language|text)_model\.layers\.\d+\.\w+_attn\.([qv]_proj|in_proj_qkv)",
+        "target_modules": r".*(language|text)_model\.layers\.\d+\.\w+_attn\.([qv]_proj|q_b_proj|in_proj_qkv)",
         "use_dora": True,
     },
     "adapter on late layers": {
         "r": 4,
         "use_rslora": True,
-        "target_modules": r".*(language|text)_model\.layers\.[^0]\.(\w+_attn\.([qv]|out)|mlp\.down)_proj",
+        "target_modules": r".*(language|text)_model\.layers\.[^0]\.(\w+_attn\.([qv]|q_b|out)|mlp\.down)_proj",
     },
 }
 WITH_MODULES = "adapter and modules"
@@ -42,7 +42,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {  # of families that have some
         "r": 3,
         "lora_alpha": 6,
         # of the language model alone, as the q_proj of a Gemma 4 tower is no linear
-        "target_modules": r".*(language|text)_model\.layers\.[0-3]\.\w+_attn\.(q_proj|in_proj_z)",
+        "target_modules": r".*(language|text)_model\.layers\.[0-3]\.\w+_attn\.(q_proj|q_b_proj|in_proj_z)",
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
         "rank_pattern": {"down_proj": 4},
         "alpha_pattern": {"gate_up_proj": 9},
@@ -122,7 +122,7 @@ def peft_model(path: Path | str, settings: dict[str, Any], seed: int = 7) -> Any
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForImageTextToText
 
-    model = parity.token_by_token(AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32))
+    model = parity.as_meant(AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32))
     model = get_peft_model(model, LoraConfig(**settings))
     numbers = torch.Generator().manual_seed(seed)
     with torch.no_grad():

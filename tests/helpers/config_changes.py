@@ -200,6 +200,25 @@ SMOLVLM = {
     T + "num_attention_heads": [{T + "num_attention_heads": 8}],
     "scale_factor": [{"scale_factor": factor} for factor in (1, 3, 0)],
 }
+TOWER_SIDE = V + "pos_emb_height"
+KIMI = {
+    T + "num_experts_per_tok": [
+        *({T + "num_experts_per_tok": n} for n in (1, 5, 9)),
+        {T + "num_experts_per_tok": 4, T + "topk_group": 2, T + "n_group": 2},
+    ],
+    T + "n_group": [{T + "n_group": 2, T + "num_experts_per_tok": 2}, *({T + "n_group": n} for n in (1, 4))],
+    T + "num_key_value_heads": [{T + "num_key_value_heads": n} for n in (1, 2)],
+    T + "head_dim": [{T + "head_dim": 16}],  # that of the turned channels is 8
+    T + "q_lora_rank": [{T + "q_lora_rank": rank} for rank in (12, None)],
+    V + "hidden_size": [{V + "hidden_size": 96, "projection_hidden_size": 96}],
+    V + "num_attention_heads": [{V + "num_attention_heads": 2}],
+    "projection_layer_norm_eps": [{"projection_layer_norm_eps": 0.1}],
+    "projection_hidden_size": [{"projection_hidden_size": 96}],
+    TOWER_SIDE: [{TOWER_SIDE: 8, V + "pos_emb_width": 8}, {TOWER_SIDE: 8}],
+    V + "pos_emb_width": [{V + "pos_emb_width": 8}],
+    V + "merge_kernel_size": [{V + "merge_kernel_size": [1, 4]}],
+}
+OWN_PARTNERS |= {"kimi_k25": KIMI}
 OWN_PARTNERS |= {"llava": LLAVA, "llava_onevision": ONEVISION, "smolvlm": SMOLVLM}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -319,6 +338,14 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
             T + "routed_scaling_factor": 3.0,
         },
     ],
+    "kimi_k25": [
+        {T + "model_type": "kimi_k2"},  # as published
+        {T + "model_type": REMOVED},
+        {T + "rope_parameters": REMOVED, T + "rope_theta": 100.0}
+        | {T + "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+        {T + "num_experts_per_tok": 1, T + "routed_scaling_factor": 3.0, T + "first_k_dense_replace": 0},
+        {T + "attention_bias": True},
+    ],
     "qwen2_vl": [
         {T + "rope_parameters": REMOVED, T + "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
         {T + "use_sliding_window": True, T + "sliding_window": 5, T + "layer_types": REMOVED}
@@ -384,6 +411,7 @@ NOT_ALONE = {
     *("vision_config.image_size", "spatial_merge_size", "mm_tokens_per_image", "vision_config.head_dim"),
     *("vision_config.pooling_kernel_size", "downsample_factor", "image_token_id"),
     *("vision_feature_select_strategy", "downsample_ratio", "scale_factor", "downsample_mode"),
+    V + "pos_emb_time",  # the longest clip
     *("vision_aspect_ratio", "image_grid_pinpoints"),  # images then have other numbers of features
 }
 # Read, but no change here moves logits: it says the same, works on gradients only, or needs longer inputs

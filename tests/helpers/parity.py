@@ -464,6 +464,11 @@ def clip_by_clip(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def as_meant(model: torch.nn.Module) -> torch.nn.Module:
+    """Transformers' model without what it does less exactly, or cannot do, by its own fault."""
+    return clip_by_clip(token_by_token(model))
+
+
 class Reference:
     """The Transformers model of a checkpoint in fp32, read from there or given."""
 
@@ -479,7 +484,7 @@ class Reference:
         # grouped products of experts take widths of 16 bytes alone
         if "num_moe_experts" in self.description.architecture:
             model.set_experts_implementation("eager")
-        self.model = clip_by_clip(token_by_token(model))
+        self.model = as_meant(model)
 
     def case(self, rows: list[str], weights: Sequence[float] = ()) -> dict[str, Any]:
         """Its logits, loss and gradients (by hub key) of one input, and our batch of it, whole and in rows.

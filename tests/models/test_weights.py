@@ -541,7 +541,7 @@ def add_layer(tensors):
 def shift_gate_and_up(tensors):
     """As many rows together as there should be."""
     kinds = ("0.mlp.gate_proj", "1.mlp.gate_proj", "0.mlp.shared_expert.gate_proj")
-    text, ends = last_norm(tensors).removesuffix("norm.weight"), [f"layers.{kind}.weight" for kind in kinds]
+    text, ends = last_norm(tensors).removesuffix("norm.weight"), [f".{kind}.weight" for kind in kinds]
     names = [key for end in ends for key in tensors if key.startswith(text) and key.endswith(end)]
     name = names[0]  # the first that is for all tokens
     gate, up = tensors[name], tensors[name.replace("gate", "up")]

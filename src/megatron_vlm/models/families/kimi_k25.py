@@ -8,6 +8,8 @@ The hub's files have the names of Kimi's first code. Queries, keys and values of
 there, and in a head of queries or keys the channels that are turned together lie side by side.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -25,7 +27,7 @@ from transformers.vision_utils import (
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.family_parts import keys, llama, moe_rules, patch_towers, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
-from megatron_vlm.models.weights.rules import PairsOfHeads, Rule, Whole
+from megatron_vlm.models.weights.rules import Rule, Whole
 from megatron_vlm.parallel.transfer import on_device
 
 SIDE = 2  # patches along the side of the square that a feature is made of
@@ -57,6 +59,20 @@ SECTIONS = keys.sections(
 _TOWER = r"^(model\.vision_tower\.)"
 _BLOCK = _TOWER + r"blocks\.(\d+)\."
 _LAYER = r"\1layers.\2."
+
+
+@dataclass(frozen=True)
+class PairsOfHeads(Whole):
+    """The queries or keys of so many `heads`, whole on every rank. In each head of the HF tensor the two
+    channels that are turned together are neighbours; in the parameter they are half a head apart."""
+
+    heads: int
+
+    def views(self, param: Tensor) -> list[list[Tensor]]:
+        return [[param.unflatten(0, (self.heads, 2, -1)).transpose(1, 2)]]
+
+    def join(self, shards: list[Tensor]) -> list[Tensor]:
+        return [self.views(shards[0])[0][0].flatten(0, 2)]
 
 
 class ClipVision(nn.Module):

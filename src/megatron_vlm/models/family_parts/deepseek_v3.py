@@ -11,6 +11,8 @@ SECTION = keys.Section(
     | moe_rules.SIGMOID
     | {
         "head_dim": keys.Values("qk_rope_head_dim", lambda width, text: width == text.qk_rope_head_dim),
+        # without it, Transformers takes queries of the text for some of the tower when it reads a Kimi
+        "q_lora_rank": keys.Values("above 0", lambda rank, text: bool(rank) and rank > 0),
         "qk_head_dim": latent.SCORES,
     },
     no_effect=("pretraining_tp", "num_mtp_layers", "num_nextn_predict_layers"),

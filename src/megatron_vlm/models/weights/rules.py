@@ -98,20 +98,6 @@ class Whole(Operation):
 
 
 @dataclass(frozen=True)
-class PairsOfHeads(Whole):
-    """The queries or keys of so many `heads`, whole on every rank. In each head of the HF tensor the two
-    channels that are turned together are neighbours; in the parameter they are half a head apart."""
-
-    heads: int
-
-    def views(self, param: Tensor) -> list[list[Tensor]]:
-        return [[param.unflatten(0, (self.heads, 2, -1)).transpose(1, 2)]]
-
-    def join(self, shards: list[Tensor]) -> list[Tensor]:
-        return [self.views(shards[0])[0][0].flatten(0, 2)]
-
-
-@dataclass(frozen=True)
 class Cut(Operation):
     """A tensor cut into equal parts along `axis`."""
 
