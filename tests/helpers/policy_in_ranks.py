@@ -61,6 +61,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     description = describe(AutoConfig.from_pretrained(path))
     kind = kind_of(AutoProcessor.from_pretrained(path))
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    model = parity.clip_by_clip(model)
     positions, found, total = description.position_ids, {"log_probs": [], "entropies": []}, 0.0
     given, found["experts"] = with_given_experts(model)
     for sample in samples:

@@ -188,7 +188,7 @@ def greedy_of_transformers(path: Path, encoded: list[dict]) -> tuple[list[int], 
     """Two stop tokens, and `generate`'s answers to each prompt with their log-probabilities."""
     from megatron_vlm.models.hf import load_model
 
-    model = load_model(path, torch.float32).eval()
+    model = parity.as_meant(load_model(path, torch.float32)).eval()
 
     def generated(row: dict, stop: list[int] | None, tokens: int) -> dict:
         model.generation_config.eos_token_id = stop
