@@ -18,6 +18,7 @@ SHAPES = ("bbox", "box", "point", "polygon")  # other words for a placeholder, a
 LABELS = ("ref-object", "ref", "label")
 PLACEHOLDER = re.compile(r"<(?:(bbox|box|point|polygon)(?::([^<>\s]+))?|(ref-object|ref)|objects)>")
 POINT, BOX = 2, 4  # how many numbers each has; a polygon has more
+_KINDS = {POINT: "point", BOX: "box"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        return {POINT: "point", BOX: "box"}.get(len(self.numbers), "polygon")
+        return _KINDS.get(len(self.numbers), "polygon")
 
 
 @dataclass(frozen=True)

@@ -163,14 +163,16 @@ class _Axis:
     whole: str  # the image, for messages
 
     def seen(self, number: float) -> float:
-        share = _at_edges(number / self.end, self.whole)
-        share = _at_edges(self.start + share * self.length, "the middle that the processor cuts out of")
+        share = number / self.end
+        if not 0 <= share <= 1:
+            share = _at_edges(share, self.whole)
+        share = self.start + share * self.length
+        if not 0 <= share <= 1:
+            share = _at_edges(share, "the middle that the processor cuts out of")
         return share * self.written_end
 
 
 def _at_edges(share: float, whole: str) -> float:
-    if 0 <= share <= 1:
-        return share
     if not -ROUNDING <= share <= 1 + ROUNDING:
         raise _Outside(whole)
     return min(max(share, 0.0), 1.0)

@@ -11,6 +11,7 @@ _NUMBER = r"-?\d{1,20}(?:\.\d{1,20})?"
 # limits keep what is tried at one place short, wherever brackets are left open
 COORDINATES = re.compile(rf"[\[(]\s{{,20}}({_NUMBER}(?:[\s,()]{{1,20}}{_NUMBER}){{1,255}})\s{{,20}}[\])]")
 _LABEL = re.compile(r'"label"\s*:\s*("(?:[^"\\]|\\.)*")')
+_IN_JSON = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` makes one for each call
 _TAG = re.compile(r"<[^<>{}]+>")
 
 
@@ -79,7 +80,7 @@ class Convention:
         return ("" if has_tags else "\n").join(texts)
 
     def _entry(self, numbers: list[float], kind: str, label: str | None) -> str:
-        named = "" if label is None else f', "label": {json.dumps(label, ensure_ascii=False)}'
+        named = "" if label is None else f', "label": {_IN_JSON(label)}'
         return f'{self.indent}{{"{self.keys[kind]}": [{self.corners(numbers)}]{named}}}'
 
     # -- back
