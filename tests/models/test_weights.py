@@ -78,16 +78,12 @@ PREDICTIONS = {"qwen3_5 with multi-token prediction": "TP2", PREDICTION: "EP2"}
 PREDICTIONS["qwen3_5_moe with multi-token prediction"] = "EP2"
 EXPERT_CELLS = [(layout, kind) for layout in EXPERT_LAYOUTS for kind in EXPERT_FAMILIES + EXPERT_SOURCES]
 MIXED = "qwen3_5 bf16 with F32 tensors"
-# exports that tests below ask for by name
 FP8_EXPERTS, BUFFERS = "qwen3_vl_moe fp8", "llava with buffers"
-NAMED = [
-    *((layout, kind) for kind, layout in PREDICTIONS.items()),
-    ("EP2", "glm4v_moe bf16"),
-    ("TP2", MIXED),
-    ("EP2", FP8_EXPERTS),
-    ("TP2", BUFFERS),
-]
-NAMED += [("TP2", kind) for kind in ("fp8 per tensor", "fp8 per block", "mistral3", "gemma3")]
+
+
+def of_one(layout: str, kind: str, *marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Of a test that looks at a single export."""
+    return pytest.mark.parametrize(("layout", "kind"), [pytest.param(layout, kind, marks=marks)])
 
 
 def often(cells: list[tuple[str, str]]) -> list:
@@ -296,8 +292,8 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def exports(request, sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
-    """Of the cells that are tested now, and of those that tests name."""
-    folder, wanted = tmp_path_factory.mktemp("exports"), dict.fromkeys(NAMED)
+    """Of the cells that are tested now."""
+    folder, wanted = tmp_path_factory.mktemp("exports"), {}
     for item in request.session.items:
         cell = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path == request.path and {"layout", "kind"} <= cell.keys():
@@ -338,21 +334,23 @@ def test_round_trip_of_experts_is_bit_equal(exports, sources, layout, kind):
     check_equal(exports[layout, kind], sources[kind])
 
 
-@pytest.mark.parametrize("kind", first_soon(PREDICTIONS))
-def test_multi_token_prediction_is_exported_as_the_source_has_it(exports, sources, kind):
-    check_equal(exports[PREDICTIONS[kind], kind], sources[kind])
+@pytest.mark.parametrize(("kind", "layout"), first_soon(PREDICTIONS.items()))
+def test_multi_token_prediction_is_exported_as_the_source_has_it(exports, sources, layout, kind):
+    check_equal(exports[layout, kind], sources[kind])
 
 
-def test_the_selection_bias_stays_fp32_in_a_bf16_checkpoint(exports):
-    tensors = all_tensors(exports["EP2", "glm4v_moe bf16"])
+@of_one("EP2", "glm4v_moe bf16", pytest.mark.long)
+def test_the_selection_bias_stays_fp32_in_a_bf16_checkpoint(exports, layout, kind):
+    tensors = all_tensors(exports[layout, kind])
     dtypes = {key.split(".")[-1]: value.dtype for key, value in tensors.items() if ".mlp.gate." in key}
     assert dtypes == {"weight": torch.bfloat16, "e_score_correction_bias": torch.float32}
 
 
-def test_tensors_in_fp32_come_back_from_a_model_in_bf16(exports, sources):
-    kept = [value for value in all_tensors(sources[MIXED]).values() if value.dtype == torch.float32]
+@of_one("TP2", MIXED, pytest.mark.long)
+def test_tensors_in_fp32_come_back_from_a_model_in_bf16(exports, sources, layout, kind):
+    kept = [value for value in all_tensors(sources[kind]).values() if value.dtype == torch.float32]
     assert len(kept) == 6 and not any(torch.equal(value, value.bfloat16()) for value in kept)
-    check_equal(exports["TP2", MIXED], sources[MIXED])
+    check_equal(exports[layout, kind], sources[kind])
 
 
 @pytest.mark.parametrize(("layout", "kind"), often(EXACT))
@@ -406,10 +404,13 @@ def test_a_run_stays_as_it_was_imported(sources, tmp_path, kind):
     assert len(held) == (not TIED[kind]) and all(torch.equal(weight, head) for weight in held)
 
 
-@pytest.mark.parametrize("kind", ["fp8 per tensor", "fp8 per block"])
-def test_fp8_weights_are_multiplied_by_their_scales(exports, sources, kind):
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [pytest.param("TP2", "fp8 per tensor", marks=pytest.mark.long), ("TP2", "fp8 per block")],
+)
+def test_fp8_weights_are_multiplied_by_their_scales(exports, sources, layout, kind):
     """Transformers' own dequantisation, with accelerate installed, gives the same numbers."""
-    stored, exported = all_tensors(sources[kind]), all_tensors(exports["TP2", kind])
+    stored, exported = all_tensors(sources[kind]), all_tensors(exports[layout, kind])
     expected = {key: tensor for key, tensor in stored.items() if "scale" not in key}
     quantised = [key for key, tensor in expected.items() if tensor.dtype == torch.float8_e4m3fn]
     assert len(quantised) == 4 * 7
@@ -421,9 +422,10 @@ def test_fp8_weights_are_multiplied_by_their_scales(exports, sources, kind):
     check_tensors_equal(exported, expected)
 
 
-def test_fused_experts_in_fp8_are_what_transformers_makes_of_them(exports, sources):
+@of_one("EP2", FP8_EXPERTS)
+def test_fused_experts_in_fp8_are_what_transformers_makes_of_them(exports, sources, layout, kind):
     """By its own operation: loading them on a CPU, Transformers 5.23 leaves their scales out."""
-    exported, stored = all_tensors(exports["EP2", FP8_EXPERTS]), all_tensors(sources[FP8_EXPERTS])
+    exported, stored = all_tensors(exports[layout, kind]), all_tensors(sources[kind])
     experts = [key for key in exported if ".experts." in key]
     assert len(experts) > 4 and all(stored[key].dtype == torch.float8_e4m3fn for key in experts)
     assert all(stored[key + "_scale_inv"].dim() == 3 for key in experts)
@@ -434,21 +436,24 @@ def test_fused_experts_in_fp8_are_what_transformers_makes_of_them(exports, sourc
     check_tensors_equal(exported, expected)
 
 
-def test_buffers_that_models_make_themselves_are_ignored_as_by_transformers(exports, sources):
-    loaded_by_transformers(sources[BUFFERS])
-    check_equal(exports["TP2", BUFFERS], sources["llava"])
-    assert len(all_tensors(sources[BUFFERS])) == len(all_tensors(sources["llava"])) + 3
+@of_one("TP2", BUFFERS)
+def test_buffers_that_models_make_themselves_are_ignored_as_by_transformers(exports, sources, layout, kind):
+    loaded_by_transformers(sources[kind])
+    check_equal(exports[layout, kind], sources["llava"])
+    assert len(all_tensors(sources[kind])) == len(all_tensors(sources["llava"])) + 3
 
 
-def test_export_of_fp8_weights_says_that_they_are_no_longer_fp8(exports, sources):
-    exported, source = exports["TP2", "fp8 per tensor"], sources["fp8 per tensor"]
+@of_one("TP2", "fp8 per block")
+def test_export_of_fp8_weights_says_that_they_are_no_longer_fp8(exports, sources, layout, kind):
+    exported, source = exports[layout, kind], sources[kind]
     assert "quantization_config" in json.loads((source / "config.json").read_text())
     assert "quantization_config" not in json.loads((exported / "config.json").read_text())
     assert not any("scale" in key for key in all_tensors(exported))
 
 
-def test_export_has_everything_but_weights_as_it_was(exports, sources):
-    exported, source = exports["TP2", "gemma3"], sources["gemma3"]
+@of_one("TP2", "gemma3")
+def test_export_has_everything_but_weights_as_it_was(exports, sources, layout, kind):
+    exported, source = exports[layout, kind], sources[kind]
     names = {file.name for file in source.iterdir()} - {"model.safetensors"}
     assert {"config.json", "tokenizer.json", "processor_config.json", "chat_template.jinja"} <= names
     for name in names:
