@@ -75,7 +75,8 @@ def names_asked(folder: str) -> list[list[str]]:
     transformers.PretrainedConfig.__repr__ = object.__repr__  # a log's; it asks for every key there is
     asked.clear()
     transformers.PretrainedConfig.__getattribute__ = listen
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = parity.clip_by_clip(model).train()
     for each in inputs:
         model(**each, use_cache=False).loss.backward()
     transformers.PretrainedConfig.__getattribute__ = _plain
