@@ -199,7 +199,7 @@ class KimiK25(texts.HoldsTexts, towers.GridFamily):
         return [tokens // time for tokens, time in zip(of_frames, times, strict=True)]
 
     def tower_units(self, visual: GenericVisualInputs) -> int:
-        """All frames pass the tower, and clips the projector, which is a thirtieth of it as published."""
+        """All frames pass the tower. The projector takes whole clips, and is counted for each frame, too."""
         return sum(super().visual_tokens(visual))
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
