@@ -155,11 +155,11 @@ class Feed:
 
     def close(self) -> None:
         """End the data workers at once."""
-        if self._reader is not None:
-            self._reader.close()
         if self._data:
             with closing(self._log, self._data):
                 pass
+        if self._reader is not None:
+            self._reader.close()  # after the workers, which it began
 
 
 def _begin_to_read(device: torch.device) -> None:

@@ -1,18 +1,22 @@
 """Tensors out of data workers through memory that is used again."""
 
 import gc
+import multiprocessing
 import os
 import sys
 import threading
 import time
 from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 import torch
+from garbage import garbage_that_aborts
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.data.accounts.ledger import LostSample
-from megatron_vlm.data.load.limits import close_loader
+from megatron_vlm.data.load.limits import close_loader, next_or_too_many_drops
 from megatron_vlm.data.load.shared_memory import PLACES, SMALL, Arena, through_arenas
 
 COUNT = 5 * PLACES
@@ -140,6 +144,37 @@ def test_a_result_that_cannot_be_sent_ends_the_loader(capfd):
     assert "cannot pickle '_thread.lock'" in capfd.readouterr().err
 
 
+class Tidy(Numbered):
+    def __getitem__(self, number):
+        gc.collect()
+        return super().__getitem__(number)
+
+
+def test_a_worker_leaves_the_garbage_of_its_parent_alone():
+    """Much of it was made to be ended once, by the process that made it."""
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = through_arenas(DataLoader(Tidy(), batch_size=None, **workers))
+    with garbage_that_aborts():
+        assert all(equal(sample, number) for number, sample in enumerate(loader))
+
+
+class Crashing(Numbered):
+    def __getitem__(self, number):
+        return os.abort() if number == 5 else super().__getitem__(number)
+
+
+def test_a_worker_that_crashes_prints_its_stacks(capfd):
+    """Also where no run has a file for them."""
+    workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = through_arenas(DataLoader(Crashing(), batch_size=None, **workers))
+    batches = iter(loader)
+    with pytest.raises(RuntimeError, match=r"signal 6 \(SIGABRT\): .* stacks are in the lines above"):
+        while True:
+            next_or_too_many_drops(batches, DropReport(), loader)
+    close_loader(loader)
+    assert "__getitem__" in capfd.readouterr().err.partition("Fatal Python error: Aborted")[2]
+
+
 def test_a_closed_loader_closes_no_pipe_any_more(monkeypatch):
     """While a thread closes a pipe, a forked worker would inherit that and close its own."""
 
@@ -155,6 +190,27 @@ def test_a_closed_loader_closes_no_pipe_any_more(monkeypatch):
     close_loader(loader)
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.name == "QueueFeederThread"]
+
+
+def test_workers_end_with_their_parent_also_stopped_ones(loader):
+    """Who kills a process that was stopped finds nothing left of it."""
+    ours, theirs = multiprocessing.Pipe()
+
+    def read():
+        iterator = iter(loader)
+        next(iterator), next(iterator)  # one of each worker, so both have begun
+        theirs.send([worker.pid for worker in iterator._workers])
+        time.sleep(60)
+
+    parent = multiprocessing.get_context("fork").Process(target=read)
+    parent.start()
+    workers = [psutil.Process(pid) for pid in ours.recv()]
+    workers[1].suspend()
+    parent.kill()
+    alive = psutil.wait_procs(workers, timeout=3)[1]
+    for worker in alive:
+        worker.kill()
+    assert not alive
 
 
 def test_without_workers_nothing_changes():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from garbage import garbage_that_aborts
 from loaders import content, take
 from pairs import first_soon
 from prepared_shards import prepare
@@ -78,6 +79,16 @@ def test_training_resumes_exactly_in_a_new_process(dataset, encoder, tiny_gemma3
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         resumed = pool.submit(resume_twice, dataset, tiny_gemma3, state, 9).result()
     assert resumed == expected
+
+
+def test_workers_leave_the_garbage_of_their_parent_alone(dataset, encoder):
+    """Energon collects every few samples, and when a pass over the data begins and ends."""
+    train = train_loader(dataset, encoder, num_workers=2)
+    valid = provider(dataset, 2).valid_loader(encoder, micro_batch_size=2, rank=0, world_size=1)
+    with garbage_that_aborts():
+        take(train, 29)
+        assert len(list(valid)) == len(list(valid)) > 0
+    train.close()
 
 
 def test_training_resumes_exactly_without_workers(dataset, encoder):

@@ -1,7 +1,5 @@
 """A run's data: encoder and loaders of whichever source the configuration names."""
 
-import atexit
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
@@ -41,8 +39,6 @@ class RunData:
         self, config: RunConfig, processor: ProcessorMixin, needs: DataNeeds, rank: int, world_size: int
     ):
         data = config.data
-        atexit.register(gc.unfreeze)  # triton's library reports at length what is alive at the very end
-        gc.freeze()  # a collection in a forked worker would look at, and so copy, all that is imported here
         self.drops = DropReport(Path(config.run_dir) / "drops" / f"rank{rank}.jsonl", ranks=world_size)
         provider = resolve_name(PROVIDERS[data.dataset_type])(data)
         train = train_encoder(data, processor, needs, self.drops)

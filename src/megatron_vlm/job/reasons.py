@@ -1,15 +1,17 @@
 """Tells the reader of an error whose it is, what it says, and the remedy."""
 
+import contextlib
 import errno
 import re
 import traceback
 from collections.abc import Iterable
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.ranks import START_AGAIN, by_signal
+from megatron_vlm.job.ranks import STACKS, START_AGAIN, by_signal
 from megatron_vlm.messages import printable
 
 USERS_CODE, BUG_CODE = 2, 1
@@ -106,10 +108,14 @@ def is_worker_death(error: BaseException) -> bool:
 
 def worker_death(workers: Iterable[BaseProcess]) -> str:
     """The message about the first of these data workers that has ended; no sample is to blame."""
+    workers = list(workers)
+    with contextlib.suppress(RuntimeError):  # with which torch interrupts the main thread when one has ended
+        wait([worker.sentinel for worker in workers], timeout=5)  # its pipes are closed a little before
     died = next((worker for worker in workers if worker.exitcode), None)
     which = f" (pid {died.pid})" if died else ""
     number = -died.exitcode if died and died.exitcode < 0 else None
-    return by_signal(f"data: a DataLoader worker{which}", number, None)
+    stacks = STACKS if watchdog.watch() else "the lines above"
+    return by_signal(f"data: a DataLoader worker{which}", number, None, stacks)
 
 
 def without_traceback(text: str) -> str:

@@ -121,7 +121,7 @@ class Watch:
         to_guard = guard.start(record, self.file.fileno(), hang_seconds + GUARD_AFTER)
         self._guarded = to_guard is not None  # not before Linux 5.3, and in some containers
         atexit.register(record.end, "done", "")  # Python itself ends the process
-        os.register_at_fork(after_in_child=self._in_worker)
+        os.register_at_fork(after_in_child=faulthandler.disable)  # a data worker enables it again
         faulthandler.enable(to_guard if self._guarded else self.file)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
@@ -145,10 +145,6 @@ class Watch:
                 self.errors.rmdir()
                 if self.errors.parent.name == "errors":  # the folder of an export lies in that of its run
                     self.errors.parent.rmdir()
-
-    def _in_worker(self) -> None:
-        if not self._done.is_set():
-            faulthandler.enable(self.file)
 
     # ---- the thread
 

@@ -8,6 +8,7 @@
 tensors. Only the run's own folder is ever read.
 """
 
+import atexit
 import base64
 import gc
 import json
@@ -146,6 +147,7 @@ class CheckpointWriter:
         self._run = (model_chunks, optimizer, scheduler)
         self._copies = Copies()
         gc.collect()
+        atexit.register(gc.unfreeze)  # triton's library reports at length what is alive at the very end
         gc.freeze()  # Megatron collects garbage in every save, which takes half a second among all imports
         self._group = group_beside() if beside else None
         self._thread = ThreadPoolExecutor(1, "checkpoints", use_device, (device(),)) if beside else None

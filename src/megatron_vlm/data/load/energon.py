@@ -197,9 +197,9 @@ class EnergonValidLoader(ValidLoader):
 
     def _open(self) -> DataLoader:
         dataset = self._dataset(self._mine)
-        loader = get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS)
+        loader = _undisturbing(get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS))
         loader.dataset.datasets = (with_rest(loader.dataset.dataset, self._encoder),)
-        return _undisturbing(loader)
+        return loader
 
     def _dataset(self, workers: WorkerConfig):
         dataset = get_val_dataset(
@@ -315,7 +315,11 @@ def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerCon
 
 
 def _undisturbing(loader):
-    """The loader, which no longer draws from the run's random numbers or warns that it cannot pin memory."""
+    """The loader, which no longer draws from the run's random numbers or warns that it cannot pin memory.
+
+    Its workers never collect what was the parent's: Energon would end their `gc.freeze`.
+    """
+    loader.dataset.dataset.freeze = loader.num_workers == 0
     loader.generator = torch.Generator()
     loader.pin_memory = loader.pin_memory and torch.cuda.is_available()
     return through_arenas(loader)

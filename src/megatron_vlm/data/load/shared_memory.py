@@ -1,4 +1,4 @@
-"""Sends tensors from data workers to the main process through memory that is reused.
+"""Data workers end with the process that they read for, and send it tensors through memory that is reused.
 
 PyTorch sends each tensor in a new piece of shared memory, which the kernel hands out page by page: for the
 pixels of a few images this takes longer than to write them several times. Here a worker has its own places.
@@ -9,9 +9,13 @@ tensor as PyTorch does; small tensors it sends by value.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
+import gc
 import itertools
 import mmap
 import os
+import signal
 import threading
 import traceback
 import weakref
@@ -28,11 +32,14 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
 from megatron_vlm.data.accounts.ledger import REMEDY, LostSample
+from megatron_vlm.job import watchdog
 
 PLACES = 16  # of a worker; a place that was never needed takes no memory
 PLACE = 1 << 27  # bytes of a place; a larger tensor does not fit
 SMALL = 1 << 14  # bytes; tensors up to this are sent by value
-MAP_NORESERVE = 0x4000  # Linux's value; Python 3.12 has no name for it
+# Linux's values; Python 3.12 has no names for them
+MAP_NORESERVE = 0x4000
+PR_SET_PDEATHSIG = 1
 
 _numbers = itertools.count()
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
@@ -96,7 +103,10 @@ class Arena:
 
 
 def through_arenas(loader: DataLoader) -> DataLoader:
-    """The loader, whose workers now send tensors through arenas, unless the system refuses so much memory."""
+    """The loader, whose workers now end with the thread that begins to read.
+
+    They send tensors through arenas, unless the system refuses so much memory.
+    """
     if loader.num_workers:
         arenas: list[Arena] = []
         with contextlib.suppress(OSError):
@@ -106,6 +116,12 @@ def through_arenas(loader: DataLoader) -> DataLoader:
 
 
 def _begin(arenas: list[Arena], then: Callable[[int], None] | None, worker: int) -> None:
+    # the parent's garbage stays: a process group would end the worker, or wait for threads that are not here
+    gc.freeze()
+    # a worker looks for its parent every 5 s, and not while it is stopped
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    watch = watchdog.watch()
+    faulthandler.enable(watch.file if watch else 2)  # the descriptor of stderr
     Queue._on_queue_feeder_error = staticmethod(_end)
     if arenas:
         ForkingPickler.register(Tensor, arenas[worker].reduce)
