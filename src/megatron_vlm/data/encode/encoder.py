@@ -79,8 +79,8 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         """Energon's record as a sample; its sizes are drawn again each time that a worker reads it."""
         cooked = super().cook_crude_sample(sample, **context)
         if self.sizes_seed is not None:
-            # the number of the reading, which Energon keeps in states and restore keys; its public name for
-            # it counts workers, and a replay may have others
+            # the number of the reading, which Energon keeps in states and restore keys; the public name for
+            # it divides by the number of workers, which is 0 in a replay
             reading = WorkerConfig._sample_index_stack[-1]
             cooked.sizes = f"{self.sizes_seed} {reading} {cooked.__key__}"
         return cooked
