@@ -1,8 +1,12 @@
 """Commands for exported folders: their scores are logged, and what goes wrong with them is told."""
 
+import multiprocessing
+import os
+import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_vlm.config import LoggingConfig, RunConfig, TrainConfig
@@ -94,6 +98,26 @@ def test_a_command_that_did_not_end_is_started_again_and_no_other(tmp_path):
     once_more.wait()
     assert [row["step"] for row in logged(tmp_path)] == [4, 8]
     assert sorted(line[-1] for line in begun.read_text().splitlines()) == ["4", "4", "8", "8"]
+
+
+def run_that_is_killed(folder: Path) -> None:
+    commands = commands_of(folder, f"sleep 60 & echo $$ > {folder}/begun; wait")
+    with watchdog.watching(folder, 60):
+        export(commands, 4)
+        os.kill(os.getpid(), signal.SIGSTOP)  # until it is killed
+
+
+def test_commands_end_with_a_run_that_is_killed(tmp_path):
+    """Or the next run would start each beside itself."""
+    run = multiprocessing.get_context("fork").Process(target=run_that_is_killed, args=(tmp_path,))
+    run.start()
+    while not (begun := tmp_path / "begun").exists() or not begun.read_text():
+        time.sleep(0.02)
+    command = psutil.Process(int(begun.read_text()))
+    both = [command, *command.children()]
+    assert len(both) == 2
+    run.kill()
+    assert not psutil.wait_procs(both, timeout=5)[1]
 
 
 def test_the_watchdog_hears_of_the_wait_which_a_warning_ends(tmp_path, monkeypatch):

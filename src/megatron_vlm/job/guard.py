@@ -94,6 +94,7 @@ def _attend(
         if record.claim():
             say(message)
         signal.pidfd_send_signal(guarded, signal.SIGKILL)
+        _end_beside(record)
         return
     first = ""
     if heard in select.select([heard, guarded], [], [])[0] and heard.recv(1, socket.MSG_PEEK):
@@ -110,6 +111,13 @@ def _attend(
     while heard in select.select([heard, guarded], [], [])[0] and (stack := heard.recv(1 << 16)):
         if stacks is not None:
             os.write(stacks, stack)
+    _end_beside(record)
+
+
+def _end_beside(record: ranks.RankFile) -> None:
+    for group in record.read()["beside"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def _waits_too_long(record: ranks.RankFile, heard: socket.socket, guarded: int, most_silence: float) -> bool:

@@ -82,6 +82,7 @@ class RankFile:
             "beats": 0,
             "looked": time.time(),  # when the watchdog last did
             "heeds": False,  # whether SIGTERM asks it to save and end, see `stops`
+            "beside": [],  # process groups that its guard ends after it
             "hang": None,
             "ended": None,
         }

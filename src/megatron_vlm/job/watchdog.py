@@ -95,6 +95,12 @@ def count_as_progress(progress: Callable[[], Any]) -> None:
         _watch.progress.append(progress)
 
 
+def beside(groups: Iterable[int]) -> None:
+    """The process groups that this process has started, which are to end with it, also if it is killed."""
+    if _watch is not None:
+        _watch.record.write(beside=list(groups))
+
+
 def this_thread_reads() -> None:
     """Called by a thread that reads: while the main thread waits for it, it says where the rank is."""
     if _watch is not None:

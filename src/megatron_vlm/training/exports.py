@@ -89,12 +89,14 @@ class Exports:
         try:
             with open_to_write(output) as file:
                 self.commands[step] = subprocess.Popen(words, stdout=file, stderr=file, **how)
+            self._name_them()
         except (OSError, ValueError) as error:
             self._tell(words, str(error))
 
     def _log_ended(self) -> None:
         for step in [step for step, process in self.commands.items() if process.poll() is not None]:
             process = self.commands.pop(step)
+            self._name_them()
             output = running(self.config.run_dir, step).with_suffix(".txt")
             try:
                 os.replace(output.with_suffix(".running"), output)
@@ -104,6 +106,9 @@ class Exports:
                 self.log.log_scores(step, {f"on_export/{name}": scores[name] for name in scores})
             except (OSError, ValueError) as error:
                 self._tell(process.args, f"{error}; its output is in {output}")
+
+    def _name_them(self) -> None:
+        watchdog.beside(process.pid for process in self.commands.values())
 
     def _tell(self, words: str, problem: str) -> None:
         self.log.message(f"train.on_export: {printable(words)}: {printable(problem)}")
