@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from tiny import qwen
-from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
+from tiny.family import DEMO_TOWER, TinyFamily
 
 MARKERS = {
     "image_token": "<|image_pad|>",
@@ -92,7 +92,7 @@ def family(processor: Any, config: Any) -> TinyFamily:
         config,
         demo={
             "most_slices": 1,
-            "text": DEMO_TEXT,
+            "text": qwen.QWEN3_5_DEMO_TEXT,
             "vision": {**DEMO_TOWER, "num_hidden_layers": 2, "insert_layer_id": 0},
         },
         published={"image_size": 448, "most_slices": 9},

@@ -202,6 +202,13 @@ def qwen3_moe_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Q
     return _config(Qwen3VLMoeConfig, processor, text_config, _qwen3_vision(text) | vision, tied=False)
 
 
+# of three layers each fourth would be none
+QWEN3_5_DEMO_TEXT = {
+    **family.DEMO_TEXT,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+
+
 def qwen3_5_config(processor: Qwen3VLProcessor, text: dict, vision: dict) -> Qwen3_5Config:
     """`text` and `vision` override the toy sizes; three gated delta nets, then one attention."""
     text_config = qwen3_5_text(processor) | text

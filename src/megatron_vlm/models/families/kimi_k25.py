@@ -75,26 +75,15 @@ class PairsOfHeads(Whole):
         return [self.views(shards[0])[0][0].flatten(0, 2)]
 
 
-class ClipVision(nn.Module):
-    """The HF tower and projector, called once for all clips of a micro batch.
-
-    Patches (P, F) and grids (N, 3), on the host -> features (M, D).
-    """
+class ClipVision(patch_towers.PatchVision):
+    """The HF tower and projector, for clips of frames."""
 
     def __init__(self, tower: PreTrainedModel, projector: nn.Module):
         super().__init__()
         self.vision_tower = use_segments(tower)
         self.mm_projector = projector
 
-    def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        pixel_values_videos: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        video_grid_thw: Tensor | None = None,
-    ) -> Tensor:
-        patches_PF = patch_towers.joined(pixel_values, pixel_values_videos)
-        grids_N3 = patch_towers.joined(image_grid_thw, video_grid_thw).cpu()
+    def features(self, patches_PF: Tensor, grids_N3: Tensor) -> Tensor:
         tower = self.vision_tower
         hidden_PE = self._embedded(patches_PF, grids_N3)
         places_P2 = on_device(get_vision_position_ids(grids_N3, 1), patches_PF.device)

@@ -42,11 +42,8 @@ SECTIONS = keys.sections(
 )
 
 
-class SlicedVision(nn.Module):
-    """The HF tower and projector, called once for all pieces of images and frames of a micro batch.
-
-    Patches (P, F) and grids (N, 3), on the host -> features (M, D).
-    """
+class SlicedVision(patch_towers.PatchVision):
+    """The HF tower and projector, for pieces of images and for frames."""
 
     def __init__(self, tower: PreTrainedModel, merger: nn.Module, windows_after: int | None):
         super().__init__()
@@ -54,15 +51,8 @@ class SlicedVision(nn.Module):
         self.merger = merger
         self.windows_after = windows_after  # the layer, if any
 
-    def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        pixel_values_videos: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        video_grid_thw: Tensor | None = None,
-    ) -> Tensor:
-        patches_PF = patch_towers.joined(pixel_values, pixel_values_videos)
-        sizes_N2 = patch_towers.joined(image_grid_thw, video_grid_thw).cpu()[:, 1:]
+    def features(self, patches_PF: Tensor, grids_N3: Tensor) -> Tensor:
+        sizes_N2 = grids_N3[:, 1:]
         tower = self.vision_tower
         hidden_1PE = self._embedded(patches_PF, sizes_N2)[None]
         bounds = pad(sizes_N2.prod(-1).cumsum(0), (1, 0))

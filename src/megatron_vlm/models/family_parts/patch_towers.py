@@ -25,12 +25,11 @@ VISION = keys.VISION | {
 }
 
 
-class GridVision(nn.Module):
-    """The HF visual module, projector included, called once for all images and videos of a micro batch."""
+class PatchVision(nn.Module):
+    """A tower and its projector, called once for all images and videos of a micro batch.
 
-    def __init__(self, visual: PreTrainedModel, deepstack: int):
-        super().__init__()
-        self.visual, self.deepstack = use_segments(visual), deepstack
+    Patches (P, ...) and grids (N, 3), on the host -> features (M, D), or with deepstack (1 + n, M, D).
+    """
 
     def forward(
         self,
@@ -40,9 +39,21 @@ class GridVision(nn.Module):
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Tensor | None = None,  # only positions need it
     ) -> Tensor:
-        """Patches (P, ...) and grids (N, 3) on CPU -> features (M, D), or with deepstack (1 + n, M, D)."""
-        patches_PF = joined(pixel_values, pixel_values_videos)
         grids_N3 = joined(image_grid_thw, video_grid_thw).cpu()
+        return self.features(joined(pixel_values, pixel_values_videos), grids_N3)
+
+    def features(self, patches_PF: Tensor, grids_N3: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class GridVision(PatchVision):
+    """The HF visual module, projector included."""
+
+    def __init__(self, visual: PreTrainedModel, deepstack: int):
+        super().__init__()
+        self.visual, self.deepstack = use_segments(visual), deepstack
+
+    def features(self, patches_PF: Tensor, grids_N3: Tensor) -> Tensor:
         plan = self._plan(grids_N3, patches_PF.device)
         output = self.visual(patches_PF, grid_thw=grids_N3, **plan)
         if not self.deepstack:
