@@ -15,6 +15,7 @@ from noisy_media import film, picture
 from programs import COMMAND, run_program
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from browser import BROWSER, browser
 from megatron_vlm.config import ConfigError
 from megatron_vlm.scoring import NAMES
 from megatron_vlm.scoring.metrics import METRICS
@@ -166,6 +167,16 @@ def test_the_page_shows_the_worst_answers_with_their_images(evaluated):
     assert page.count('src="data:image/jpeg;base64,') == 1 + 2 + 4 + 1
     assert not re.search(r"""(src|href)=["'](?!data:)|https?://|@import""", page)
     assert "color-scheme: light dark" in page and "no_reference" in page
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_the_page_in_a_browser(evaluated):
+    with browser() as page:
+        for width in (1280, 400):
+            page.open((evaluated[0] / "answers.html").as_uri(), width=width, dark=width == 400)
+            assert page.run("document.documentElement.scrollWidth <= innerWidth")
+            assert page.run("[...document.images].filter(image => image.naturalWidth).length") >= 3
+        assert page.complaints == []
 
 
 def test_a_killed_evaluation_goes_on_and_another_is_refused(asked, evaluated, tmp_path):

@@ -145,7 +145,9 @@ def test_the_page_has_every_sample_and_the_dropped_one(packed_page):
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_the_page_opens_in_a_browser(packed_page):
     with browser() as page:
-        page.open(packed_page.as_uri())
+        for width in (400, 1280):
+            page.open(packed_page.as_uri(), width=width)
+            assert page.run("document.documentElement.scrollWidth <= innerWidth")
         assert page.run("document.querySelectorAll('section').length") >= 19
         assert page.run("document.title") != "run"  # no record ran a script
         assert page.run("[...document.images].filter(image => image.naturalWidth).length") > 10
