@@ -15,11 +15,12 @@ from samples import sample_of
 
 from megatron_vlm.batch import GenericVisualInputs, count_up
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.conversation.chatml import BadSample, clean_sample
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.grounding.conventions import CONVENTIONS
+from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import decode_pixels, target_size
 from megatron_vlm.data.preferences.pairs import halves_of
@@ -344,6 +345,18 @@ WRONG = {
     "no placeholder for a label": ({"bbox": [BOX], "ref": ["a"]}, "0 of the bbox and 1 of the ref"),
     "no list": ("boxes", "bad_json"),
     "an object without a shape": ([{"label": "a"}], "an object has one of"),
+    "an unknown key": ({"bbox": [BOX], "image_ids": [0]}, "'image_ids' is unknown"),
+    "an unknown key of an object": ([{"box": BOX, "image_idx": 1}], "'image_idx' is unknown"),
+    "two units": ([{"box": BOX, "bbox_type": "norm1"}, {"box": BOX}], "not the same"),
+    "a point of two": ([{"point": BOX}], "point is"),
+    "a box of a point": ([{"box": [1, 2]}], "box is"),
+    "a box of boxes": ([{"box": [BOX, BOX]}], "box is"),
+    "a name of two": ({"bbox": [BOX, BOX], "name": ["a", "a"]}, "texts that differ"),
+    "no name": ({"bbox": [BOX], "name": [["a"]]}, "texts that differ"),
+    "a far number": ({"bbox": [[1, 2, 10**400, 40]]}, "finite"),
+    "a polygon on a line": ({"bbox": [[0, 0, 5, 5, 10, 10]]}, "no area"),
+    "another image": ({"bbox": [BOX], "size": [128, 64]}, "of 128 x 64, and its file has 64 x 64"),
+    "no object": ([], "nothing in objects is left for <bbox>"),
     "no family words": ({"bbox": [[1, 2, 30, 4, 5, 60]]}, "no words for a polygon"),
 }
 
@@ -354,6 +367,65 @@ def test_what_cannot_be_is_dropped_with_the_reason(wrong):
     with pytest.raises(BadSample, match=detail) as caught:
         written(encoder_of("qwen3_vl"), record_of("<bbox>", objects), (64, 64))
     assert caught.value.reason in ("bad_objects", "bad_json")
+
+
+@pytest.mark.parametrize(
+    ("reply", "left"),
+    [("<objects> <objects>", "for <objects>"), ("<bbox> <objects>", "0 of the bbox and 1 of")],
+)
+def test_what_was_taken_is_not_there_again(reply, left):
+    objects = [{"label": "cat", "box": BOX}, {"box": [5, 6, 7, 8]}]
+    with pytest.raises(BadSample, match=left):
+        written(encoder_of("qwen3_vl"), record_of(reply, objects), (64, 64))
+
+
+def test_labels_stay_with_their_objects():
+    objects = [{"label": "cat", "box": BOX}, {"box": [5, 6, 7, 8]}, {"caption": "dog", "box": [9, 9, 10, 10]}]
+    text = written(
+        encoder_of("qwen3_vl"), record_of("The <ref> at <box>, and <objects>", objects), (1000, 1000)
+    )
+    before, _, found = text.partition(", and ")
+    assert before == "The cat at [1, 2, 30, 40]"
+    assert [(one["bbox_2d"], one.get("label")) for one in json.loads(found.strip("`json"))] == [
+        ([5, 6, 7, 8], None),
+        ([9, 9, 10, 10], "dog"),
+    ]
+
+
+@pytest.mark.parametrize("none", [[], {}, {"bbox": None}, {"bbox": []}, "[]", ""])
+def test_a_record_may_have_no_objects(none):
+    assert written(encoder_of("qwen3_vl"), record_of("<objects>", none), (64, 64)) == "```json\n[]\n```"
+    assert written(encoder_of("llava"), record_of("Nothing.", none), (64, 64)) == "Nothing."
+
+
+def test_units_of_listed_objects_labels_in_quotes_and_calls_of_tools():
+    listed = [{"label": 'a 24" screen', "box": [100, 100, 500, 500], "bbox_type": "norm1000", "image": None}]
+    text = written(encoder_of("qwen3_vl"), record_of('{"at": <box>, "label": "<ref>"}', listed), (64, 64))
+    assert json.loads(text) == {"at": [100, 100, 500, 500], "label": 'a 24" screen'}
+    record = record_of("", {"bbox": [BOX]})
+    call = {"type": "function", "function": {"name": "click", "arguments": {"at": ["<bbox>"]}}}
+    record["messages"][-1]["tool_calls"] = [call]
+    sample = clean_sample(normalise(record)[0], [png((1000, 1000))], [], __key__="0", __restore_key__=())
+    filled = encoder_of("qwen3_vl").boxes.written(
+        sample.messages, sample.objects, [(png((1000, 1000)), None, None)]
+    )
+    assert filled[-1]["tool_calls"][0]["function"]["arguments"] == {"at": ["[1, 2, 30, 40]"]}
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 65535])
+def test_exif_that_says_nothing_turns_nothing(orientation):
+    out, turned = io.BytesIO(), Image.Exif()
+    turned[0x0112] = orientation
+    Image.new("RGB", (400, 200)).save(out, "PNG", exif=turned)
+    assert decode_pixels(out.getvalue()).shape == (200, 400, 3)
+    record = record_of("<bbox>", {"bbox": [[0, 0, 200, 200]]})
+    assert written(encoder_of("qwen3_vl"), record, images=[out.getvalue()]) == "[0, 0, 500, 1000]"
+
+
+def test_shapes_far_outside_are_drawn_at_once():
+    text = '[{"bbox_2d": [0, 0, 99999999999999999999, 9999999999], "label": "a"}]'
+    found = encoder_of("qwen3_vl").boxes.parse(text, (1000, 1000))
+    assert np.asarray(draw(Image.new("RGB", (1000, 1000)), found)).any()
 
 
 def test_a_box_of_a_video_is_refused():

@@ -15,7 +15,7 @@ from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.on_disk.coco import NOTES, coco_records
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.grounded import ALL, ONE
+from megatron_vlm.data.records.grounded import ALL, ONE, asking
 from megatron_vlm.data.records.tables import open_table
 from tiny.checkpoints import build_tiny_checkpoint
 
@@ -40,7 +40,8 @@ SHOP = {
 }
 LEFT_OUT = (
     "come from a file of which are left out: 1 annotations of crowds (iscrowd), 1 annotations whose box has "
-    "no area, 1 annotations without an image, a category or a box, 1 images without boxes"
+    "no area, 1 annotations without a box, or an image and a category that no other has the id of, 1 images "
+    "without boxes"
 )
 
 
@@ -82,8 +83,8 @@ def test_an_image_of_coco_is_a_question_about_all_that_is_in_it(folder):
     assert first["images"] == ["a.png"] and second["images"] == ["b.png"]
     # the second box ends at the image's edges, a third of a pixel inside of what is written
     boxes = [[10, 20, 40, 60], [100.5, 50, 128, 96], [64, 48, 96, 72]]
-    assert first["objects"] == {"ref": ["dog", "person", "dog"], "bbox": boxes}
-    assert second["objects"] == {"ref": ["person"], "bbox": [[0, 0, 64, 48]]}
+    assert first["objects"] == {"ref": ["dog", "person", "dog"], "bbox": boxes, "size": [128, 96]}
+    assert second["objects"] == {"ref": ["person"], "bbox": [[0, 0, 64, 48]], "size": [128, 96]}
     assert first[NOTES] == second[NOTES] == [LEFT_OUT]
 
 
@@ -186,10 +187,42 @@ def test_each_expression_is_asked_for(folder):
     assert record["images"] == ["a.png"] and record["objects"] == {"bbox": [[60, 30, 80, 40]] * 2}
 
 
+def test_what_ids_of_coco_leave_open_is_left_out(tmp_path):
+    """As where two files were put together. What is no id, or no number, ends nothing."""
+    many = {
+        "images": [{"id": 1, "file_name": "a.png"}, {"id": 1, "file_name": "b.png"}, {"file_name": "c.png"}],
+        "annotations": [
+            {"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4]},
+            {"image_id": [1], "category_id": [1], "bbox": [1, 2, 3, 4]},
+            {"bbox": [1, 2, 10**400, 4]},
+            {"image_id": 2, "category_id": 2, "bbox": [1, 2, 3, 4]},
+            {"image_id": 2, "category_id": 3, "bbox": [1, 2, 3, 4]},
+            {"image_id": 2, "category_id": 4, "bbox": [1, 2, 3, 4]},
+            {"image_id": 2, "category_id": 4, "bbox": [99.2, 2, 0.5, 4]},
+        ],
+        "categories": [{"id": 1, "name": "dog"}, {"id": 2, "name": "cat"}, {"id": 2, "name": "dog"}],
+    }
+    many["images"].append({"id": 2, "file_name": "d.png", "width": 99, "height": 99})
+    many["categories"] += [{"id": 3, "name": None}, {"id": 4, "name": "hat"}]
+    [record] = coco_records(json.dumps(many))
+    assert record["objects"] == {"ref": ("hat",), "bbox": ([1, 2, 4, 6],), "size": [99, 99]}
+    assert record[NOTES][0].count("5 annotations") == record[NOTES][0].count("1 annotations whose box") == 1
+
+
+def test_a_unit_beside_a_box_is_heeded():
+    record = {"sent": "a dog", "bbox_xyxy": [1, 2, 1000, 1000], "image": "a.png", "bbox_type": "norm1000"}
+    beside = {"width": 10, "height": 10}
+    asked = asking(record | beside, None, None)["objects"]
+    assert asked == {"bbox": [[1, 2, 1000, 1000]], "bbox_type": "norm1000"}
+    asked = asking(record | beside | {"bbox_type": None, "bbox_xyxy": [1, 2, 3, 4]}, None, None)["objects"]
+    assert asked == {"bbox": [[1, 2, 3, 4]], "size": [10, 10]}
+
+
 def test_records_with_turns_or_without_expressions_stay_as_they_are():
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
     for record in (
         {"messages": turns, "bbox": [1, 2, 3, 4], "sent": "a dog", "image": "a.png"},
+        {"conversation": turns, "bbox": [1, 2, 3, 4], "sent": "a dog", "image": "a.png"},
         {"question": "a?", "answer": "b", "bbox": [1, 2, 3, 4], "image": "a.png"},
         {"sent": "a dog", "bbox": [1, 2], "image": "a.png"},
         {"messages": turns, "images": ["a.png"], "objects": {"ref": ["dog"], "bbox": [[1, 2, 3, 4]]}},

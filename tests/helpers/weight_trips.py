@@ -15,7 +15,7 @@ EXPERT_LAYOUTS = {"EP2": ParallelConfig(ep=2), "EP2·TP2": ParallelConfig(ep=2, 
 
 
 def round_trips(jobs: list[tuple[str, str, str]]) -> None:
-    """(layout, source, output) one after the other: import, export."""
+    """(layout, source, output) one after the other: import, export, and what a checkpoint would have."""
     from megatron_vlm.models.hf import open_source
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights.exporting import export_hf
@@ -33,6 +33,21 @@ def round_trips(jobs: list[tuple[str, str, str]]) -> None:
         weight_map = description.weight_map
         import_hf(chunks, source, weight_map)
         export_hf(chunks, output, source, weight_map, shard_bytes=100_000)  # several files
+        check_saved_once(chunks)
+
+
+def check_saved_once(chunks: list) -> None:
+    """A checkpoint has each part of each tensor from one rank. Collective."""
+    from megatron.core.dist_checkpointing import validation
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+    from megatron.core.dist_checkpointing.state_dict_utils import extract_sharded_base
+
+    from megatron_vlm.training.tensor_files import sharded_state
+
+    state = sharded_state(chunks, None, loading=False)
+    apply_factories(state)
+    sharded, _ = extract_sharded_base(state)
+    validation.validate_sharding_integrity(validation.determine_global_metadata(sharded)[1])
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -4,9 +4,12 @@ Megatron prepares at every call for the backward pass. Where a token at a time p
 takes longer on a CPU than a small product. The sums are the same.
 """
 
+from typing import Any
+
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, pad
 
@@ -65,6 +68,11 @@ class WholeLinear(torch.nn.Linear):
             parameter.sequence_parallel = config.sequence_parallel
         if config.perform_initialization:
             config.init_method(self.weight)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
+        """Every rank's copy is known as one, also in modules that pass no group on."""
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, sharded_offsets=sharded_offsets)
 
 
 def _with_bias(module: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -66,9 +66,11 @@ def clean_sample(
     objects = rejected = None
     if isinstance(conversation, dict) and REJECTED_TURNS in conversation:
         rejected = {"system": conversation.get("system"), "messages": conversation[REJECTED_TURNS]}
-    if isinstance(conversation, dict) and (written := conversation.get("objects")):
-        objects = read_objects(parsed(written), len(imgs))
-        with_objects(messages, objects, NO_WORDS, some=rejected is not None)
+    if isinstance(conversation, dict) and (written := conversation.get("objects")) is not None:
+        objects = read_objects(parsed(written or {}), len(imgs))
+        filled = with_objects(messages, objects, NO_WORDS, some=rejected is not None)
+        if not objects.shapes and filled == messages and rejected is None:
+            objects = None  # there is nothing to write
     return ChatMLSample(
         messages=messages,
         tools=tools,

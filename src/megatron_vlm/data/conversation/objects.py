@@ -4,18 +4,22 @@
 docs/boxes.md.
 """
 
-import math
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_vlm.data.conversation.turns import THINKING_KEYS, BadSample
+from megatron_vlm.data.on_disk.coco import FAR
 
 REASON = "bad_objects"
+FILLED = (*THINKING_KEYS, "tool_calls")  # of a turn, beside its content
 UNITS = ("real", "norm1000", "norm1")
 SHAPES = ("bbox", "box", "point", "polygon")  # other words for a placeholder, and for an object's numbers
-LABELS = ("ref-object", "ref", "label")
+LABELS = ("ref-object", "ref", "label", "caption")
+OF_AN_OBJECT = {*SHAPES, *LABELS, "image", "image_id", "name", "bbox_type"}
+OF_ALL = {"bbox", "ref", "image_id", "name", "bbox_type", "size"}
 PLACEHOLDER = re.compile(r"<(?:(bbox|box|point|polygon)(?::([^<>\s]+))?|(ref-object|ref)|objects)>")
 POINT, BOX = 2, 4  # how many numbers each has; a polygon has more
 _KINDS = {POINT: "point", BOX: "box"}
@@ -28,6 +32,7 @@ class Shape:
     numbers: list[float]
     image: int = 0
     name: str | None = None
+    label: str | None = None  # if the record says it of this shape, and not in a list of labels alone
 
     @property
     def kind(self) -> str:
@@ -39,18 +44,21 @@ class Objects:
     shapes: list[Shape]
     labels: list[str]
     unit: str  # one of UNITS
+    size: list[int] | None = None  # (width, height) of its images, where the record says it
 
 
 def read_objects(written: Any, images: int) -> Objects:
     """The objects of a record with so many images. Raises BadSample for what cannot be in any image."""
+    own: list[str | None] = []
     if isinstance(written, list):
-        written = _by_field(written)
-    if not isinstance(written, dict) or not isinstance(written.get("bbox", []), list):
+        written, own = _by_field(written)
+    if not isinstance(written, dict) or not isinstance(written.get("bbox") or [], list):
         raise BadSample(REASON, "objects is neither a list of objects nor an object with a list `bbox`")
+    _check_keys(written, OF_ALL)
     unit = written.get("bbox_type") or "real"
     if unit not in UNITS:
-        raise BadSample(REASON, f"bbox_type is {unit!r}, not one of {', '.join(UNITS)}")
-    shapes = written.get("bbox", [])
+        raise BadSample(REASON, f"bbox_type is {unit!r:.60}, not one of {', '.join(UNITS)}")
+    shapes = written.get("bbox") or []
     labels = written.get("ref") or []
     owners = written.get("image_id") or [0] * len(shapes)
     names = written.get("name") or [None] * len(shapes)
@@ -59,46 +67,74 @@ def read_objects(written: Any, images: int) -> Objects:
             raise BadSample(REASON, f"{name} is no list of {len(shapes)}, one for each bbox")
     if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         raise BadSample(REASON, "ref is no list of texts")
+    given = [name for name in names if name is not None]
+    if not all(isinstance(name, str) for name in given) or len({*given}) != len(given):
+        raise BadSample(REASON, "name is no list of texts that differ")
     for number, (shape, image) in enumerate(zip(shapes, owners, strict=True)):
         _check_shape(shape, f"bbox {number}")
         if type(image) is not int or not 0 <= image < images:
             besides = "; a box of a video is not read: give its frame as an image" if not images else ""
-            raise BadSample(REASON, f"bbox {number} is in image {image!r} of {images}{besides}")
-    return Objects(
-        [Shape(shape, image, name) for shape, image, name in zip(shapes, owners, names, strict=True)],
-        labels,
-        unit,
-    )
+            raise BadSample(REASON, f"bbox {number} is in image {image!r:.60} of {images}{besides}")
+    found = zip(shapes, owners, names, own or [None] * len(shapes), strict=True)
+    found = [Shape(numbers, image, name, label) for numbers, image, name, label in found]
+    return Objects(found, labels, unit, written.get("size"))
 
 
-def _by_field(items: list) -> dict[str, list]:
-    """A list of objects as the lists of their fields."""
-    fields: dict[str, list] = {"bbox": [], "ref": [], "image_id": [], "name": []}
+def _check_keys(written: dict, known: set[str]) -> None:
+    """An unknown key may say a unit, an image, or a label."""
+    for key, value in written.items():
+        if key not in known and value is not None:
+            raise BadSample(REASON, f"{key!r:.60} is unknown; there are {', '.join(sorted(known))}")
+
+
+def _by_field(items: list) -> tuple[dict[str, Any], list[str | None]]:
+    """A list of objects as the lists of their fields, and the label of each object."""
+    fields: dict[str, Any] = {"bbox": [], "image_id": [], "name": []}
+    own: list[str | None] = []
+    units = set()
     for item in items:
-        named = [item[word] for word in SHAPES if word in item] if isinstance(item, dict) else []
+        named = [word for word in SHAPES if item.get(word) is not None] if isinstance(item, dict) else []
         if len(named) != 1:
-            raise BadSample(REASON, f"an object has one of {', '.join(SHAPES)}, this is {item!r}")
-        numbers = named[0]
-        if isinstance(numbers, list) and all(isinstance(pair, list) for pair in numbers):
+            raise BadSample(REASON, f"an object has one of {', '.join(SHAPES)}, this is {item!r:.100}")
+        _check_keys(item, OF_AN_OBJECT)
+        (word,) = named
+        numbers = item[word]
+        if isinstance(numbers, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in numbers):
             numbers = [number for pair in numbers for number in pair]  # a polygon of pairs
+        if word != "bbox" and isinstance(numbers, list) and Shape(numbers).kind != word:
+            raise BadSample(REASON, f"{word} is {numbers!r:.100}")
         fields["bbox"].append(numbers)
-        fields["image_id"].append(item.get("image", item.get("image_id", 0)))
+        fields["image_id"].append(next((item[key] for key in ("image", "image_id") if item.get(key)), 0))
         fields["name"].append(item.get("name"))
-        fields["ref"] += [item[word] for word in LABELS if word in item]
-    return fields
+        own.append(next((item[key] for key in LABELS if item.get(key) is not None), None))
+        units.add(item.get("bbox_type") or "real")
+    if len(units) > 1:
+        raise BadSample(REASON, f"bbox_type is not the same everywhere: {', '.join(map(repr, units)):.100}")
+    return fields | {
+        "ref": [label for label in own if label is not None],
+        "bbox_type": next(iter(units), None),
+    }, own
 
 
 def _check_shape(numbers: Any, place: str) -> None:
     if not isinstance(numbers, list) or len(numbers) < POINT or len(numbers) % 2:
-        raise BadSample(REASON, f"{place} is {numbers!r}, no list of pairs of numbers")
-    if not ({*map(type, numbers)} <= {int, float} and all(map(math.isfinite, numbers))):
-        raise BadSample(REASON, f"{place} is {numbers}, not of finite numbers")
-    xs = numbers[::2]
-    ys = numbers[1::2]
-    if len(numbers) == BOX and (xs[0] > xs[1] or ys[0] > ys[1]):
-        raise BadSample(REASON, f"{place} is {numbers}: x1 > x2 or y1 > y2")
-    if len(numbers) > POINT and (min(xs) == max(xs) or min(ys) == max(ys)):
-        raise BadSample(REASON, f"{place} is {numbers}, which has no area")
+        raise BadSample(REASON, f"{place} is {numbers!r:.100}, no list of pairs of numbers")
+    if not ({*map(type, numbers)} <= {int, float} and all(abs(number) < FAR for number in numbers)):
+        raise BadSample(REASON, f"{place} is {numbers!r:.100}, not of finite numbers below {FAR:g}")
+    if len(numbers) == POINT:
+        return
+    if len(numbers) == BOX:
+        left, top, right, bottom = numbers
+        if left > right or top > bottom:
+            raise BadSample(REASON, f"{place} is {numbers}: x1 > x2 or y1 > y2")
+        has_area = left < right and top < bottom
+    else:
+        xs = [x - numbers[0] for x in numbers[::2]]
+        ys = [y - numbers[1] for y in numbers[1::2]]
+        far_x, far_y = max(zip(xs, ys, strict=True), key=lambda corner: abs(corner[0]) + abs(corner[1]))
+        has_area = any(x * far_y != far_x * y for x, y in zip(xs, ys, strict=True))  # some corner off a line
+    if not has_area:
+        raise BadSample(REASON, f"{place} is {numbers!r:.100}, which has no area")
 
 
 # -- placeholders
@@ -134,22 +170,34 @@ class _Filling:
     def __init__(self, objects: Objects, words: Words):
         self.shapes = list(objects.shapes)
         self.labels = list(objects.labels)
+        self._has_shapes = bool(objects.shapes)
+        self._has_own_labels = any(shape.label for shape in objects.shapes)
         self._named = {shape.name: shape for shape in objects.shapes if shape.name}
         self._words = words
 
     def message(self, message: dict) -> dict:
-        texts = {key: message[key] for key in THINKING_KEYS if isinstance(message.get(key), str)}
-        thoughts = {key: PLACEHOLDER.sub(self._written, text) for key, text in texts.items()}
+        beside = {key: self._filled(message[key]) for key in FILLED if key in message}
         parts = [
             part | {"text": PLACEHOLDER.sub(self._written, part["text"])} if part["type"] == "text" else part
             for part in message["content"]
         ]
-        return message | thoughts | {"content": parts}
+        return message | beside | {"content": parts}
+
+    def _filled(self, value: Any) -> Any:
+        """The value with all its texts, such as the arguments of a tool's call, filled."""
+        if isinstance(value, dict):
+            return {key: self._filled(inside) for key, inside in value.items()}
+        if isinstance(value, list):
+            return [self._filled(inside) for inside in value]
+        return PLACEHOLDER.sub(self._written, value) if isinstance(value, str) else value
 
     def _written(self, placeholder: re.Match[str]) -> str:
         word, name, label = placeholder.groups()
         if label:
-            return self._words.label(_next(self.labels, placeholder))
+            text = _next(self.labels, placeholder)
+            if f'"{placeholder[0]}"' == placeholder.string[placeholder.start() - 1 : placeholder.end() + 1]:
+                text = json.dumps(text, ensure_ascii=False)[1:-1]  # as part of JSON
+            return self._words.label(text)
         if not word:
             return self._words.answer(self._rest())
         if name is None:
@@ -164,9 +212,11 @@ class _Filling:
 
     def _rest(self) -> list[tuple[Shape, str | None]]:
         shapes = self.shapes
-        labels = self.labels
+        if self._has_shapes and not shapes:
+            raise BadSample(REASON, "nothing in objects is left for <objects>")
+        labels = [shape.label for shape in shapes] if self._has_own_labels else self.labels
         self.shapes = []
-        self.labels = []
+        self.labels = [label for label in self.labels if label not in labels]
         if labels and len(labels) != len(shapes):
             raise BadSample(REASON, f"<objects> has {len(shapes)} bbox and {len(labels)} ref left")
         return list(zip(shapes, labels or [None] * len(shapes), strict=True))

@@ -64,7 +64,7 @@ class Boxes:
                 detail = f"data.box_format {self._name} has no words for a polygon"
                 raise BadSample(REASON, f"{detail}; use one of its plain lists, such as thousandths")
             if shape.image not in axes:
-                axes[shape.image] = self._axes(images[shape.image], len(images) == 1, objects.unit)
+                axes[shape.image] = self._axes(images[shape.image], len(images) == 1, objects)
             both = axes[shape.image]
             try:
                 return [axis.seen(number) for number, axis in zip(shape.numbers, cycle(both), strict=False)]
@@ -125,9 +125,13 @@ class Boxes:
     def _why_unknown(self) -> str | None:
         return why_unknown(self._processor)
 
-    def _axes(self, image: Limited, alone: bool, unit: str) -> tuple["_Axis", "_Axis"]:
+    def _axes(self, image: Limited, alone: bool, objects: Objects) -> tuple["_Axis", "_Axis"]:
         data, most, least = image
+        unit = objects.unit
         size = in_time(self._seconds, image_size, data)
+        if objects.size and objects.size != [*size]:
+            said, real = (" x ".join(map(str, sides)) for sides in (objects.size, size))
+            raise BadSample(REASON, f"the boxes are of an image of {said}, and its file has {real}")
         frame = self._frame(target_size(size, most, least), alone)
         width, height = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[unit]
         what = f"the {width} x {height}, in bbox_type {unit}, of"
@@ -138,14 +142,16 @@ class Boxes:
         )
 
     def _frame(self, size: tuple[int, int], alone: bool) -> Frame:
-        if self._convention().unit is None and self._why_unknown:
-            detail = f"how many pixels an image has when it is resized is not known: {self._why_unknown}"
-            raise BadSample("no_box_format", f"{detail}; data.box_format=thousandths needs no pixels")
         try:
             width, height = size
-            return self._kind.frame(width, height, alone)
+            frame = self._kind.frame(width, height, alone)
         except REFUSALS as error:
             raise refused_by_processor(error) from error
+        is_whole = frame[2:] == (0, 0, *frame[:2])
+        if self._why_unknown and not (is_whole and self._convention().unit):
+            detail = f"how many pixels an image has when it is resized is not known: {self._why_unknown}"
+            raise BadSample("no_box_format", f"{detail}; data.box_format=thousandths needs no pixels")
+        return frame
 
 
 class _Outside(Exception):

@@ -14,9 +14,11 @@ def draw(picture: Image.Image, shapes: Iterable[Found]) -> Image.Image:
     picture = picture.convert("RGB")
     pen = ImageDraw.Draw(picture)
     width = max(1, max(picture.size) // 200)
+    far = 2 * max(picture.size)
     for number, shape in enumerate(shapes):
         colour = COLOURS[number % len(COLOURS)]
-        corners = list(zip(shape.numbers[::2], shape.numbers[1::2], strict=True))
+        numbers = [min(max(number, -far), far) for number in shape.numbers]  # a model may write any
+        corners = list(zip(numbers[::2], numbers[1::2], strict=True))
         (x, y), *others = corners
         if not others:
             pen.ellipse((x - 2 * width, y - 2 * width, x + 2 * width, y + 2 * width), fill=colour)

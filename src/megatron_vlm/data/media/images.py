@@ -117,7 +117,7 @@ def _is_upright(jpeg: bytes) -> bool:
 
 
 def _swaps_axes(image: Image.Image) -> bool:
-    return image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # 5 to 8
+    return image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
 
 
 def _check_size(size: tuple[int, int]) -> None:

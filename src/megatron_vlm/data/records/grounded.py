@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_vlm.data.conversation.turns import BadSample
-from megatron_vlm.data.on_disk.coco import NOTES, at_edges, corners, is_box
+from megatron_vlm.data.on_disk.coco import NOTES, at_edges, corners, is_box, said_size
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, PLAIN, TURNS
 
@@ -30,7 +30,7 @@ def asking(record: dict, question: str | None, has_corners: bool | None) -> dict
 
     Raises BadSample if that is not known.
     """
-    if any(name in record for name in TURNS):
+    if any(name in record for name in (*TURNS, "conversation")):
         return record
     if (labels := _labels(record)) is not None:
         asked = (question or ALL).replace("{}", ", ".join(dict.fromkeys(labels)))
@@ -44,7 +44,8 @@ def asking(record: dict, question: str | None, has_corners: bool | None) -> dict
         has_corners = name == "bbox_xyxy"
     elif has_corners is None:
         raise BadSample("bad_conversation", f"nothing says what a bbox is; {REMEDY}")
-    box = (at_edges if has_corners else corners)(record[name], record)
+    unit = record.get("bbox_type") or "real"
+    box = (at_edges if has_corners else corners)(record[name], record if unit == "real" else {})
     asked = [(question or ONE).replace("{}", expression) for expression in expressions]
     turns = [
         turn
@@ -52,10 +53,11 @@ def asking(record: dict, question: str | None, has_corners: bool | None) -> dict
         for turn in _exchange("<image>" * (not number) + text, "<bbox>")
     ]
     form = "[x1, y1, x2, y2]" if has_corners else "[x, y, width, height]"
+    said = said_size(record) if unit == "real" else {"bbox_type": unit}
     return {
         "messages": turns,
         "images": image if isinstance(image, list) else [image],
-        "objects": {"bbox": [box] * len(expressions)},
+        "objects": {"bbox": [box] * len(expressions)} | said,
         NOTES: [f"have a bbox that is read as {form}"],
     }
 
@@ -80,7 +82,7 @@ def _boxes(records: Iterable[Mapping[str, Any]]) -> Iterator[list[float]]:
         if (
             _box_name(record) == BOXES[0]
             and _expressions(record)
-            and not any(name in record for name in TURNS)
+            and not any(name in record for name in (*TURNS, "conversation"))
         ):
             yield record[BOXES[0]]
 
