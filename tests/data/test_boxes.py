@@ -1,5 +1,6 @@
 """Boxes are written as each family writes them, where they are in the image as the model sees it."""
 
+import copy
 import functools
 import io
 import json
@@ -453,6 +454,14 @@ def test_pixels_are_refused_where_the_resize_is_not_known():
     boxes = Boxes(processor, DataConfig(box_format="pixels"), None)
     with pytest.raises(BadSample, match="no_box_format.*do_resize"):
         boxes.parse("[1, 2, 3, 4]", (64, 64))
+
+
+def test_a_crop_is_refused_where_the_resize_is_not_known():
+    processor = copy.deepcopy(processor_of("llava"))
+    processor.image_processor.do_resize = False
+    boxes = Boxes(processor, DataConfig(), "shares")
+    with pytest.raises(BadSample, match="when it is resized is not known"):
+        boxes.parse("[0.1, 0.1, 0.2, 0.2]", (1000, 500))
 
 
 # -- every way to a sample
