@@ -122,6 +122,8 @@ def test_boxes_are_drawn_where_the_model_is_told_they_are(tmp_path_factory):
     answer = '```json\n[\n\t{"bbox_2d": [20, 20, 60, 50], "label": "it"}\n]\n```'
     lines = draw_answer(run, answer, (folder / "a.png").read_bytes(), folder / "drawn.png")
     assert lines == ["[114.3, 101.9, 342.9, 254.8] it"]
+    plain = draw_answer(run, "?", (folder / "a.png").read_bytes(), folder / "plain.png")
+    assert plain == ["the answer has no box"]
     assert np.ptp(np.asarray(Image.open(folder / "drawn.png")).astype(int)[102, 200]) > 50
 
 

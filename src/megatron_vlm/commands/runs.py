@@ -131,4 +131,4 @@ def draw_answer(config: RunConfig, answer: str, image: bytes, output: str | Path
     draw(picture, found).save(file, "PNG")
     write_whole(output, file.getvalue())
     rounded = [([round(number, 1) for number in shape.numbers], shape.label or "") for shape in found]
-    return [f"{numbers} {label}".strip() for numbers, label in rounded]
+    return [f"{numbers} {label}".strip() for numbers, label in rounded] or ["the answer has no box"]
