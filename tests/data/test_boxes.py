@@ -271,6 +271,15 @@ def test_what_a_model_writes_wrongly_is_read_as_far_as_it_goes():
         ([1, 2, 300, 400], "a\\q")
     ]
     assert boxes.parse("Nothing is here.", (10, 10)) == []
+    odd = 'The 24" screen [1, 2, 3, 4], {"it": {"bbox_2d": [5, 6, 7, 8], "label": "a {red} :}"}, '
+    odd += '[9, 9, 10, 10]}{"bbox_2d": [1, 1, 2, 2], "label": "a 24" tv"}, {"bbox_2d": [3, 3, 4, 4]}'
+    assert [(found.numbers, found.label) for found in boxes.parse(odd, (1000, 1000))] == [
+        ([1, 2, 3, 4], None),
+        ([5, 6, 7, 8], "a {red} :}"),
+        ([9, 9, 10, 10], None),
+        ([1, 1, 2, 2], "a 24"),
+        ([3, 3, 4, 4], None),
+    ]
 
 
 def test_other_names_for_the_same():
@@ -507,7 +516,7 @@ def test_the_hf_processor_gets_the_same_words():
     assert fast == slow
 
 
-OPEN = ["(1", "<ref>", "<box>", "{", "[1, ", '{"bbox_2d": [1, ', "(1, 2), "]
+OPEN = ['"\\"', '{"a": "', '"', '{"', "(1", "<ref>", "<box>", "{", "[1, ", '{"bbox_2d": [1, ', "(1, 2), "]
 
 
 @pytest.mark.parametrize("text", first_soon(OPEN))

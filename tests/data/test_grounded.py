@@ -15,7 +15,7 @@ from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.on_disk.coco import NOTES, coco_records
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.grounded import ALL, ONE, asking
+from megatron_vlm.data.records.grounded import ALL, ONE, asking, corners_in
 from megatron_vlm.data.records.tables import open_table
 from tiny.checkpoints import build_tiny_checkpoint
 
@@ -216,6 +216,13 @@ def test_a_unit_beside_a_box_is_heeded():
     assert asked == {"bbox": [[1, 2, 1000, 1000]], "bbox_type": "norm1000"}
     asked = asking(record | beside | {"bbox_type": None, "bbox_xyxy": [1, 2, 3, 4]}, None, None)["objects"]
     assert asked == {"bbox": [[1, 2, 3, 4]], "size": [10, 10]}
+
+
+def test_shares_are_not_taken_for_pixels():
+    record = {"sent": "a dog", "bbox": [0.1, 0.2, 0.5, 0.6], "image": "a.png"}
+    with pytest.raises(ValueError, match="seems to be of shares.*\n?.*bbox_type: norm1"):
+        corners_in([record] * 20, "here")
+    assert corners_in([record | {"bbox_type": "norm1"}] * 20, "here") is True
 
 
 def test_records_with_turns_or_without_expressions_stay_as_they_are():

@@ -11,6 +11,8 @@ _NUMBER = r"-?\d{1,20}(?:\.\d{1,20})?"
 # limits keep what is tried at one place short, wherever brackets are left open
 COORDINATES = re.compile(rf"[\[(]\s{{,20}}({_NUMBER}(?:[\s,()]{{1,20}}{_NUMBER}){{1,255}})\s{{,20}}[\])]")
 _LABEL = re.compile(r'"label"\s*:\s*("(?:[^"\\]|\\.)*")')
+# a text in JSON, the limits of an object, and coordinates
+_IN_ANSWER = re.compile(rf'"(?:[^"\\]|\\.){{0,1000}}"(?=\s*[,:}}\]])|[{{}}]|{COORDINATES.pattern}')
 _IN_JSON = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` makes one for each call
 _TAG = re.compile(r"<[^<>{}]+>")
 
@@ -97,14 +99,31 @@ class Convention:
                 yield numbers, label
 
     def _in_json(self, text: str) -> Iterator[tuple[str, str | None]]:
-        keyed = rf'"(?:{"|".join(self.keys.values())})"\s*:\s*{COORDINATES.pattern}'
-        for found in re.finditer(rf"(?P<entry>\{{[^{{}}]*(?:\}}|\Z))|{COORDINATES.pattern}", text):
-            if found["entry"] is None:  # a list by itself
-                yield found[2], None
-                continue
-            label = _LABEL.search(found["entry"])
-            for coordinates in re.findall(keyed, found["entry"]):
-                yield coordinates, _of_json(label[1]) if label else None
+        begin = None  # of an object
+        alone: list[str] = []  # lists by themselves since then
+        for found in _IN_ANSWER.finditer(text):
+            if found[0] == "{" or begin is None:
+                yield from ((coordinates, None) for coordinates in alone)
+                alone = []
+            if found[0] == "{":
+                begin = found.start()
+            elif found[0] != "}":
+                alone += [each[1] for each in COORDINATES.finditer(found[0])]
+            elif begin is not None:
+                yield from self._of_object(text[begin : found.end()])
+                begin = None
+                alone = []
+        if begin is None:
+            yield from ((coordinates, None) for coordinates in alone)
+        else:
+            yield from self._of_object(text[begin:])
+
+    def _of_object(self, entry: str) -> Iterator[tuple[str, str | None]]:
+        label = _LABEL.search(entry)
+        for coordinates in re.findall(
+            rf'"(?:{"|".join(self.keys.values())})"\s*:\s*{COORDINATES.pattern}', entry
+        ):
+            yield coordinates, _of_json(label[1]) if label else None
 
     def _in_words(self, text: str) -> Iterator[tuple[str, str | None]]:
         begin, end = (re.escape(tag) for tag in _TAG.findall(self.one) or ("", ""))

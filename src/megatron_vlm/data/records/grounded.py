@@ -19,6 +19,7 @@ ALL = "Locate every instance that belongs to the following categories: {}."
 FEW = 10  # boxes, whose numbers do not tell in which form they are
 SURE = 0.9
 UNLIKELY = 0.75  # shares of boxes that can be corners
+SHARES = "give its records bbox_type: norm1"
 REMEDY = "say so with data.columns.bbox_xyxy=bbox or data.columns.bbox_xywh=bbox"
 
 
@@ -68,23 +69,26 @@ def corners_in(records: Iterable[Mapping[str, Any]], place: Any) -> bool | None:
     Few boxes that are [x, y, width, height] are wider than their distance from the left edge and also higher
     than that from the top. Raises ValueError that names the `place` if the boxes do not tell.
     """
-    boxes = [*_boxes(records)]
-    if not boxes:
+    found = [*_boxed(records)]
+    if not found:
         return None
+    boxes = [record[BOXES[0]] for record in found]
+    if max(map(max, boxes)) <= 1 and not any(record.get("bbox_type") for record in found):
+        raise damaged(place, "a bbox seems to be of shares of width and height", SHARES)
     share = sum(x1 < x2 and y1 < y2 for x1, y1, x2, y2 in boxes) / len(boxes)
     if UNLIKELY < share and (share < SURE or len(boxes) < FEW):
         raise damaged(place, "a bbox may be [x1, y1, x2, y2] or [x, y, width, height]", REMEDY)
     return share > UNLIKELY
 
 
-def _boxes(records: Iterable[Mapping[str, Any]]) -> Iterator[list[float]]:
+def _boxed(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     for record in records:
         if (
             _box_name(record) == BOXES[0]
             and _expressions(record)
             and not any(name in record for name in (*TURNS, "conversation"))
         ):
-            yield record[BOXES[0]]
+            yield record
 
 
 def _box_name(record: Mapping[str, Any]) -> str | None:
