@@ -358,6 +358,8 @@ WRONG = {
     "an unknown key": ({"bbox": [BOX], "image_ids": [0]}, "'image_ids' is unknown"),
     "an unknown key of an object": ([{"box": BOX, "image_idx": 1}], "'image_idx' is unknown"),
     "two units": ([{"box": BOX, "bbox_type": "norm1"}, {"box": BOX}], "not the same"),
+    "a unit that is no text": ([{"box": BOX, "bbox_type": ["real"]}], "norm1000"),
+    "no size": ({"bbox": [BOX], "size": 64}, r"not \[width, height\]"),
     "a point of two": ([{"point": BOX}], "point is"),
     "a box of a point": ([{"box": [1, 2]}], "box is"),
     "a box of boxes": ([{"box": [BOX, BOX]}], "box is"),
@@ -420,6 +422,16 @@ def test_units_of_listed_objects_labels_in_quotes_and_calls_of_tools():
         sample.messages, sample.objects, [(png((1000, 1000)), None, None)]
     )
     assert filled[-1]["tool_calls"][0]["function"]["arguments"] == {"at": ["[1, 2, 30, 40]"]}
+
+
+def test_a_call_that_is_nested_deeply_is_dropped():
+    inside = "<bbox>"
+    for _ in range(5_000):
+        inside = [inside]
+    record = record_of("<bbox>", {"bbox": [BOX]})
+    record["messages"][-1]["tool_calls"] = [{"function": {"name": "f", "arguments": {"at": inside}}}]
+    with pytest.raises(BadSample, match="too deeply"):
+        written(encoder_of("qwen3_vl"), record, (64, 64))
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 65535])

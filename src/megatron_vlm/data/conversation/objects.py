@@ -58,6 +58,9 @@ def read_objects(written: Any, images: int) -> Objects:
     unit = written.get("bbox_type") or "real"
     if unit not in UNITS:
         raise BadSample(REASON, f"bbox_type is {unit!r:.60}, not one of {', '.join(UNITS)}")
+    size = written.get("size")
+    if size is not None and not (isinstance(size, list) and [type(side) for side in size] == [int, int]):
+        raise BadSample(REASON, f"size is {size!r:.60}, not [width, height]")
     shapes = written.get("bbox") or []
     labels = written.get("ref") or []
     owners = written.get("image_id") or [0] * len(shapes)
@@ -77,7 +80,7 @@ def read_objects(written: Any, images: int) -> Objects:
             raise BadSample(REASON, f"bbox {number} is in image {image!r:.60} of {images}{besides}")
     found = zip(shapes, owners, names, own or [None] * len(shapes), strict=True)
     found = [Shape(numbers, image, name, label) for numbers, image, name, label in found]
-    return Objects(found, labels, unit, written.get("size"))
+    return Objects(found, labels, unit, size)
 
 
 def _check_keys(written: dict, known: set[str]) -> None:
@@ -91,7 +94,7 @@ def _by_field(items: list) -> tuple[dict[str, Any], list[str | None]]:
     """A list of objects as the lists of their fields, and the label of each object."""
     fields: dict[str, Any] = {"bbox": [], "image_id": [], "name": []}
     own: list[str | None] = []
-    units = set()
+    units: list[Any] = []
     for item in items:
         named = [word for word in SHAPES if item.get(word) is not None] if isinstance(item, dict) else []
         if len(named) != 1:
@@ -107,12 +110,12 @@ def _by_field(items: list) -> tuple[dict[str, Any], list[str | None]]:
         fields["image_id"].append(next((item[key] for key in ("image", "image_id") if item.get(key)), 0))
         fields["name"].append(item.get("name"))
         own.append(next((item[key] for key in LABELS if item.get(key) is not None), None))
-        units.add(item.get("bbox_type") or "real")
-    if len(units) > 1:
-        raise BadSample(REASON, f"bbox_type is not the same everywhere: {', '.join(map(repr, units)):.100}")
+        units.append(item.get("bbox_type") or "real")
+    if any(unit != units[0] for unit in units):
+        raise BadSample(REASON, f"bbox_type is not the same everywhere: {units!r:.100}")
     return fields | {
         "ref": [label for label in own if label is not None],
-        "bbox_type": next(iter(units), None),
+        "bbox_type": units[0] if units else None,
     }, own
 
 
@@ -158,7 +161,10 @@ def with_objects(messages: list[dict], objects: Objects, words: Words, some: boo
     Raises BadSample for a placeholder without an object, and, unless `some` are enough, the reverse.
     """
     filling = _Filling(objects, words)
-    filled = [filling.message(message) for message in messages]
+    try:
+        filled = [filling.message(message) for message in messages]
+    except RecursionError as error:
+        raise BadSample(REASON, "a call of a tool is nested too deeply") from error
     if (shapes := len(filling.shapes)) + (labels := len(filling.labels)) and not some:
         raise BadSample(REASON, f"no placeholder takes {shapes} of the bbox and {labels} of the ref")
     return filled
