@@ -258,6 +258,8 @@ class TrainConfig:
     hang_seconds: Seconds = 480.0
     # when the command has run for so long, it saves and ends with exit code 75; the same command goes on
     stop_after: Time | None = None
+    # what to do when loss or gradient norm jump (`job.spikes`): say it, leave out the step, or end the run
+    on_spike: Literal["warn", "skip", "stop"] | None = None
     objective: str = "tokens"  # one of `objectives.OBJECTIVES`; "dpo": preference pairs, see docs/rl.md
     dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
 

@@ -53,6 +53,7 @@ def every_case(folder: str, processes: int) -> dict[str, dict[str, Any]]:
         case = saved_cases.read(f"{folder}/{family}.pt")
         run = run_of(f"{folder}/{family}", layout, **settings)
         found[name] = {"waiting": trained(run, case, False), "in flight": trained(run, case, True)}
+        found[name]["judged"] = trained(run, case, True, trains=lambda loss, norm: True)
         gradients.Buckets.start_param_sync = partialmethod(late, start)
         found[name]["late"] = trained(run, case, True)
         gradients.Buckets.start_param_sync = start
@@ -66,7 +67,7 @@ def run_of(path: str, layout: ParallelConfig, adapter: AdapterConfig | None = No
     return run
 
 
-def trained(config: RunConfig, case: dict, goes_on: bool) -> dict[str, Any]:
+def trained(config: RunConfig, case: dict, goes_on: bool, trains: Callable | None = None) -> dict[str, Any]:
     """Losses of the steps, before the last that of a forward pass alone, and a digest of what came out.
     `on their way` are buckets that had not arrived when the last layer of this rank began."""
     from megatron_vlm.training.losses.tokens import token_losses
@@ -81,7 +82,9 @@ def trained(config: RunConfig, case: dict, goes_on: bool) -> dict[str, Any]:
     run.chunks[-1].language_model.decoder.layers[-1].register_forward_pre_hook(count, prepend=True)
     parts, mine = (run.model, run.optimizer, run.scheduler), run.micro_batches(case)
     for step in range(STEPS):
-        found["losses"].append(train_step(*parts, mine, goes_on=goes_on and step < STEPS - 1)[0])
+        found["losses"].append(
+            train_step(*parts, mine, goes_on=goes_on and step < STEPS - 1, trains=trains)[0]
+        )
         if step == STEPS - 2:
             found["losses"].append(mean_loss(token_losses(run.model, mine, forward_only=True)[0])[0])
     assert all(each.param_gather_handle is None for each in groups)
@@ -117,7 +120,7 @@ def test_a_run_whose_parameters_arrive_late_is_the_same(tmp_path, processes):
     ranks = run_distributed(processes, every_case, str(tmp_path), processes, timeout=500)
     for name in cases:
         for found in (rank[name] for rank in ranks):
-            for how in ("in flight", "late"):
+            for how in ("in flight", "judged", "late"):
                 assert found[how]["losses"] == found["waiting"]["losses"], (name, how)
                 assert found[how]["weights"] == found["waiting"]["weights"], (name, how)
             assert len(set(found["waiting"]["losses"])) == STEPS  # the forward pass is of the same rows

@@ -47,7 +47,7 @@ from megatron_vlm.training.gradients import (
     data_parallel,
     empty_gradients,
     finalize_gradients,
-    step_if_finite,
+    step_if,
 )
 from megatron_vlm.training.optimizer import build_optimizer
 
@@ -186,7 +186,7 @@ class Policy:
         self.memory.need("step", *KINDS)
         with alarm():
             finalize_gradients(self.chunks)
-            norm = step_if_finite(self.optimizer)
+            _, norm, _ = step_if(self.optimizer)
             self._empty()
         if not math.isfinite(norm):
             raise ValueError(

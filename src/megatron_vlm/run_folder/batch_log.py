@@ -76,12 +76,19 @@ def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str,
 
 
 def _describe(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> str:
-    keys = [key for batch in micro_batches for row in batch["__key__"] for key in row]
+    keys = keys_of(micro_batches)
     here = f", on this rank with samples {listed([*map(printable, keys)])}" if keys else ""
-    return (
-        f"step {step}{here}; look at all of them: "
-        f"megatron-vlm replay {run_dir} --step {step} --output page.html"
-    )
+    return f"step {step}{here}; {how_to_look(run_dir, step)}"
+
+
+def keys_of(micro_batches: list[dict[str, Any]]) -> list[str]:
+    """The keys of all samples in these micro batches."""
+    return [key for batch in micro_batches for row in batch["__key__"] for key in row]
+
+
+def how_to_look(run_dir: str | Path, step: int) -> str:
+    """The command that shows a step's samples."""
+    return f"look at all of them: megatron-vlm replay {run_dir} --step {step} --output page.html"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 parameters that each rank's share of the optimizer has changed, gathered while the next step begins."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -47,23 +48,24 @@ def data_parallel(
     return wrapped
 
 
-def step_in_flight(
-    optimizer: MegatronOptimizer, chunks: list[DistributedDataParallel]
-) -> tuple[bool, float | None, int | None]:
-    """Returns as `optimizer.step()`, while parameters that other ranks have changed are on their way.
+Taken = tuple[bool, float | None, int | None]  # what Megatron's `optimizer.step` returns
+
+
+def step_in_flight(step: Callable[[], Taken], chunks: list[DistributedDataParallel]) -> Taken:
+    """Returns as `step`, an optimizer's, while parameters that other ranks have changed are on their way.
 
     Call it where a forward pass of the chunks comes next: that waits for each layer's parameters before the
-    layer. To look at parameters otherwise, call `optimizer.step()` itself.
+    layer. To look at parameters otherwise, call `step` itself.
     """
     settings = chunks[0].ddp_config
     if not settings.use_distributed_optimizer:
-        return optimizer.step()
+        return step()
     # Megatron's own hooks (0.19) wait before the module that has a parameter runs; some are used elsewhere,
     # such as the output layer's. They also start a bucket where it is used, and ranks must not differ in
     # that. So the setting is off when modules get hooks, and on for who gathers: without waiting, and we do.
     settings.overlap_param_gather = True
     try:
-        done = optimizer.step()
+        done = step()
         for chunk in chunks:
             for buckets in dict.fromkeys(each for _, needed in _first_uses(chunk) for each in needed):
                 buckets.start_param_sync()
@@ -73,17 +75,17 @@ def step_in_flight(
 
 
 @torch.no_grad()
-def step_if_finite(optimizer: MegatronOptimizer) -> float:
-    """The norm of the reduced gradients, after Megatron's step with them; if it is not finite, nothing has
-    changed but the gradients. `optimizer.step()` (0.19) takes the norm too late to refuse."""
+def step_if(optimizer: MegatronOptimizer, takes: Callable[[float], bool] = math.isfinite) -> Taken:
+    """Whether a step was taken with the reduced gradients, and their norm, by which `takes` decides; if not,
+    nothing has changed but the gradients. `optimizer.step()` (0.19) takes the norm too late to refuse."""
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if math.isfinite(norm):
+    if taken := takes(norm):
         for part in optimizer.chained_optimizers:
             if part.config.clip_grad > 0 and (params := part.get_parameters()):
                 clip_grads.clip_grad_by_total_norm_fp32(params, part.config.clip_grad, norm)
         optimizer.step_with_ready_grads()
-    return norm
+    return taken, norm, None
 
 
 def _first_uses(chunk: DistributedDataParallel) -> list[tuple[nn.Module, list[Buckets]]]:

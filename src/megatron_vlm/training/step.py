@@ -1,6 +1,8 @@
 """One optimizer step: forward and backward over the micro batches, one loss over all their trained tokens."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -13,7 +15,7 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.job.ranks import AnotherRankFailed
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
-from megatron_vlm.training.gradients import empty_gradients, finalize_gradients, step_in_flight
+from megatron_vlm.training.gradients import empty_gradients, finalize_gradients, step_if, step_in_flight
 from megatron_vlm.training.losses.tokens import Reports, StepLoss, token_losses
 
 
@@ -34,12 +36,14 @@ def train_step(
     figures: StepFigures | None = None,
     goes_on: bool = False,
     step_loss: StepLoss = token_losses,
+    trains: Callable[[float, float], bool] | None = None,
 ):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
     `figures` then tell of this step. `goes_on`: the next to use the parameters is a forward pass of the
     chunks; until then the shares of other ranks may be on their way (`step_in_flight`). If loss or norm
     are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights are then unusable.
+    `trains` says by both whether the weights change; it costs a wait for them before the update.
     """
     for chunk in chunks:
         empty_gradients(chunk)
@@ -48,11 +52,13 @@ def train_step(
     finalize_gradients(chunks, weight)
     if figures:
         figures.count(micro_batches, reports)
+    known = mean_loss(reports, figures) if trains else None
+    step = partial(step_if, optimizer, partial(trains, known[0])) if known else optimizer.step
     with record_function("optimizer"):
-        updated, grad_norm, _ = step_in_flight(optimizer, chunks) if goes_on else optimizer.step()
-    if updated:
+        updated, grad_norm, _ = step_in_flight(step, chunks) if goes_on else step()
+    if updated or known:
         scheduler.step(increment=1)
-    loss, tokens = mean_loss(reports, figures)
+    loss, tokens = known or mean_loss(reports, figures)
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0):
         what = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
         raise_not_finite(what, reports)

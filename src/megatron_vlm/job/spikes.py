@@ -1,0 +1,72 @@
+"""Steps whose loss or gradient norm is far above those before them, for `train.on_spike`.
+
+As in OLMo-core's SkipStepOptimizer (`optim/skip_step_optimizer.py`, its default values), a spike is more than
+SIGMAS standard deviations above the mean of the last WINDOW trained steps, once there are half as many. A
+checkpoint holds `Spikes.saved`, so a resumed run takes the same steps for spikes.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import fmean, stdev
+from typing import Any
+
+WINDOW = 128  # steps
+SIGMAS = 6
+MOST_IN_A_ROW = 10  # skipped steps, after which it is no spike but the model
+
+
+class Spikes:
+    """Judges each step once, in order, by its loss and gradient norm, which are the same on every rank.
+
+    `why` says why the last step is a spike, and is empty if it is none; `skipped`: it was not trained.
+    """
+
+    def __init__(self, on_spike: str | None, saved: Mapping[str, Any] | None = None):
+        self._on_spike = on_spike
+        saved = saved or {"before": [], "spikes": 0, "in_a_row": 0}
+        self._before = deque(map(tuple, saved["before"]), maxlen=WINDOW)
+        self.count, self._in_a_row = saved["spikes"], saved["in_a_row"]
+        self.why = ""
+        self.skipped = False
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        return {"before": [*self._before], "spikes": self.count, "in_a_row": self._in_a_row}
+
+    def trains(self, loss: float, norm: float) -> bool:
+        """Whether a step of this loss and gradient norm is to change the weights.
+
+        Raises ValueError for a spike with `on_spike` "stop", and with "skip" after MOST_IN_A_ROW of them.
+        """
+        self.why = "; ".join(self._high(("loss", "gradient norm"), (loss, norm)))
+        self.skipped = bool(self.why) and self._on_spike != "warn"
+        self.count += bool(self.why)
+        self._in_a_row = self._in_a_row + 1 if self.skipped else 0
+        if self.skipped and (self._on_spike == "stop" or self._in_a_row > MOST_IN_A_ROW):
+            before = f", as in the {MOST_IN_A_ROW} steps before, which were skipped" * (self._in_a_row > 1)
+            raise ValueError(
+                f"training: {self.why}{before}; the weights were not changed. Start again with a lower "
+                "optimizer.lr, or with train.on_spike=skip or without these samples."
+            )
+        if not self.skipped:
+            self._before.append((loss, norm))
+        return not self.skipped
+
+    def figures(self, of_step: Mapping[str, float]) -> dict[str, float]:
+        """The figures of the last step: those of its sources are left out if it was not trained."""
+        if self._on_spike is None:
+            return dict(of_step)
+        kept = {name: value for name, value in of_step.items() if not (self.skipped and "/" in name)}
+        return kept | {"spikes": self.count}
+
+    def _high(self, names: tuple[str, ...], values: tuple[float, ...]) -> list[str]:
+        if len(self._before) < WINDOW // 2:
+            return []
+        found = []
+        for name, value, before in zip(names, values, zip(*self._before, strict=True), strict=True):
+            mean, deviation = fmean(before), stdev(before)
+            if math.isfinite(value) and value > mean + SIGMAS * deviation:
+                said = f"{mean:.4g} ± {deviation:.2g} in the {len(before)} trained steps before"
+                found.append(f"the {name} is {value:.4g}, and was {said}")
+        return found
