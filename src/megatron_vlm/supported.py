@@ -19,6 +19,7 @@ from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import odd_fields, printable
 
 CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -105,7 +106,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     FileNotFoundError if there is none.
     """
     config = any_config(path)
-    if problem := _problem(config):
+    problem = _problem(config)
+    if not problem and config_file(path).with_name(ADAPTER_FILE).exists():
+        problem = f"Transformers would add the adapter of {ADAPTER_FILE} to the weights; merge or move it."
+    if problem:
         raise ConfigError(f"checkpoint {printable(path)}: {problem}")
     return config
 

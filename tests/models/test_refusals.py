@@ -138,6 +138,14 @@ def test_a_size_of_zero_or_less_is_refused_by_its_key(tmp_path, part, size):
         read_config(saved(tmp_path, {"model_type": "gemma3", section: {key: size}}))
 
 
+def test_an_adapter_that_transformers_would_add_is_refused(tmp_path):
+    folder = saved(tmp_path, QWEN)
+    assert read_config(folder) == QWEN
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="Transformers would add the adapter of adapter_config.json"):
+        read_config(folder)
+
+
 def test_a_folder_without_config_json_and_a_path_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json in this folder; give the folder of a"):
         read_config(tmp_path)
