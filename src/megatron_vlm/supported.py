@@ -19,11 +19,13 @@ from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import odd_fields, printable
 
 CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PARTS = ("text_config", "vision_config")
 SIZES = ("hidden_size", "num_attention_heads", "patch_size", "image_size", "mm_tokens_per_image")
+MOST_LAYERS = 10_000  # for each, Transformers' configs make an entry of a list
 HELD = {"model_type": str | None, "architectures": list[str] | None, **dict.fromkeys(PARTS, dict | None)}
 FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch from a repository of the hub
 
@@ -105,7 +107,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     FileNotFoundError if there is none.
     """
     config = any_config(path)
-    if problem := _problem(config):
+    problem = _problem(config)
+    if not problem and config_file(path).with_name(ADAPTER_FILE).exists():
+        problem = f"Transformers would add the adapter of {ADAPTER_FILE} to the weights; merge or move it."
+    if problem:
         raise ConfigError(f"checkpoint {printable(path)}: {problem}")
     return config
 
@@ -123,6 +128,9 @@ def any_config(path: str | Path) -> dict[str, Any]:
     parts = [config, *(part for name in PARTS if isinstance(part := config.get(name), dict))]
     for problem in chain.from_iterable(odd_fields(part, HELD, SIZES) for part in parts):
         raise ConfigError(f"{place}: {CONFIG_FILE}: {problem}; correct it or download it again.")
+    layers = [part.get(key) for part in parts for key in ("num_hidden_layers", "depth")]
+    if most := [number for number in layers if isinstance(number, int) and number > MOST_LAYERS]:
+        raise ConfigError(f"{place}: {CONFIG_FILE} has {most[0]} layers, over {MOST_LAYERS}; correct it.")
     return config
 
 

@@ -131,7 +131,11 @@ def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDi
                     f"{twin.file} are the same tensor of the model; remove one of them."
                 )
     scaled = {key: of for key in tensors if (of := _scaled(key, tensors))}
-    scales = {of: tensors[key] for key, of in scaled.items() if not key.endswith(tuple(UNREAD))}
+    scales: dict[str, OnDisk] = {}
+    for key, of in scaled.items():
+        if not key.endswith(tuple(UNREAD)) and scales.setdefault(of, tensors[key]) is not tensors[key]:
+            both = f"{printable(key)} and {printable(scales[of].key)}"
+            raise ConfigError(f"{printable(folder)}: {both} are scales of one tensor; remove one of them.")
     size = _block_size(folder) if scales else None
     return {key: _read(folder, tensors[key], scales.get(key), size) for key in tensors if key not in scaled}
 

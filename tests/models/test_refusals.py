@@ -138,6 +138,36 @@ def test_a_size_of_zero_or_less_is_refused_by_its_key(tmp_path, part, size):
         read_config(saved(tmp_path, {"model_type": "gemma3", section: {key: size}}))
 
 
+@pytest.mark.parametrize(("part", "key"), [("text_config", "num_hidden_layers"), ("vision_config", "depth")])
+def test_layers_that_would_take_all_memory_are_refused(tmp_path, part, key):
+    with pytest.raises(ConfigError, match="config.json has 1000000000 layers, over 10000; correct it"):
+        read_config(saved(tmp_path, {"model_type": "gemma4", part: {key: 10**9}}))
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [("gemma3", "mm_tokens_per_image", None), ("qwen3_5", "text_config.linear_num_key_heads", 0)],
+)
+def test_a_value_with_which_nothing_can_be_counted_is_refused_by_its_key(family, key, value):
+    from transformers import CONFIG_MAPPING
+
+    from megatron_vlm.models.families import describe
+
+    config = CONFIG_MAPPING[family]()
+    part = config.text_config if "." in key else config
+    setattr(part, key.rpartition(".")[2], value)
+    with pytest.raises(ValueError, match=rf"\n  {key} is (null|0); supported"):
+        describe(config)
+
+
+def test_an_adapter_that_transformers_would_add_is_refused(tmp_path):
+    folder = saved(tmp_path, QWEN)
+    assert read_config(folder) == QWEN
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="Transformers would add the adapter of adapter_config.json"):
+        read_config(folder)
+
+
 def test_a_folder_without_config_json_and_a_path_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json in this folder; give the folder of a"):
         read_config(tmp_path)

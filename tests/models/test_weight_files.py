@@ -182,6 +182,12 @@ def test_scales_are_read_by_their_type_and_name_as_transformers_does(tmp_path, n
         assert torch.equal(theirs, values.float() * exact.repeat_interleave(4, 0).repeat_interleave(4, 1))
 
 
+def test_two_scales_of_one_tensor_are_refused(tmp_path):
+    tensors = {KEY: fp8(4, 4), SCALE: torch.ones(()), KEY + "_scale": torch.ones(1) * 2}
+    with pytest.raises(ConfigError, match=f"{SCALE} and {KEY}_scale are scales of one tensor; remove one"):
+        _ = quantised(tmp_path, None, tensors).files
+
+
 def with_scale(scale: torch.Tensor, *shape: int) -> dict[str, torch.Tensor]:
     return {KEY: fp8(*shape), SCALE: scale}
 

@@ -253,3 +253,14 @@ def test_a_layout_that_does_not_divide_the_model_is_refused_before_the_ranks_sta
     settings = {"model.hf_path": str(checkpoint), "run_dir": "run", "parallel.tp": 3}
     with pytest.raises(ConfigError, match="tp = 3 does not divide the model's 4 attention heads; change tp"):
         validate_paths(apply_overrides(RunConfig(), settings), needs_data=False)
+
+
+@pytest.mark.parametrize("command", ["nothere --x", "./nothere", " nothere"])
+def test_a_command_that_the_shell_does_not_know_is_named(tmp_path, checkpoint, command):
+    config = apply_overrides(RunConfig(), [f"model.hf_path={checkpoint}", f"run_dir={tmp_path / 'run'}"])
+    for known in ("true x", "cd /tmp && nothere", "A=1 nothere", "/bin/sh x.sh", "if true; then a; fi"):
+        config.train.on_export = known
+        validate_paths(config, needs_data=False)
+    config.train.on_export = command
+    with pytest.raises(ConfigError, match=f"train.on_export: sh knows no {command.split()[0]}; correct it"):
+        validate_paths(config, needs_data=False)

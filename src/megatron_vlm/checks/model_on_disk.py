@@ -18,7 +18,7 @@ from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.data.on_disk.paths import ROWS
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
-from megatron_vlm.supported import WEIGHT_FILE, read_config
+from megatron_vlm.supported import ADAPTER_FILE, WEIGHT_FILE, read_config
 from megatron_vlm.weight_files import description_problems, has_weights, tensors_of, weight_files
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -41,7 +41,7 @@ def kind_of(path: Path) -> str | None:
         return "a dataset saved by `datasets`"
     if (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "batches").is_dir()):
         return RUN
-    if (path / "adapter_config.json").is_file():
+    if (path / ADAPTER_FILE).is_file():
         return ADAPTER
     if (path / "config.json").is_file():
         return "a Hugging Face checkpoint"
@@ -167,11 +167,11 @@ def start_problems(start: str) -> Iterator[str]:
     shown = f"adapter.start: {printable(start)}"
     if not path.exists():
         yield f"{shown} does not exist; give a folder that peft wrote."
-    elif not (path / "adapter_config.json").is_file():
+    elif not (path / ADAPTER_FILE).is_file():
         remedy = "give a folder that peft wrote"
         if kind_of(path) == RUN:
             remedy = f"export it first: megatron-vlm export {printable(start)} OUTPUT --adapter"
-        yield f"{shown} is {kind_of(path) or 'something'} without adapter_config.json; {remedy}."
+        yield f"{shown} is {kind_of(path) or 'something'} without {ADAPTER_FILE}; {remedy}."
     else:
         try:
             settled(AdapterConfig(start=start))

@@ -1,5 +1,7 @@
 """Checks what a configuration names on disk, before anything heavy starts: every problem, a line each."""
 
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,12 @@ def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int |
         problems += [] if problems else too_few_records(data, ranks)
         problems += record_problems(config)
     problems += run_dir_problems(config.run_dir)
+    word = re.match(r"\s*([\w./-]+)(\s|$)", config.train.on_export or "")
+    if (
+        word
+        and subprocess.run(["sh", "-c", 'command -v "$1"', "", word[1]], stdout=subprocess.DEVNULL).returncode
+    ):
+        problems.append(f"train.on_export: sh knows no {word[1]}; correct it, or give its whole path.")
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -52,5 +52,8 @@ class MiniCPMV47(minicpmv4_6.MiniCPMV46):
             grids = {"target_sizes": visual.image_grid_thw, "target_sizes_videos": visual.video_grid_thw}
             sizes = {name: grid[:, 1:] for name, grid in grids.items() if grid is not None}
         kinds_T = self.visual_kinds(input_ids_T)
-        positions, _ = Canvas(self.hf_config).get_rope_index(input_ids_T[None], kinds_T[None], **sizes)
+        try:
+            positions, _ = Canvas(self.hf_config).get_rope_index(input_ids_T[None], kinds_T[None], **sizes)
+        except (RuntimeError, StopIteration) as error:
+            raise ValueError("markers of slices do not stand as the processor sets them.") from error
         return positions[:, 0]

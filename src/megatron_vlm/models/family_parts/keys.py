@@ -22,7 +22,14 @@ class Values:
     """The supported values of a key: in words, and as a test of (value, the key's section of the config)."""
 
     words: str
-    holds: Callable[[Any, Any], bool]
+    test: Callable[[Any, Any], bool]
+
+    def holds(self, value: Any, section: Any) -> bool:
+        """Whether the value is supported; none is that has no length, or divides nothing, where it must."""
+        try:
+            return self.test(value, section)
+        except (TypeError, ArithmeticError, LookupError, AttributeError):
+            return False
 
 
 @dataclass(frozen=True)
