@@ -8,15 +8,12 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig
 from megatron_vlm.evaluation.in_training import Evaluations
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.job.best import Best
 from megatron_vlm.job.failures import closing
-from megatron_vlm.job.spikes import Spikes
-from megatron_vlm.messages import listed, printable
 from megatron_vlm.models.adapters.files import notes_of_start
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
@@ -25,7 +22,7 @@ from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
 from megatron_vlm.report.live import open_log
 from megatron_vlm.run_folder.adapter_start import begun
-from megatron_vlm.run_folder.batch_log import how_to_look, keys_of, naming_samples
+from megatron_vlm.run_folder.batch_log import how_to_look, keys_of, named, naming_samples
 from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
@@ -60,8 +57,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     best = Best(config.train, saved.extra.get("best"))
     feed.milestones = feed.milestones.heeding(best, saved.step)
     feed.resume(checkpoint.load_latest(config.run_dir, model, optimizer, scheduler))
-    figures = StepFigures(config, description, model, feed.sources)
-    spikes = Spikes(config.train.on_spike, saved.extra.get("spikes"))
+    figures = StepFigures(config, description, model, feed.sources, saved.extra.get("spikes"))
     first = saved.step + 1
     log = open_log(asked_for, feed.milestones.steps, first, setup.is_first_rank(), saved.extra, callbacks)
     for message in chain(notes_of_start(config), feed.notes()):
@@ -69,7 +65,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
     evaluations = Evaluations(config, source, model, step_loss, best)
     exports = Exports(config, source, model, log)
-    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, spikes, evaluations, log, writer)
+    run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, evaluations, log, writer)
     profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
     with closing(writer, exports, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
         exports.after(saved.step, feed.milestones, replace=False)  # a kill may have come before
@@ -112,7 +108,6 @@ class Run:
     scheduler: Any
     step_loss: StepLoss
     figures: StepFigures
-    spikes: Spikes
     evaluations: Evaluations
     log: RunLogger
     writer: checkpoint.CheckpointWriter
@@ -134,43 +129,30 @@ class Run:
                 step_loss=self.step_loss,
                 figures=self.figures,
                 goes_on=self.feed.milestones.goes_on_after(step),
-                trains=self.spikes.trains if self.config.train.on_spike else None,
             )
         watchdog.beat(step=step)
-        if self.spikes.why:
-            self.tell_of_spike(step, micro_batches)
+        if spike := self.figures.spikes.why:
+            keys = chain(*setup.from_all_ranks(keys_of(micro_batches)))
+            self.log.message(f"step {step}: {spike}; {named(keys)}; {how_to_look(self.config.run_dir, step)}")
         seconds = time.monotonic() - began
-        figures = self.figures.of_step(seconds, waited)
         self.log.log_step(
             step,
             loss=loss,
             lr=rates.pop("lr"),
             grad_norm=grad_norm,
-            trained_tokens=0 if self.spikes.skipped else tokens,
+            trained_tokens=tokens,
             seconds=seconds,
             dropped=self.feed.dropped_everywhere(),
-            figures=self.spikes.figures(figures) | self.feed.epoch_after(step) | rates,
+            figures=self.figures.of_step(seconds, waited) | self.feed.epoch_after(step) | rates,
         )
         if self.figures.asked_to_stop:
             self.feed.milestones = self.feed.milestones.stopping_soon(step)
 
-    def tell_of_spike(self, step: int, micro_batches: list[Batch]) -> None:
-        """Says what was done, and with which samples of all ranks. Collective."""
-        keys = dict.fromkeys(chain(*setup.from_all_ranks(keys_of(micro_batches))))
-        done = "not trained" if self.spikes.skipped else "trained"
-        samples = f"its {len(keys)} samples, {done}, are {listed([*map(printable, keys)])}"
-        look = how_to_look(self.config.run_dir, step)
-        self.log.message(f"step {step}: {self.spikes.why}; {samples}; {look}")
-
     def save(self, step: int, rated: float | None) -> None:
         """Write a checkpoint of a step, and the pictures of the run so far."""
-        extra = {**self.log.totals, "rows": self.feed.rows_after(step)}
-        extra |= {
-            "rated": rated,
-            "best": self.evaluations.best.saved,
-            "spikes": self.spikes.saved,
-            "dropped": self.feed.dropped_by_reason(),
-        }
+        extra = {**self.log.totals, "rows": self.feed.rows_after(step), "rated": rated}
+        extra |= {"best": self.evaluations.best.saved, "spikes": self.figures.spikes.saved}
+        extra |= {"dropped": self.feed.dropped_by_reason()}
         self.writer.save(step, self.feed.state(), extra)
         self.log.save(step)
 

@@ -53,7 +53,7 @@ def every_case(folder: str, processes: int) -> dict[str, dict[str, Any]]:
         case = saved_cases.read(f"{folder}/{family}.pt")
         run = run_of(f"{folder}/{family}", layout, **settings)
         found[name] = {"waiting": trained(run, case, False), "in flight": trained(run, case, True)}
-        found[name]["judged"] = trained(run, case, True, trains=lambda loss, norm: True)
+        found[name]["judged"] = trained(run, case, True, judged=True)
         gradients.Buckets.start_param_sync = partialmethod(late, start)
         found[name]["late"] = trained(run, case, True)
         gradients.Buckets.start_param_sync = start
@@ -67,9 +67,10 @@ def run_of(path: str, layout: ParallelConfig, adapter: AdapterConfig | None = No
     return run
 
 
-def trained(config: RunConfig, case: dict, goes_on: bool, trains: Callable | None = None) -> dict[str, Any]:
+def trained(config: RunConfig, case: dict, goes_on: bool, judged: bool = False) -> dict[str, Any]:
     """Losses of the steps, before the last that of a forward pass alone, and a digest of what came out.
     `on their way` are buckets that had not arrived when the last layer of this rank began."""
+    from megatron_vlm.training.figures import StepFigures
     from megatron_vlm.training.losses.tokens import token_losses
     from megatron_vlm.training.step import mean_loss, train_step
 
@@ -80,11 +81,11 @@ def trained(config: RunConfig, case: dict, goes_on: bool, trains: Callable | Non
         found["on their way"] += sum(each.param_gather_handle is not None for each in groups)
 
     run.chunks[-1].language_model.decoder.layers[-1].register_forward_pre_hook(count, prepend=True)
+    config.train.on_spike = "skip" if judged else None
+    figures = StepFigures(config, run.source.description, run.chunks)
     parts, mine = (run.model, run.optimizer, run.scheduler), run.micro_batches(case)
     for step in range(STEPS):
-        found["losses"].append(
-            train_step(*parts, mine, goes_on=goes_on and step < STEPS - 1, trains=trains)[0]
-        )
+        found["losses"].append(train_step(*parts, mine, figures, goes_on and step < STEPS - 1)[0])
         if step == STEPS - 2:
             found["losses"].append(mean_loss(token_losses(run.model, mine, forward_only=True)[0])[0])
     assert all(each.param_gather_handle is None for each in groups)

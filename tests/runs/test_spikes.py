@@ -129,6 +129,6 @@ def test_a_skipped_step_changes_no_weight_and_a_resumed_run_skips_the_same(tiny_
     for step in skipped:
         assert alike(tmp_path / "skip", step)
         assert skip[step - 1]["trained_tokens"] == skip[step - 2]["trained_tokens"]
-        line = re.search(rf"step {step}: the .*; its 2 samples, not trained, are .*", said)[0]
+        line = re.search(rf"step {step}: the .*; not trained; samples .*", said)[0]
         assert line.endswith(f"megatron-vlm replay {tmp_path}/skip --step {step} --output page.html")
     assert not alike(tmp_path / "skip", next(step for step in range(2, STEPS + 1) if step not in skipped))

@@ -32,10 +32,8 @@ def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int |
         problems += record_problems(config)
     problems += run_dir_problems(config.run_dir)
     word = re.match(r"\s*([\w./-]+)(\s|$)", config.train.on_export or "")
-    if (
-        word
-        and subprocess.run(["sh", "-c", 'command -v "$1"', "", word[1]], stdout=subprocess.DEVNULL).returncode
-    ):
+    known = ["sh", "-c", 'command -v "$1"', "", word[1]] if word else ["true"]
+    if subprocess.run(known, stdout=subprocess.DEVNULL).returncode:
         problems.append(f"train.on_export: sh knows no {word[1]}; correct it, or give its whole path.")
     if problems:
         raise ConfigError("\n".join(problems))

@@ -7,7 +7,7 @@ checkpoint holds `Spikes.saved`, so a resumed run takes the same steps for spike
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import fmean, stdev
 from typing import Any
 
@@ -24,9 +24,11 @@ class Spikes:
 
     def __init__(self, on_spike: str | None, saved: Mapping[str, Any] | None = None):
         self._on_spike = on_spike
+        self.judges = on_spike is not None
         saved = saved or {"before": [], "spikes": 0, "in_a_row": 0}
         self._before = deque(map(tuple, saved["before"]), maxlen=WINDOW)
-        self.count, self._in_a_row = saved["spikes"], saved["in_a_row"]
+        self.count = saved["spikes"]
+        self._in_a_row = saved["in_a_row"]
         self.why = ""
         self.skipped = False
 
@@ -39,34 +41,33 @@ class Spikes:
 
         Raises ValueError for a spike with `on_spike` "stop", and with "skip" after MOST_IN_A_ROW of them.
         """
-        self.why = "; ".join(self._high(("loss", "gradient norm"), (loss, norm)))
-        self.skipped = bool(self.why) and self._on_spike != "warn"
+        high = [*self._high(("loss", "gradient norm"), (loss, norm))]
+        self.skipped = bool(high) and self._on_spike != "warn"
+        self.why = "; ".join([*high, "not trained" if self.skipped else "trained"]) if high else ""
         self.count += bool(self.why)
         self._in_a_row = self._in_a_row + 1 if self.skipped else 0
         if self.skipped and (self._on_spike == "stop" or self._in_a_row > MOST_IN_A_ROW):
             before = f", as in the {MOST_IN_A_ROW} steps before, which were skipped" * (self._in_a_row > 1)
             raise ValueError(
-                f"training: {self.why}{before}; the weights were not changed. Start again with a lower "
-                "optimizer.lr, or with train.on_spike=skip or without these samples."
+                f"training: {'; '.join(high)}{before}; the weights were not changed. Start again with a "
+                "lower optimizer.lr, or with train.on_spike=skip or without these samples."
             )
         if not self.skipped:
             self._before.append((loss, norm))
         return not self.skipped
 
     def figures(self, of_step: Mapping[str, float]) -> dict[str, float]:
-        """The figures of the last step: those of its sources are left out if it was not trained."""
-        if self._on_spike is None:
+        """The figures of the last step, without the sums of its sources if it was not trained."""
+        if not self.judges:
             return dict(of_step)
         kept = {name: value for name, value in of_step.items() if not (self.skipped and "/" in name)}
         return kept | {"spikes": self.count}
 
-    def _high(self, names: tuple[str, ...], values: tuple[float, ...]) -> list[str]:
+    def _high(self, names: tuple[str, ...], values: tuple[float, ...]) -> Iterator[str]:
         if len(self._before) < WINDOW // 2:
-            return []
-        found = []
+            return
         for name, value, before in zip(names, values, zip(*self._before, strict=True), strict=True):
-            mean, deviation = fmean(before), stdev(before)
-            if math.isfinite(value) and value > mean + SIGMAS * deviation:
-                said = f"{mean:.4g} ± {deviation:.2g} in the {len(before)} trained steps before"
-                found.append(f"the {name} is {value:.4g}, and was {said}")
-        return found
+            most = fmean(before) + SIGMAS * stdev(before)
+            if math.isfinite(value) and value > most:
+                usual = f"{fmean(before):.4g} ± {stdev(before):.2g} in the {len(before)} trained steps before"
+                yield f"the {name} is {value:.4g}, and was {usual}"

@@ -5,7 +5,7 @@ R is the data-parallel rank. A line holds `step`, `micro_batch`, `keys` (of each
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,18 @@ def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str,
 
 def _describe(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> str:
     keys = keys_of(micro_batches)
-    here = f", on this rank with samples {listed([*map(printable, keys)])}" if keys else ""
+    here = f", on this rank with {named(keys)}" if keys else ""
     return f"step {step}{here}; {how_to_look(run_dir, step)}"
 
 
 def keys_of(micro_batches: list[dict[str, Any]]) -> list[str]:
     """The keys of all samples in these micro batches."""
     return [key for batch in micro_batches for row in batch["__key__"] for key in row]
+
+
+def named(keys: Iterable[str]) -> str:
+    """The keys of samples, each once, as messages have them."""
+    return f"samples {listed([*map(printable, dict.fromkeys(keys))])}"
 
 
 def how_to_look(run_dir: str | Path, step: int) -> str:

@@ -2,7 +2,8 @@
 
 import re
 import resource
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import distributed as dist
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
 from megatron_vlm.job import stops
+from megatron_vlm.job.spikes import Spikes
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.models.work.step_work import StepWork, Work
@@ -59,10 +61,12 @@ class StepFigures:
         description: Description,
         chunks: list[torch.nn.Module],
         sources: Sequence[str] = (),
+        spikes: Mapping[str, Any] | None = None,
     ):
         self._work = StepWork(config, description) if counts_data() else None
         self._by_source = BySource(sources, objective_of(config).figures)
         self._done = Work(0, 0, 0, 0)
+        self.spikes = Spikes(config.train.on_spike, spikes)  # as a checkpoint has them
         self.sums: list[float] = []  # over all ranks, of what `of_this_rank` returned
         self.asked_to_stop: list[str] = []  # the ways in which any rank was, up to the last step
         on_gpu = setup.device().type == "cuda"
@@ -109,7 +113,7 @@ class StepFigures:
             **_balance(experts.reshape(self._expert_tokens.shape)),
             **self._by_source.figures(by_source),
         }
-        return {name: value for name, value in figures.items() if value is not None}
+        return self.spikes.figures({name: value for name, value in figures.items() if value is not None})
 
 
 def counts_data() -> bool:

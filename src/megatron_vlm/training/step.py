@@ -1,7 +1,6 @@
 """One optimizer step: forward and backward over the micro batches, one loss over all their trained tokens."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
@@ -36,14 +35,13 @@ def train_step(
     figures: StepFigures | None = None,
     goes_on: bool = False,
     step_loss: StepLoss = token_losses,
-    trains: Callable[[float, float], bool] | None = None,
 ):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
     `figures` then tell of this step. `goes_on`: the next to use the parameters is a forward pass of the
     chunks; until then the shares of other ranks may be on their way (`step_in_flight`). If loss or norm
     are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights are then unusable.
-    `trains` says by both whether the weights change; it costs a wait for them before the update.
+    Spikes that the figures judge change no weights, and train no tokens (`job.spikes`).
     """
     for chunk in chunks:
         empty_gradients(chunk)
@@ -52,8 +50,11 @@ def train_step(
     finalize_gradients(chunks, weight)
     if figures:
         figures.count(micro_batches, reports)
-    known = mean_loss(reports, figures) if trains else None
-    step = partial(step_if, optimizer, partial(trains, known[0])) if known else optimizer.step
+    known = None
+    step = optimizer.step
+    if figures and figures.spikes.judges:
+        known = mean_loss(reports, figures)  # before the update, for which all then wait
+        step = partial(step_if, optimizer, partial(figures.spikes.trains, known[0]))
     with record_function("optimizer"):
         updated, grad_norm, _ = step_in_flight(step, chunks) if goes_on else step()
     if updated or known:
@@ -62,7 +63,7 @@ def train_step(
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0):
         what = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
         raise_not_finite(what, reports)
-    return loss, tokens, grad_norm
+    return loss, 0 if figures and figures.spikes.skipped else tokens, grad_norm
 
 
 def mean_loss(reports: Reports, figures: StepFigures | None = None) -> tuple[float, int]:
