@@ -30,20 +30,16 @@ of these forms, a list of images, or `{"frames": [images]}` with such a list and
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample, audio, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample, audio, cook_chatml_sample, parsed
 from megatron_vlm.data.conversation.limits import LIMITS, limits_beside, named_limits
 from megatron_vlm.data.conversation.turns import DOCUMENT, sole
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk import fields
+from megatron_vlm.data.on_disk.named import in_order
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 TIMES = ("fps", "timestamps")  # of a video's frames
-BESIDE = (
-    "system",
-    "tools",
-    "objects",
-    *(f"{kind}_limits" for kind in LIMITS),
-)  # what else a conversation has
+BESIDE = ("system", "tools", "objects", *(f"{kind}_limits" for kind in LIMITS))  # what else is read
 
 
 def normalise(record: dict) -> tuple[dict, dict[str, list]]:
@@ -64,11 +60,15 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
     beside = {key: record[key] for key in BESIDE if record.get(key) is not None}
     for kind, items in media.items():
         beside |= limits_beside(kind, items)
-    in_parts: dict[str, list] = {kind: [] for kind in fields.MEDIA}
+    in_parts: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in fields.MEDIA}
     conversation = {name or "messages": _without_media(turns, in_parts)}
     if rejected:
         conversation[fields.REJECTED_TURNS] = _without_media(rejected, {})
-    return conversation | beside, {kind: media[kind] or in_parts[kind] for kind in fields.MEDIA}
+    for kind, parts in in_parts.items():
+        if not in_order(media[kind], parts):
+            raise BadSample("bad_conversation", f"its {kind}s and its parts name others, or in another order")
+        media[kind] = media[kind] or [medium for medium, _ in parts if medium is not None]
+    return conversation | beside, media
 
 
 def read_record(record: dict, root: Path) -> tuple[dict, list[bytes], list[bytes | dict]]:
@@ -86,7 +86,7 @@ def _listed(media: Any) -> list:
 
 
 def _without_media(turns: Any, media: dict[str, list]) -> Any:
-    """The turns, whose parts only say where media are; media that parts name are added to `media`."""
+    """The turns, whose parts only say where media are; what each of these parts names is added to `media`."""
     if not isinstance(turns, list):
         return turns
     return [
@@ -108,8 +108,7 @@ def _place(part: Any, media: dict[str, list]) -> Any:
         medium = medium.get("url", medium)
     if kind == "video" and isinstance(medium, list):
         medium = {"frames": medium} | {time: part[time] for time in TIMES if part.get(time) is not None}
-    if medium is not None:
-        media.setdefault(kind, []).append(medium)
+    media.setdefault(kind, []).append((medium, part.get("index")))
     return {"type": name} | named_limits(kind, part | medium if isinstance(medium, dict) else part)
 
 
@@ -129,9 +128,7 @@ def _file_bytes(media: Any, root: Path) -> bytes:
     if isinstance(media, bytes):
         return media
     if not isinstance(media, str):
-        raise BadSample(
-            "missing_media", f"a media item is a path or encoded bytes, this is {type(media).__name__}"
-        )
+        raise BadSample("missing_media", f"a medium is a path or encoded bytes, not {type(media).__name__}")
     return read_media(media, root)
 
 
@@ -154,7 +151,7 @@ def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
 
     `name` is where the record has turns. Raises BadSample if it has none in any layout.
     """
-    turns = record[name] if name else None
+    turns = parsed(record[name]) if name else None
     prompt = turns if isinstance(turns, list) else None
     chosen, rejected = record.get(fields.CHOSEN), record.get(fields.REJECTED)
     reply = record.get(fields.REJECTED_REPLY)
@@ -169,7 +166,7 @@ def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
     turns = turns or _plain_turns(record)
     if reply is not None and isinstance(turns, list):
         return turns, turns[:-1] + _turns(reply, "assistant")
-    return turns, record.get(fields.REJECTED_TURNS)
+    return turns, parsed(record.get(fields.REJECTED_TURNS))
 
 
 def _same_turns(one: Any, other: Any) -> bool:
