@@ -154,8 +154,8 @@ def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[
     """The messages with exactly one part per media item.
 
     If users' text holds the placeholder of another model exactly as often as there are media, it is theirs;
-    so are those of tools, if all are as many. LLaVA and ShareGPT data often hold images and no placeholder at
-    all: these go before the first user's text. Raises BadSample `placeholder_mismatch` in any other case.
+    so are placeholders in the text of tools, if all are as many. Many datasets hold images and no placeholder
+    at all: these go before the first user's text. Raises BadSample `placeholder_mismatch` in any other case.
     """
     missing: list[dict] = []
     for kind, count in (("image", images), ("video", videos)):
