@@ -285,6 +285,26 @@ def test_a_folder_names_the_file_that_cannot_be_read(tmp_path, name, content, sa
         list(stream.records(0))
 
 
+@pytest.mark.parametrize(
+    "card, said",
+    [
+        ("chunksize: 0", "cannot be read"),
+        ("chunksize: 99999999999999999999", "cannot be read .cannot fit 'int'"),
+        (
+            "version: 1.0.0\n- config_name: y\n  data_files: a.jsonl",
+            r"has several subsets, \['x', 'y'\]; give OWNER",
+        ),
+    ],
+)
+def test_what_a_card_says_of_its_folder_ends_in_words(tmp_path, card, said):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/a.jsonl").write_bytes(UTF_8)
+    settings = f"configs:\n- config_name: x\n  data_files: a.jsonl\n  {card}\n"
+    (tmp_path / "folder/README.md").write_text(f"---\n{settings}---\n")
+    with pytest.raises(ValueError, match=f"folder: {said}"):
+        open_table(tmp_path / "folder")
+
+
 def test_a_record_alone_in_its_file_is_no_wrapper(tmp_path):
     for row in (
         {"texts": [{"user": "q", "assistant": "a"}]},

@@ -1,5 +1,6 @@
 """Names the file of a dataset that `datasets` cannot read, and what to do with it."""
 
+import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from megatron_vlm.signatures import FileKind, what_file
 
 # What `datasets` raises on a damaged file
 FAILURES = (DatasetsError, pa.ArrowException, OSError, LookupError, TypeError, AttributeError)
-FAILURES += (*DAMAGED, tarfile.TarError)
+FAILURES += (*DAMAGED, tarfile.TarError, ArithmeticError, StopIteration)
+SUBSETS = re.compile(r"(?s)Config name is missing.*?available configs: (.*?)\n")
 READ = (".arrow", ".parquet", ".json", ".jsonl", ".csv", ".tsv", ".gz", ".zst")  # what `datasets` may read
 
 
@@ -33,6 +35,9 @@ def naming_the_damaged(path: str | Path) -> Iterator[None]:
     try:
         yield
     except FAILURES as error:
+        if found := SUBSETS.search(f"{error}\n"):
+            remedy = "give OWNER/NAME:SUBSET, or a meta file that names one as `subset`"
+            raise damaged(path, f"has several subsets, {printable(found[1])}", remedy) from error
         named, why = _first_unreadable(Path(path)) or (path, error)
         if isinstance(why, FileKind):
             raise damaged(named, f"is {why.what}", why.remedy) from error
