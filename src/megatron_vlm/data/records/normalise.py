@@ -47,8 +47,7 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
 
     The conversation has turns, under their own name, and where there are any, `rejected_messages`, `system`,
     `tools`, `objects` and the limits of media. Its parts say where media are; the media are, for `image` and
-    `video`, what the record names, in order. Raises BadSample for a record without turns in any known layout,
-    and for two names of one field that differ.
+    `video`, what the record names, in order. Raises BadSample for no known turns, and for names that differ.
     """
     media = {kind: _listed(record.get(sole(record, names))) for kind, names in fields.MEDIA.items()}
     name = named_turns(record)
@@ -87,6 +86,7 @@ def _listed(media: Any) -> list:
 
 def _without_media(turns: Any, media: dict[str, list]) -> Any:
     """The turns, whose parts only say where media are; what each of these parts names is added to `media`."""
+    turns = parsed(turns) if isinstance(turns, str) and turns.lstrip()[:1] == "[" else turns
     if not isinstance(turns, list):
         return turns
     return [
@@ -151,7 +151,7 @@ def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
 
     `name` is where the record has turns. Raises BadSample if it has none in any layout.
     """
-    turns = parsed(record[name]) if name else None
+    turns = record[name] if name else None
     prompt = turns if isinstance(turns, list) else None
     chosen, rejected = record.get(fields.CHOSEN), record.get(fields.REJECTED)
     reply = record.get(fields.REJECTED_REPLY)
@@ -166,7 +166,7 @@ def chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
     turns = turns or _plain_turns(record)
     if reply is not None and isinstance(turns, list):
         return turns, turns[:-1] + _turns(reply, "assistant")
-    return turns, parsed(record.get(fields.REJECTED_TURNS))
+    return turns, record.get(fields.REJECTED_TURNS)
 
 
 def _same_turns(one: Any, other: Any) -> bool:
@@ -206,9 +206,7 @@ def _turns(given: Any, role: str) -> list:
     if isinstance(given, dict):
         return [given]
     if not isinstance(given, list):
-        raise BadSample(
-            "bad_preference", f"an answer or a prompt is {type(given).__name__}, no text or turns"
-        )
+        raise BadSample("bad_preference", f"an answer or prompt is {type(given).__name__}, no text or turns")
     return given
 
 
