@@ -16,13 +16,14 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from megatron_vlm.data.on_disk.descriptions import damaged, read_mapping
 from megatron_vlm.data.on_disk.plain import plain_file, table_of
-from megatron_vlm.data.records.unreadable import FAILURES, READ, naming_the_damaged, reason
+from megatron_vlm.data.records.unreadable import FAILURES, READ, check_rows, naming_the_damaged, reason
 from megatron_vlm.files import check_file
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.signatures import what_file
 
 MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
+READERS = ("json", "csv", "parquet", "arrow")  # of `datasets`, for files of rows
 ROWS_AT_ONCE = 10_000  # rows read at a time for the digest
 OWN_FILES = "put the data into the dataset's folder, or give its own path"
 
@@ -171,6 +172,8 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
     for file in files:
         if local.is_dir():
             _check_inside(local, file, file)
+            if builder.name in READERS and os.path.isfile(file):
+                check_rows(Path(file))
         elif not local.exists() and not file.startswith(("hf://", datasets.config.HF_ENDPOINT)):
             raise damaged(path, f"names the data file {printable(file)}, which is not on the hub", OWN_FILES)
     if local.is_dir() and builder.name == "csv" and builder.info.features is None:

@@ -16,7 +16,7 @@ from megatron_vlm.data.on_disk.lines import records_in
 from megatron_vlm.data.on_disk.plain import DAMAGED, PACKED, TABULAR
 from megatron_vlm.files import open_file, read_file
 from megatron_vlm.messages import printable
-from megatron_vlm.signatures import FileKind, what_file
+from megatron_vlm.signatures import what_file
 
 # What `datasets` raises on a damaged file
 FAILURES = (DatasetsError, pa.ArrowException, OSError, LookupError, TypeError, AttributeError)
@@ -39,19 +39,25 @@ def naming_the_damaged(path: str | Path) -> Iterator[None]:
             remedy = "give OWNER/NAME:SUBSET, or a meta file that names one as `subset`"
             raise damaged(path, f"has several subsets, {printable(found[1])}", remedy) from error
         named, why = _first_unreadable(Path(path)) or (path, error)
-        if isinstance(why, FileKind):
-            raise damaged(named, f"is {why.what}", why.remedy) from error
         remedy = "write it without" if isinstance(why, UnreadColumn) else RESTORE
         raise damaged(named, f"cannot be read ({reason(why)})", remedy) from error
 
 
-def _first_unreadable(path: Path) -> tuple[Path, Exception | FileKind] | None:
+def check_rows(file: Path) -> None:
+    """Raises ValueError for a file that is none of rows by its first bytes; a text may be empty."""
+    known = what_file(file)
+    empty = () if file.suffix[1:] in TABULAR else ("empty",)
+    if known is not None and known.name not in (*TABULAR, *PACKED, *empty):
+        raise damaged(file, f"is {known.what}", known.remedy)
+
+
+def _first_unreadable(path: Path) -> tuple[Path, Exception] | None:
+    """The first file that is damaged, and why. Raises as `check_rows`."""
     for file in [path, *sorted(path.rglob("*"))]:
         if not (file.is_file() and (file == path or file.suffix in READ)):
             continue
+        check_rows(file)
         known = what_file(file)
-        if known is not None and known.name not in (*TABULAR, *PACKED):
-            return file, known
         try:
             _read(file, known.name if known else file.suffix[1:])
         except (pa.ArrowException, OSError, *DAMAGED) as error:
