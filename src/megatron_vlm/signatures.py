@@ -52,9 +52,9 @@ PICKLE = FileKind(
 SAFETENSORS = FileKind("safetensors", "a safetensors file", _WEIGHTS)
 EMPTY = FileKind("empty", "an empty file", "download or write it again")
 ZEROS = FileKind("zeros", "a file that begins with zeros alone", "download it again: the download was cut")
-UTF16, UTF16_LE, UTF16_BE = (
-    FileKind(encoding, "text in UTF-16", "save it as UTF-8")
-    for encoding in ("utf-16", "utf-16-le", "utf-16-be")
+UTF32, UTF16, UTF16_LE, UTF16_BE = (
+    FileKind(encoding, f"text in {encoding[:6].upper()}", "save it as UTF-8")
+    for encoding in ("utf-32", "utf-16", "utf-16-le", "utf-16-be")
 )
 OTHER_TEXT = FileKind(
     "text", "text that is not in UTF-8", "run `iconv -f cp1252 -t utf-8` on it, if it is in latin-1"
@@ -108,6 +108,7 @@ SIGNATURES = {  # the first bytes of each kind; `.` stands for any byte
     b"GGUF": FileKind("gguf", "a GGUF file of llama.cpp", _WEIGHTS),
     **{bytes([0x80, protocol]): PICKLE for protocol in range(2, 6)},
     b".......\0{": SAFETENSORS,
+    **dict.fromkeys((b"\xff\xfe\0\0", b"\0\0\xfe\xff"), UTF32),
     b"\xff\xfe": UTF16,
     b"\xfe\xff": UTF16,
 }

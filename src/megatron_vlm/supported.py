@@ -17,6 +17,7 @@ from megatron_vlm import hub
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import odd_fields, printable
+from megatron_vlm.signatures import what_file
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
@@ -122,7 +123,8 @@ def any_config(path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: {CONFIG_FILE} is not JSON ({error}); download it again.") from error
+        known = what_file(file) or f"not JSON ({error}); download it again"
+        raise ConfigError(f"{place}: {CONFIG_FILE} is {known}.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{place}: {CONFIG_FILE} is not a JSON object; download it again.")
     parts = [config, *(part for name in PARTS if isinstance(part := config.get(name), dict))]

@@ -132,7 +132,7 @@ class Run:
             )
         watchdog.beat(step=step)
         if spike := self.figures.spikes.why:
-            keys = chain(*setup.from_all_ranks(keys_of(micro_batches)))
+            keys = dict.fromkeys(chain(*setup.from_all_ranks(keys_of(micro_batches))))
             self.log.message(f"step {step}: {spike}; {named(keys)}; {how_to_look(self.config.run_dir, step)}")
         seconds = time.monotonic() - began
         self.log.log_step(

@@ -173,6 +173,13 @@ def test_images_without_placeholder_go_before_the_first_user_text():
     assert place_media(messages, images=2)[1]["content"] == [IMAGE, IMAGE, text("What?")]
 
 
+def test_placeholders_in_the_text_of_tools_are_media_if_they_are_as_many():
+    turns = [("user", "<image>q"), ("assistant", "a"), ("tool", "seen: <image>"), ("assistant", "b")]
+    messages = cook_chatml_sample([{"role": role, "content": said} for role, said in turns])[0]
+    assert place_media(messages, images=2)[2]["content"] == [text("seen: "), IMAGE]
+    assert place_media(messages, images=1)[2]["content"] == [text("seen: <image>")]
+
+
 @pytest.mark.parametrize("images", [0, 2])
 def test_placeholders_and_images_must_agree(images):
     with pytest.raises(BadSample, match=f"placeholder_mismatch: 1 placeholders for {images} images"):

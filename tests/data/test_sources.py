@@ -381,6 +381,32 @@ def test_a_part_names_one_image(tmp_path):
         normalise({"messages": [{"role": "user", "content": [part]}]})
 
 
+@pytest.mark.parametrize(
+    "images, first, second",
+    [
+        (["b.jpg", "a.jpg"], {"image": "a.jpg"}, {"image": "b.jpg"}),
+        (["x/a.jpg", {"path": "c.jpg"}], {"image": "a.jpg"}, {"image": "b.jpg"}),
+        ([{"bytes": b"1"}, {"bytes": b"2"}], {"index": 1}, {"index": 0}),
+    ],
+)
+def test_images_in_another_order_than_the_parts_that_name_them_are_bad(images, first, second):
+    def row(*parts):
+        return {
+            "images": images,
+            "messages": [{"role": "user", "content": [{"type": "image"} | p for p in parts]}],
+        }
+
+    with pytest.raises(BadSample, match="its images and its parts name others, or in another order"):
+        normalise(row(first, second))
+    assert normalise(row(first | {"image": None, "index": 0}, {}))[1]["image"] == images
+
+
+def test_turns_in_json_may_have_parts_that_name_media():
+    turns = [{"role": "user", "content": [{"type": "image", "image": "a.jpg"}]}]
+    assert normalise({"messages": json.dumps(turns)}) == normalise({"messages": turns})
+    assert normalise({"messages": turns})[1]["image"] == ["a.jpg"]
+
+
 def test_parts_name_videos_as_qwen_writes_them(tmp_path):
     files = {"a.mp4": b"film", "1.jpg": b"one", "2.jpg": b"two"}
     for name, content in files.items():
@@ -399,7 +425,7 @@ def test_parts_name_videos_as_qwen_writes_them(tmp_path):
         limits = {"max_frames": 4, "fps": 1.0}
         places = [{"type": "video"} | limits, {"type": "video"}, {"type": "video_url"}, question]
         assert conversation["messages"][0]["content"] == places
-    assert read_record({"messages": turns, "videos": ["1.jpg"]}, tmp_path)[2] == [b"one"]
+    assert read_record({"messages": turns, "videos": ["a.mp4"]}, tmp_path)[2] == [b"film"]
 
 
 def random_value(rng, depth=0):
@@ -501,6 +527,19 @@ def test_what_lies_on_disk_is_not_streamed(tmp_path, processor):
     rows = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "b", 3))
     with pytest.raises(ValueError, match="is read where it lies"):
         opened({"train_data_path": rows, "streaming": True}, processor)
+
+
+def test_a_stream_that_ends_in_a_damaged_file_names_it(tmp_path, processor, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    settings = parquet(tmp_path, shards=2) | {"streaming": True, "shuffle_buffer_size": 4}
+    file = tmp_path / "parquet/train-1.parquet"
+    file.write_bytes(file.read_bytes()[:-9])
+    loader, _ = opened(settings, processor)
+    with pytest.raises(ValueError, match="train-1.parquet: cannot be read .*; restore the file"):
+        take(loader, 100)
+    file.write_bytes(b"<!doctype html>")  # known before the first step
+    with pytest.raises(ValueError, match="train-1.parquet: is an HTML or XML page; download"):
+        opened(settings, processor)
 
 
 def test_a_stream_without_rows_is_named(tmp_path, processor):

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import re
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -175,6 +176,11 @@ def test_prepare_writes_what_a_packed_file_holds(tmp_path):
     assert sum(summary.samples.values()) == len(RECORDS)
 
 
+def test_text_in_utf_32_is_not_taken_for_utf_16(tmp_path):
+    (tmp_path / "rows.json").write_bytes('{"question": "猫", "answer": "é"}'.encode("utf-32"))
+    assert open_table(tmp_path / "rows.json").record(0)[0] == {"question": "猫", "answer": "é"}
+
+
 def test_a_changed_packed_file_is_unpacked_again(tmp_path):
     for count in (2, 3):
         (tmp_path / "rows.gz").write_bytes(gzip.compress(b"".join(UTF_8.splitlines(True)[:count])))
@@ -223,6 +229,80 @@ def test_a_row_with_too_many_values_is_named_and_one_with_too_few_is_read(tmp_pa
     (tmp_path / "rows.csv").write_text("question,answer\nq,a\nq,a,b\nq,a\n")
     with pytest.raises(ValueError, match="rows.csv: cannot be read .*Expected 2 fields in line 3, saw 3"):
         open_table(tmp_path / "rows.csv")
+
+
+def test_a_first_row_with_too_many_values_moves_no_row(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "rows.csv", tmp_path / "folder/rows.csv"):
+        path.write_text("question,answer\nq,a,b\nq,a\nq,a\n")
+        for read in (open_table, lambda source: StreamedRows.open(str(source), Columns())):
+            with pytest.raises(ValueError, match="rows.csv: has 2 columns and, in its first row, 3 values"):
+                read(path if path.parent == tmp_path else path.parent)
+
+
+def test_values_of_tables_in_a_folder_are_text(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "rows.csv").write_text("question,answer\nNA,007\nNone,1.50\n")
+    stored = [{"question": "NA", "answer": "007"}, {"question": "None", "answer": "1.50"}]
+    rows = open_table(folder)
+    assert [rows.record(number)[0] for number in (0, 1)] == stored
+    assert [*StreamedRows.open(str(folder), Columns()).stream] == stored
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.csv", "b.jsonl.gz", ".huggingface.yaml"])
+def test_a_folder_with_a_pipe_or_a_link_to_nothing_among_its_rows_is_refused(tmp_path, name):
+    (tmp_path / "a.jsonl").write_bytes(UTF_8)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is a pipe, not a file"):
+        open_table(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="b.jsonl"):
+        open_table(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        (
+            "b.jsonl",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "is a Git LFS pointer, not the file; run",
+        ),
+        ("b.jsonl", UTF_8.decode().encode("utf-16"), "is text in UTF-16; save it as UTF-8"),
+        ("b.jsonl", UTF_8[:-9], "cannot be read .Unterminated string .*line"),
+        ("b.jsonl.gz", gzip.compress(UTF_8)[:-9], "cannot be read .Compressed file ended before"),
+    ],
+)
+def test_a_folder_names_the_file_that_cannot_be_read(tmp_path, name, content, said):
+    (tmp_path / ("a" + name[1:])).write_bytes(gzip.compress(UTF_8) if name.endswith(".gz") else UTF_8)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}: {said}"):
+        open_table(tmp_path)
+    with pytest.raises(ValueError, match=f"{name}: {said}"):
+        stream = StreamedRows.open(str(tmp_path), Columns())
+        list(stream.records(0))
+
+
+@pytest.mark.parametrize(
+    "card, said",
+    [
+        ("chunksize: 0", "cannot be read"),
+        ("chunksize: 99999999999999999999", "cannot be read .cannot fit 'int'"),
+        (
+            "version: 1.0.0\n- config_name: y\n  data_files: a.jsonl",
+            r"has several subsets, \['x', 'y'\]; give OWNER",
+        ),
+    ],
+)
+def test_what_a_card_says_of_its_folder_ends_in_words(tmp_path, card, said):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/a.jsonl").write_bytes(UTF_8)
+    settings = f"configs:\n- config_name: x\n  data_files: a.jsonl\n  {card}\n"
+    (tmp_path / "folder/README.md").write_text(f"---\n{settings}---\n")
+    with pytest.raises(ValueError, match=f"folder: {said}"):
+        open_table(tmp_path / "folder")
 
 
 def test_a_record_alone_in_its_file_is_no_wrapper(tmp_path):

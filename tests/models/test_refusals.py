@@ -100,9 +100,21 @@ def test_refused_by_config_json_alone(tmp_path, kind):
     assert text.startswith(f"checkpoint {tmp_path}: ") and message in text and "\n" not in text
 
 
-@pytest.mark.parametrize("text", ["{", "", "[" * 100_000, "\x00"])
-def test_what_is_not_json_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"config.json is not JSON \(.*\); download it again\.$"):
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", r"not JSON \(.*\); download it again"),
+        ("[" * 100_000, r"not JSON \(.*\); download it again"),
+        ("", "an empty file; download or write it again"),
+        (
+            "version https://git-lfs.github.com/spec/v1\n",
+            "a Git LFS pointer, not the file; run `git lfs pull` .*",
+        ),
+        ("<!doctype html>", "an HTML or XML page; download the file itself again.*"),
+    ],
+)
+def test_what_is_not_json_is_refused(tmp_path, text, said):
+    with pytest.raises(ConfigError, match=rf"config.json is {said}\.$"):
         read_config(saved(tmp_path, text))
 
 

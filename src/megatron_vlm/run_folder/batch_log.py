@@ -87,8 +87,8 @@ def keys_of(micro_batches: list[dict[str, Any]]) -> list[str]:
 
 
 def named(keys: Iterable[str]) -> str:
-    """The keys of samples, each once, as messages have them."""
-    return f"samples {listed([*map(printable, dict.fromkeys(keys))])}"
+    """The keys of samples as messages have them."""
+    return f"samples {listed([*map(printable, keys)])}"
 
 
 def how_to_look(run_dir: str | Path, step: int) -> str:

@@ -19,7 +19,7 @@ from megatron_vlm.data.conversation.turns import (
     sole,
 )
 from megatron_vlm.data.on_disk.fields import REJECTED_TURNS, TURNS
-from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, stand_for
+from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, in_tools, stand_for
 
 WRAPPERS = (*TURNS, "conversation")
 PART_TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
@@ -153,13 +153,16 @@ def is_blank(text: str) -> bool:
 def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[dict]:
     """The messages with exactly one part per media item.
 
-    If users' text holds the placeholder of another model exactly as often as there are media, it is theirs.
-    LLaVA and ShareGPT data often hold images and no placeholder at all: these go before the text of the first
-    user turn. Raises BadSample `placeholder_mismatch` when the numbers differ in any other way.
+    If users' text holds the placeholder of another model exactly as often as there are media, it is theirs;
+    so are placeholders in the text of tools, if all are as many. Many datasets hold images and no placeholder
+    at all: these go before the first user's text. Raises BadSample `placeholder_mismatch` in any other case.
     """
     missing: list[dict] = []
     for kind, count in (("image", images), ("video", videos)):
         placeholders = sum(part["type"] == kind for message in messages for part in message["content"])
+        if placeholders < count == placeholders + in_tools(messages, kind):
+            messages = [_with_foreign(message, kind, "tool") for message in messages]
+            placeholders = count
         foreign = foreign_placeholders(messages, kind) if count != placeholders else []
         if placeholders == 0 and stand_for(foreign, count):
             messages = [_with_foreign(message, kind) for message in messages]
@@ -180,11 +183,11 @@ def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[
     return [*messages[:first_user], turn, *messages[first_user + 1 :]]
 
 
-def _with_foreign(message: dict, kind: str) -> dict:
-    """The turn with parts in place of the placeholders of other models."""
-    if message["role"] != "user":
+def _with_foreign(message: dict, kind: str, role: str = "user") -> dict:
+    """The turn; one of this role with parts in place of the placeholders of other models, or of tools."""
+    if message["role"] != role:
         return message
-    pieces = (foreign_parts(part, kind) for part in message["content"])
+    pieces = (foreign_parts(part, kind, role == "tool") for part in message["content"])
     return message | {"content": _join_texts(list(chain.from_iterable(pieces)))}
 
 

@@ -110,7 +110,7 @@ class HFProvider:
     def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
         data = self._data
         if data.streaming:
-            order = StreamOrder(rows.table.stream, rank, world_size, seed, data.shuffle_buffer_size)
+            order = StreamOrder(rows.table, rank, world_size, seed, data.shuffle_buffer_size)
         else:
             rows_of = functools.partial(rows.table.rows_of, seed=seed)
             order = RandomOrder(rows_of, rank, world_size, seed)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from megatron_vlm.data.records.streams import Row
+from megatron_vlm.data.records.streams import Row, StreamedRows
 
 Place = tuple[int, ...]
 Move = Sequence[Any]  # for each rank that stopped: its place, and whatever else tells what it had left
@@ -118,7 +118,7 @@ class StreamOrder(Order):
     a shard ends before a place in it: the source changed.
     """
 
-    stream: Any
+    table: StreamedRows
     rank: int
     world_size: int
     seed: int
@@ -149,13 +149,13 @@ class StreamOrder(Order):
 
     def _epoch(self, epoch: int, shards_done: int, rows_done: int) -> Iterator[tuple[Place, Row]]:
         """The rest of an epoch, and the place after each row."""
-        count = self.stream.num_shards
+        count = self.table.stream.num_shards
         shards = np.random.default_rng([self.seed, epoch]).permutation(count).tolist()
         share = count % self.world_size == 0
         mine = shards[self.rank :: self.world_size] if share else shards
         for done, shard in enumerate(mine[shards_done:], start=shards_done):
             read = 0
-            for read, record in enumerate(self.stream.shard(count, shard), start=1):
+            for read, record in enumerate(self.table.records(shard), start=1):
                 if read <= rows_done or not (share or (read + shard) % self.world_size == self.rank):
                     continue
                 yield (epoch, done, read), ((shard, read - 1, epoch), record)

@@ -49,6 +49,19 @@ def is_path(name: Any) -> bool:
     return not is_base64(name)
 
 
+def in_order(media: list, parts: list[tuple[Any, Any]]) -> bool:
+    """Whether a record and its parts can name the same media in one order; the parts say a medium or None,
+    and an index or None."""
+    numbers = [number for _, number in parts if isinstance(number, int)]
+    names = ({_file_name(item), _file_name(named)} for item, (named, _) in zip(media, parts, strict=False))
+    return not media or (numbers == sorted(numbers) and all(len(pair - {None}) < 2 for pair in names))
+
+
+def _file_name(medium: Any) -> str | None:
+    path = medium.get("path") if isinstance(medium, dict) else medium
+    return PurePosixPath(path.replace("\\", "/")).name if is_path(path) else None
+
+
 def no_name(name: str) -> FileKind | None:
     """Names a text that stands where a path should, with what to do; None if it may be a path."""
     if "://" in name and not name.startswith("file://"):

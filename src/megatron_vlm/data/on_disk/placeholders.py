@@ -41,9 +41,14 @@ def spellings(messages: list[dict], kind: str) -> list[str]:
     return list(dict.fromkeys(shown))
 
 
-def _texts(messages: list[dict]) -> Iterator[str]:
+def in_tools(messages: list[dict], kind: str) -> int:
+    """How many `<image>` or `<video>` stand in the text of tools."""
+    return sum(text.count(f"<{kind}>") for text in _texts(messages, "tool"))
+
+
+def _texts(messages: list[dict], role: str = "user") -> Iterator[str]:
     for message in messages:
-        if message["role"] == "user":
+        if message["role"] == role:
             yield from (part["text"] for part in message["content"] if part["type"] == "text")
 
 
@@ -54,10 +59,11 @@ def stand_for(foreign: list[str], count: int) -> bool:
     return len(foreign) == count > 0 and in_order
 
 
-def foreign_parts(part: dict, kind: str) -> Iterator[dict]:
+def foreign_parts(part: dict, kind: str, of_tools: bool) -> Iterator[dict]:
     """A part of a turn with parts in place of the placeholders in its text."""
     read = 0
-    for match in FOREIGN[kind].finditer(part["text"]) if part["type"] == "text" else ():
+    spelling = re.compile(f"<{kind}>") if of_tools else FOREIGN[kind]
+    for match in spelling.finditer(part["text"]) if part["type"] == "text" else ():
         yield from ({"type": "text", "text": part["text"][read : match.start()]}, {"type": kind})
         read = match.end()
     yield part | {"text": part["text"][read:]} if read else part

@@ -26,6 +26,7 @@ from megatron_vlm.messages import readable_size
 from megatron_vlm.signatures import what_file
 
 MOST_LAYERS = 4
+# What is raised on a packed file that is damaged
 DAMAGED = (EOFError, ValueError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 TABULAR = ("parquet", "arrow")  # `datasets` reads these
 TRIED = 20  # rows that tell whether a text is a table
@@ -105,16 +106,16 @@ def _only_member(packed: BinaryIO) -> Any:
     return archive.open(names[0])
 
 
-OPENED: dict[str, Callable[[BinaryIO], Any]] = {
+PACKED: dict[str, Callable[[BinaryIO], Any]] = {
     "gzip": gzip.open,
     "bz2": bz2.open,
     "xz": lzma.open,
     "zstd": _zstd,
     "zip": _only_member,
-    **{
-        encoding: partial(codecs.EncodedFile, data_encoding="utf-8", file_encoding=encoding)
-        for encoding in ("utf-16", "utf-16-le", "utf-16-be")
-    },
+}
+OPENED = PACKED | {
+    encoding: partial(codecs.EncodedFile, data_encoding="utf-8", file_encoding=encoding)
+    for encoding in ("utf-32", "utf-16", "utf-16-le", "utf-16-be")
 }
 
 

@@ -2,9 +2,8 @@
 
 import dataclasses
 import hashlib
-import json
+import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,18 @@ from urllib.parse import urlsplit
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet
-from datasets.exceptions import DatasetsError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged, read_mapping
+from megatron_vlm.data.on_disk.descriptions import damaged, read_mapping
 from megatron_vlm.data.on_disk.plain import plain_file, table_of
-from megatron_vlm.files import check_file, read_file
+from megatron_vlm.data.records.unreadable import FAILURES, READ, check_rows, naming_the_damaged, reason
+from megatron_vlm.files import check_file
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.signatures import what_file
 
-READ = (".arrow", ".parquet", ".json")  # files of a folder that `datasets` may read
 MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
-# What `datasets` raises on a damaged file
-FAILURES = (DatasetsError, pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
+READERS = ("json", "csv", "parquet", "arrow")  # of `datasets`, for files of rows
 ROWS_AT_ONCE = 10_000  # rows read at a time for the digest
 OWN_FILES = "put the data into the dataset's folder, or give its own path"
 
@@ -86,26 +82,11 @@ def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | data
         return builder.as_dataset()
 
 
-class UnreadColumn(ValueError):
-    """A table is sound and has a column that `datasets` cannot read."""
-
-
-@contextmanager
-def naming_the_damaged(path: str | Path) -> Iterator[None]:
-    """Makes a ValueError that names the damaged file of what `datasets` raises, which may be anything."""
-    try:
-        yield
-    except FAILURES as error:
-        named, why = _first_unreadable(Path(path)) or (path, error)
-        remedy = "write it without" if isinstance(why, UnreadColumn) else RESTORE
-        raise damaged(named, f"cannot be read ({_reason(why)})", remedy) from error
-
-
 def _check_files(path: Path) -> None:
     """Raises ValueError if any file is a pipe, or a description of a saved folder is wrong."""
     for file in path.rglob("*") if path.is_dir() else [path]:
-        read = file == path or file.suffix in READ
-        if read and file.exists() and (file.suffix == ".json" or not file.is_dir()):
+        read = file == path or file.suffix in READ or file.name == datasets.config.REPOYAML_FILENAME
+        if read and (file.exists() or file.name[0] != ".") and (file.suffix == ".json" or not file.is_dir()):
             check_file(file)
     splits, described = ["."], path / "dataset_dict.json"
     if described.exists():
@@ -129,63 +110,7 @@ def _described(file: Path, read: Callable[[dict], Any]) -> Any:
     try:
         return read(content)
     except FAILURES as error:
-        raise damaged(file, f"cannot be read ({_reason(error)})") from error
-
-
-def _first_unreadable(path: Path) -> tuple[Path, Exception] | None:
-    files = {path: _reader_of(path)[0]} if path.is_file() else {}
-    if path.is_dir():
-        files = {file: file.suffix[1:] for file in sorted(path.rglob("*")) if file.suffix in READ}
-    for file, kind in files.items():
-        try:
-            if file.is_file():
-                _read(file, kind)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            return file, error
-    return None
-
-
-def _read(file: Path, kind: str) -> None:
-    """Reads a whole file. Raises an error if it cannot be read or has no rows, as `datasets` does then."""
-    if kind == "parquet":
-        with pa.parquet.ParquetFile(file) as parquet:
-            count = parquet.metadata.num_rows
-            _check_columns(parquet.schema_arrow)
-            for batch in parquet.iter_batches():
-                batch.validate(full=True)
-    elif kind == "arrow":
-        with pa.memory_map(str(file)) as source:
-            try:
-                reader = pa.ipc.open_stream(source)
-            except pa.ArrowInvalid:
-                reader = pa.ipc.open_file(source)
-            _check_columns(reader.schema)
-            count = reader.read_all().num_rows
-    else:
-        text, count = read_file(file), 1
-        if kind == "json":
-            json.loads(text)
-    if count == 0:
-        raise ValueError("it has no rows; take it out")
-
-
-def _check_columns(schema: pa.Schema) -> None:
-    """Raises UnreadColumn for a column of a type that `datasets` has not, and for two of one name."""
-    for field in schema:
-        if schema.names.count(field.name) > 1:
-            raise UnreadColumn(f"it has two columns {printable(field.name)}")
-        try:
-            datasets.Features.from_arrow_schema(pa.schema([field]))
-        except ValueError:
-            column = f"column {printable(field.name)}"
-            raise UnreadColumn(f"`datasets` reads no {printable(field.type)}, as {column} is") from None
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of the first cause: `datasets` wraps it in general words."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error).strip() or "no reason given").splitlines()[0]
+        raise damaged(file, f"cannot be read ({reason(error)})") from error
 
 
 def rows_digest(rows: datasets.Dataset, name: str) -> str:
@@ -243,11 +168,19 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
         name, options = _reader_of(local)
     with naming_the_damaged(path):
         builder = datasets.load_dataset_builder(name, name=subset, **options)
-    for file in chain.from_iterable((builder.config.data_files or {}).values()):
+    files = [*chain.from_iterable((builder.config.data_files or {}).values())]
+    for file in files:
         if local.is_dir():
             _check_inside(local, file, file)
+            if builder.name in READERS and os.path.isfile(file):
+                check_rows(Path(file))
         elif not local.exists() and not file.startswith(("hf://", datasets.config.HF_ENDPOINT)):
             raise damaged(path, f"names the data file {printable(file)}, which is not on the hub", OWN_FILES)
+    if local.is_dir() and builder.name == "csv" and builder.info.features is None:
+        for file in filter(os.path.isfile, files):
+            options |= _as_text(Path(file))
+        with naming_the_damaged(path):
+            return datasets.load_dataset_builder(name, name=subset, **options)
     return builder
 
 
@@ -257,10 +190,21 @@ def _reader_of(path: Path) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {"data_files": str(plain)}
     if known := what_file(plain):
         return known.name, options
-    if table := table_of(plain):
-        features = datasets.Features(dict.fromkeys(table[1][0], datasets.Value("string")))
-        options |= {"sep": table[0], "features": features, "keep_default_na": False}
-    return "csv", options
+    return "csv", options | _as_text(path)
+
+
+def _as_text(path: Path) -> dict[str, Any]:
+    """How `datasets` is to read a table: all its values are text. Raises ValueError for a first row of more
+    values than the header, by which pandas would move all rows: it takes their first values for an index."""
+    table = table_of(plain_file(path))
+    if table is None:
+        return {}
+    separator, (names, first, *_) = table
+    if len(first) > len(names):
+        fact = f"has {len(names)} columns and, in its first row, {len(first)} values"
+        raise damaged(path, fact, f"write values that hold {separator!r} in quotes")
+    features = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+    return {"sep": separator, "features": features, "keep_default_na": False}
 
 
 def _check_card(folder: Path) -> None:

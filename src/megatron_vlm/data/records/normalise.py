@@ -30,20 +30,16 @@ of these forms, a list of images, or `{"frames": [images]}` with such a list and
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample, audio, cook_chatml_sample
+from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample, audio, cook_chatml_sample, parsed
 from megatron_vlm.data.conversation.limits import LIMITS, limits_beside, named_limits
 from megatron_vlm.data.conversation.turns import DOCUMENT, sole
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk import fields
+from megatron_vlm.data.on_disk.named import in_order
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 TIMES = ("fps", "timestamps")  # of a video's frames
-BESIDE = (
-    "system",
-    "tools",
-    "objects",
-    *(f"{kind}_limits" for kind in LIMITS),
-)  # what else a conversation has
+BESIDE = ("system", "tools", "objects", *(f"{kind}_limits" for kind in LIMITS))  # what else is read
 
 
 def normalise(record: dict) -> tuple[dict, dict[str, list]]:
@@ -51,8 +47,7 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
 
     The conversation has turns, under their own name, and where there are any, `rejected_messages`, `system`,
     `tools`, `objects` and the limits of media. Its parts say where media are; the media are, for `image` and
-    `video`, what the record names, in order. Raises BadSample for a record without turns in any known layout,
-    and for two names of one field that differ.
+    `video`, what the record names, in order. Raises BadSample for no known turns, and for names that differ.
     """
     media = {kind: _listed(record.get(sole(record, names))) for kind, names in fields.MEDIA.items()}
     name = named_turns(record)
@@ -64,11 +59,15 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
     beside = {key: record[key] for key in BESIDE if record.get(key) is not None}
     for kind, items in media.items():
         beside |= limits_beside(kind, items)
-    in_parts: dict[str, list] = {kind: [] for kind in fields.MEDIA}
+    in_parts: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in fields.MEDIA}
     conversation = {name or "messages": _without_media(turns, in_parts)}
     if rejected:
         conversation[fields.REJECTED_TURNS] = _without_media(rejected, {})
-    return conversation | beside, {kind: media[kind] or in_parts[kind] for kind in fields.MEDIA}
+    for kind, parts in in_parts.items():
+        if not in_order(media[kind], parts):
+            raise BadSample("bad_conversation", f"its {kind}s and its parts name others, or in another order")
+        media[kind] = media[kind] or [medium for medium, _ in parts if medium is not None]
+    return conversation | beside, media
 
 
 def read_record(record: dict, root: Path) -> tuple[dict, list[bytes], list[bytes | dict]]:
@@ -86,7 +85,8 @@ def _listed(media: Any) -> list:
 
 
 def _without_media(turns: Any, media: dict[str, list]) -> Any:
-    """The turns, whose parts only say where media are; media that parts name are added to `media`."""
+    """The turns, whose parts only say where media are; what each of these parts names is added to `media`."""
+    turns = parsed(turns) if isinstance(turns, str) and turns.lstrip()[:1] == "[" else turns
     if not isinstance(turns, list):
         return turns
     return [
@@ -108,8 +108,7 @@ def _place(part: Any, media: dict[str, list]) -> Any:
         medium = medium.get("url", medium)
     if kind == "video" and isinstance(medium, list):
         medium = {"frames": medium} | {time: part[time] for time in TIMES if part.get(time) is not None}
-    if medium is not None:
-        media.setdefault(kind, []).append(medium)
+    media.setdefault(kind, []).append((medium, part.get("index")))
     return {"type": name} | named_limits(kind, part | medium if isinstance(medium, dict) else part)
 
 
@@ -129,9 +128,7 @@ def _file_bytes(media: Any, root: Path) -> bytes:
     if isinstance(media, bytes):
         return media
     if not isinstance(media, str):
-        raise BadSample(
-            "missing_media", f"a media item is a path or encoded bytes, this is {type(media).__name__}"
-        )
+        raise BadSample("missing_media", f"a medium is a path or encoded bytes, not {type(media).__name__}")
     return read_media(media, root)
 
 
@@ -209,9 +206,7 @@ def _turns(given: Any, role: str) -> list:
     if isinstance(given, dict):
         return [given]
     if not isinstance(given, list):
-        raise BadSample(
-            "bad_preference", f"an answer or a prompt is {type(given).__name__}, no text or turns"
-        )
+        raise BadSample("bad_preference", f"an answer or prompt is {type(given).__name__}, no text or turns")
     return given
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,19 @@ class StreamedRows:
     def place(self, row: Row) -> Place:
         return row[0]
 
+    def records(self, shard: int) -> Iterator[dict]:
+        """The records of a shard, as stored. Raises ValueError that names the file that cannot be read."""
+        from megatron_vlm.data.records.unreadable import naming_the_damaged
+
+        with naming_the_damaged(self.name):
+            yield from self.stream.shard(self.stream.num_shards, shard)
+
     def at(self, places: Sequence[Place]) -> list[Row]:
         """The rows at these places. Each of their shards is read from its beginning to the last of them."""
         found, wanted = {}, {(shard, number) for shard, number, _ in places}
         for shard in {shard for shard, _ in wanted}:
             end = max(number for of, number in wanted if of == shard) + 1
-            records = itertools.islice(self.stream.shard(self.stream.num_shards, shard), end)
+            records = itertools.islice(self.records(shard), end)
             found |= {(shard, n): record for n, record in enumerate(records) if (shard, n) in wanted}
         if missing := sorted(wanted - found.keys()):
             raise ValueError(f"data: {self.name} has no more the rows (shard, number) {missing}; it changed.")
@@ -80,10 +87,8 @@ class StreamedRows:
 
         Raises ValueError if the stream has no rows or cannot be read.
         """
-        from megatron_vlm.data.records.hub import naming_the_damaged
-
-        with naming_the_damaged(self.name):
-            first = next(iter(self.stream), None)
+        shards = map(self.records, range(self.stream.num_shards))
+        first = next(itertools.chain.from_iterable(shards), None)
         if first is None:
             raise ValueError(f"data: {self.name} has no rows.")
         try:
