@@ -38,6 +38,7 @@ from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk.fields import FIELDS
 from megatron_vlm.data.on_disk.paths import DataSource
+from megatron_vlm.data.records import hub
 from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise, read_record
@@ -588,3 +589,20 @@ def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
     assert written.endswith("a table\n" + eos)
     assert [word in written for word in ("the cat", " sits on")] == [True, True]
     assert processor.tokenizer.convert_tokens_to_ids(processor.image_token) not in trained.tolist()
+
+
+def test_rows_of_another_kind_in_a_folder_are_not_left_out(tmp_path):
+    """`datasets` reads the kind of which there are more files."""
+    rows = [{"question": f"q{number}", "answer": "a"} for number in range(4)]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(hub.open_rows(tmp_path)) == 8
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
+    with pytest.raises(
+        ValueError, match="c.parquet: would be left out.*2 other files.*as a list, or move it"
+    ):
+        hub.open_rows(tmp_path)
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n"
+    )
+    assert len(hub.open_rows(tmp_path)) == 8

@@ -23,6 +23,7 @@ from megatron_vlm.overrides import load_yaml
 from megatron_vlm.signatures import what_file
 
 MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
+KINDS = (".arrow", ".parquet", ".jsonl", ".csv", ".tsv")  # files of rows, whatever else is in a folder
 READERS = ("json", "csv", "parquet", "arrow")  # of `datasets`, for files of rows
 ROWS_AT_ONCE = 10_000  # rows read at a time for the digest
 OWN_FILES = "put the data into the dataset's folder, or give its own path"
@@ -162,9 +163,8 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
     local, name, options = Path(path), str(path), {}
     if local.exists():
         _check_files(local)
-    if local.is_dir():
-        _check_card(local)
-    elif local.is_file():
+    named = local.is_dir() and _check_card(local)
+    if not local.is_dir() and local.is_file():
         name, options = _reader_of(local)
     with naming_the_damaged(path):
         builder = datasets.load_dataset_builder(name, name=subset, **options)
@@ -176,12 +176,24 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
                 check_rows(Path(file))
         elif not local.exists() and not file.startswith(("hf://", datasets.config.HF_ENDPOINT)):
             raise damaged(path, f"names the data file {printable(file)}, which is not on the hub", OWN_FILES)
+    if local.is_dir() and builder.name in READERS and not named and subset is None:
+        _check_none_left(local, files)
     if local.is_dir() and builder.name == "csv" and builder.info.features is None:
         for file in filter(os.path.isfile, files):
             options |= _as_text(Path(file))
         with naming_the_damaged(path):
             return datasets.load_dataset_builder(name, name=subset, **options)
     return builder
+
+
+def _check_none_left(folder: Path, files: list[str]) -> None:
+    """Raises ValueError for rows beside the files that `datasets` would read: it takes one kind of file."""
+    read = {Path(file).resolve() for file in files}
+    for place in sorted({Path(file).parent for file in files}):
+        for file in sorted(place.iterdir()):
+            if file.suffix in KINDS and file.name[0] != "." and file.resolve() not in read:
+                fact = f"would be left out: `datasets` reads {len(read)} other files of {printable(folder)}"
+                raise damaged(file, fact, "give all files as a list, or move it")
 
 
 def _reader_of(path: Path) -> tuple[str, dict[str, Any]]:
@@ -207,8 +219,9 @@ def _as_text(path: Path) -> dict[str, Any]:
     return {"sep": separator, "features": features, "keep_default_na": False}
 
 
-def _check_card(folder: Path) -> None:
-    """Raises ValueError if a card names data that is not in its folder: `datasets` would fetch or read it."""
+def _check_card(folder: Path) -> bool:
+    """Whether a card names data. Raises ValueError if it is not in its folder: `datasets` would fetch it."""
+    named = False
     for file in (folder / datasets.config.REPOCARD_FILENAME, folder / datasets.config.REPOYAML_FILENAME):
         if not (file.is_file() and file.stat().st_size):
             continue
@@ -217,6 +230,8 @@ def _check_card(folder: Path) -> None:
             if urlsplit(pattern).scheme or "::" in pattern:
                 raise damaged(file, f"names the data {printable(pattern)}", OWN_FILES)
             _check_inside(folder, pattern, file)
+            named = True
+    return named
 
 
 def _settings_of_card(text: str) -> dict:
