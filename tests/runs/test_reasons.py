@@ -153,3 +153,17 @@ def explained(function, *arguments) -> tuple[int, str]:
     with pytest.raises(Exception) as raised:
         function(*arguments)
     return explain(raised.value, TRACEBACK)
+
+
+def dies_slowly() -> None:
+    """As a process whose memory takes long to be freed: its pipes are closed, and it has not ended."""
+    os.closerange(3, 1000)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_not_gone_yet_is_waited_for():
+    worker = multiprocessing.get_context("fork").Process(target=dies_slowly)
+    worker.start()
+    said = worker_death([worker])
+    assert f"worker (pid {worker.pid}) was ended by signal 9" in said

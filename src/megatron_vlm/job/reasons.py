@@ -110,7 +110,9 @@ def worker_death(workers: Iterable[BaseProcess]) -> str:
     """The message about the first of these data workers that has ended; no sample is to blame."""
     workers = list(workers)
     with contextlib.suppress(RuntimeError):  # with which torch interrupts the main thread when one has ended
-        wait([worker.sentinel for worker in workers], timeout=5)  # its pipes are closed a little before
+        ended = wait([worker.sentinel for worker in workers], timeout=5)  # its pipes close a little before,
+        for worker in workers:  # and its sentinel is one, so its exit is waited for
+            worker.join(5 if worker.sentinel in ended else 0)
     died = next((worker for worker in workers if worker.exitcode), None)
     which = f" (pid {died.pid})" if died else ""
     number = -died.exitcode if died and died.exitcode < 0 else None

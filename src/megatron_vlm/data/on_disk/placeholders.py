@@ -17,6 +17,7 @@ FOREIGN = {
         r"|((?:<\|begin_of_video\|>)?<\|video\|>(?:<\|end_of_video\|>)?)|" + _NUMBERED.format("video")
     ),
 }
+OURS = {"image": re.compile("<image>"), "video": re.compile("<video>")}
 # What else looks like one; it is not read, as it may be text
 _LIKE = r"(?!<(?:image|video)>)[<\[{{]\|?(?i:{0})(?![a-zA-Z])[^<>\[\]{{}}\n]{{0,200}}[>\]}}]"
 _ALIKE = {
@@ -62,7 +63,7 @@ def stand_for(foreign: list[str], count: int) -> bool:
 def foreign_parts(part: dict, kind: str, of_tools: bool) -> Iterator[dict]:
     """A part of a turn with parts in place of the placeholders in its text."""
     read = 0
-    spelling = re.compile(f"<{kind}>") if of_tools else FOREIGN[kind]
+    spelling = OURS[kind] if of_tools else FOREIGN[kind]
     for match in spelling.finditer(part["text"]) if part["type"] == "text" else ():
         yield from ({"type": "text", "text": part["text"][read : match.start()]}, {"type": kind})
         read = match.end()
