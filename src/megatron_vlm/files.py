@@ -241,7 +241,7 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 row = None
-            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+            if not (isinstance(row, dict) and type(row.get("step")) is int):  # True is no step
                 raise ConfigError(
                     f"{printable(path)}: line {number} is not what a run wrote; take the line out, or move "
                     "the file away to go on without it."

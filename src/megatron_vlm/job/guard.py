@@ -139,9 +139,8 @@ def _waits_too_long(record: ranks.RankFile, heard: socket.socket, guarded: int, 
             content = record.read()
         except json.JSONDecodeError:  # it is being written
             continue
-        stopped = ranks.process_state(content["pid"]) == "T"
-        moves = stopped or content["ended"] or content["looked"] != last_look
-        silence = 0.0 if moves else silence + period
+        stopped = content["ended"] or ranks.process_state(content["pid"]) == "T"
+        silence = 0.0 if stopped or content["looked"] != last_look else silence + period
         last_look = content["looked"]
         if silence > most_silence:
             return True
