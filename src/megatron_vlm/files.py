@@ -113,7 +113,7 @@ def write_whole(path: str | Path, content: str | bytes | Iterable[bytes]) -> Non
 
     A link at `path` is replaced, not followed. Raises OSError that names the path and the remedy.
     """
-    path, content = Path(path), content.encode("utf-8") if isinstance(content, str) else content
+    path, content = Path(path), content.encode(errors="replace") if isinstance(content, str) else content
     with naming(path):
         aside = beside(path)
         try:

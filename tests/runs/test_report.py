@@ -174,6 +174,8 @@ def test_a_folder_with_numbers_and_types_that_no_run_writes_still_has_a_page(tmp
     with (finished / "metrics.jsonl").open("a") as file:
         file.writelines(f"{row}\n" for row in rows)
     (finished / "starts.jsonl").write_text('{"step": 1, "time": -1e98, "versions": []}\n')
+    with (finished / "config.yaml").open("a") as file:
+        file.write('own: "\\ud800"\n')  # which UTF-8 has no bytes for
     draw_losses(finished / "metrics.jsonl", tmp_path / "loss.png")
     result = CliRunner().invoke(app, ["report", str(finished)])
     assert result.exit_code == 0 and (tmp_path / "loss.png").exists(), result.exception
