@@ -113,7 +113,7 @@ def write_whole(path: str | Path, content: str | bytes | Iterable[bytes]) -> Non
 
     A link at `path` is replaced, not followed. Raises OSError that names the path and the remedy.
     """
-    path, content = Path(path), content.encode("utf-8") if isinstance(content, str) else content
+    path, content = Path(path), content.encode(errors="replace") if isinstance(content, str) else content
     with naming(path):
         aside = beside(path)
         try:
@@ -241,7 +241,7 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 row = None
-            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+            if not (isinstance(row, dict) and type(row.get("step")) is int):  # True is no step
                 raise ConfigError(
                     f"{printable(path)}: line {number} is not what a run wrote; take the line out, or move "
                     "the file away to go on without it."

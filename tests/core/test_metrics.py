@@ -88,7 +88,9 @@ def test_totals_of_steps_without_a_row_are_known_after_a_resume(tmp_path):
     assert [row["trained_tokens/a"] for row in rows] == [4, 12, 24, 36] and "rows" not in rows[-1]
 
 
-@pytest.mark.parametrize("line", [b"garbage\n", b"[1]\n", b"\xff\n", b'{"loss": 1}\n', b"\0\n"])
+@pytest.mark.parametrize(
+    "line", [b"garbage\n", b"[1]\n", b"\xff\n", b'{"loss": 1}\n', b"\0\n", b'{"step": true}\n']
+)
 def test_a_line_that_no_run_wrote_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'{"step": 2}\n')
     with pytest.raises(ConfigError, match="metrics.jsonl: line 2 is not what a run wrote; take the line out"):

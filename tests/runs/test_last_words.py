@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from places import HELPERS
 from programs import run_program
@@ -340,6 +341,29 @@ def test_a_launcher_that_is_killed_has_a_last_line():
     options = {"capture_output": True, "text": True, "timeout": 60}
     said = subprocess.run([sys.executable, "-c", program], **options).stderr
     assert "is no more while starting: something outside did it, most often for want of memory" in said
+
+
+@pytest.mark.parametrize("when", ["it is stopped", "it imports"])
+def test_a_rank_ends_with_its_launcher_that_is_killed(when):
+    rank = (
+        "import os, signal, sys, time; from megatron_vlm.job import guard, ranks\n"
+        "while sys.argv[1] == 'it imports' and str(os.getppid()) == os.environ[ranks.LAUNCHER_SPEAKS]: pass\n"
+        "guard.start(ranks.RankFile(None)); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)"
+    )
+    launcher = (
+        "import os, signal, subprocess, sys; from megatron_vlm.job import ranks\n"
+        "env = os.environ | {'TORCHELASTIC_RUN_ID': 'a', ranks.LAUNCHER_SPEAKS: str(os.getpid())}\n"
+        "rank = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], env=env)\n"
+        "print(rank.pid, flush=True)\n"
+        "sys.argv[2] == 'it is stopped' and os.waitpid(rank.pid, os.WUNTRACED)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with subprocess.Popen([sys.executable, "-c", launcher, rank, when], stdout=subprocess.PIPE) as started:
+        left = psutil.Process(int(started.stdout.readline()))
+    alive = psutil.wait_procs([left], timeout=20)[1]
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 @pytest.mark.parametrize(

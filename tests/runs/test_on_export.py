@@ -11,7 +11,7 @@ import pytest
 
 from megatron_vlm.config import LoggingConfig, RunConfig, TrainConfig
 from megatron_vlm.files import read_rows
-from megatron_vlm.job import stops, watchdog
+from megatron_vlm.job import ranks, stops, watchdog
 from megatron_vlm.job.milestones import Milestones
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training.exports import Exports, running, scores_in
@@ -98,6 +98,16 @@ def test_a_command_that_did_not_end_is_started_again_and_no_other(tmp_path):
     once_more.wait()
     assert [row["step"] for row in logged(tmp_path)] == [4, 8]
     assert sorted(line[-1] for line in begun.read_text().splitlines()) == ["4", "4", "8", "8"]
+
+
+def test_a_command_is_no_rank_and_speaks_for_itself(tmp_path, monkeypatch):
+    for name in ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", ranks.LAUNCHER_SPEAKS):
+        monkeypatch.setenv(name, "1")
+    commands = commands_of(tmp_path, "env")
+    export(commands, 4)
+    commands.wait()
+    names = [line.partition("=")[0] for line in (tmp_path / "on_export/step_00000004.txt").open()]
+    assert "PATH" in names and not {"RANK", "TORCHELASTIC_RUN_ID", ranks.LAUNCHER_SPEAKS}.intersection(names)
 
 
 def run_that_is_killed(folder: Path) -> None:

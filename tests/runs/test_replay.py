@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from megatron_vlm.cli import app
 from megatron_vlm.data.run_data import RunData
+from megatron_vlm.job.reasons import explain
 from megatron_vlm.models.families import describe
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.preview.measures import replay_page, training_data
@@ -104,6 +105,16 @@ def test_steps_that_are_run_again_replace_what_was_kept_of_them(tmp_path):
     assert [row["keys"] for row in read_step(tmp_path, 3)] == [[["s30-0", "x"]], [["s30-1", "x"]]]
     with pytest.raises(ValueError, match="no batch of step 4 .* it holds steps 1 to 3"):
         read_step(tmp_path, 4)
+
+
+@pytest.mark.parametrize("more", ["", ', "keys": [5]', ', "keys": null'])
+def test_a_line_without_keys_is_told_as_the_folders_and_no_bug(tmp_path, more):
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "rank0.jsonl").write_text(f'{{"step": 1{more}}}\n')
+    with pytest.raises((KeyError, TypeError)) as raised:
+        read_step(tmp_path, 1)
+    code, said = explain(raised.value, tmp_path / "stacks")
+    assert code == 2 and said.startswith(f"{tmp_path} cannot be read: ")
 
 
 def test_the_command_prints_the_keys_and_writes_the_page(datasets, tiny_gemma3, tmp_path):

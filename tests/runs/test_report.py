@@ -25,6 +25,7 @@ from megatron_vlm.report.live import open_log
 from megatron_vlm.report.page import report_page
 from megatron_vlm.run_folder import lock
 from megatron_vlm.run_folder.folder import begin, complete
+from megatron_vlm.run_folder.run_log import draw_losses
 
 SAID = "document.querySelector('output').textContent"
 ATTACK = "</script><script>document.title = 'run'</script>"
@@ -166,6 +167,18 @@ def listed(folder, *arguments) -> list[str]:
     result = CliRunner().invoke(app, ["runs", str(folder), *arguments])
     assert result.exit_code == 0, result.output
     return result.output.splitlines()
+
+
+def test_a_folder_with_numbers_and_types_that_no_run_writes_still_has_a_page(tmp_path, finished):
+    rows = ['{"step": 7, "loss": "x"}', f'{{"step": 8, "loss": {10**400}}}', '{"step": 9, "loss": [1, 2]}']
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{row}\n" for row in rows)
+    (finished / "starts.jsonl").write_text('{"step": 1, "time": -1e98, "versions": []}\n')
+    with (finished / "config.yaml").open("a") as file:
+        file.write('own: "\\ud800"\n')  # which UTF-8 has no bytes for
+    draw_losses(finished / "metrics.jsonl", tmp_path / "loss.png")
+    result = CliRunner().invoke(app, ["report", str(finished)])
+    assert result.exit_code == 0 and (tmp_path / "loss.png").exists(), result.exception
 
 
 def test_what_is_no_run_is_said(tmp_path):

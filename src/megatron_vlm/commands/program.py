@@ -97,7 +97,7 @@ def torchrun(
     logging.disable(logging.ERROR)  # this process only starts others and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
-        os.environ[LAUNCHER_SPEAKS] = "1"
+        os.environ[LAUNCHER_SPEAKS] = str(os.getpid())
         command = ["--standalone", f"--nproc_per_node={nproc}", f"--log-dir={folder}"]
         command += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"]
         before = [signal.signal(number, _PassesOn(folder, nproc)) for number in WARNINGS]

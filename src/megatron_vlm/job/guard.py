@@ -10,6 +10,7 @@ none while the process is stopped: so time in which either of them could not run
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import math
@@ -22,7 +23,7 @@ import time
 from collections.abc import Iterator
 
 from megatron_vlm.job import ranks
-from megatron_vlm.job.ranks import STACKS, by_signal, held, say
+from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, STACKS, by_signal, held, say
 
 # as faulthandler calls them
 _CRASHES = {"Segmentation fault": signal.SIGSEGV, "Bus error": signal.SIGBUS, "Aborted": signal.SIGABRT}
@@ -30,7 +31,6 @@ _CRASHES |= {"Illegal instruction": signal.SIGILL, "Floating": signal.SIGFPE}
 _SPEAKS_AFTER = 0.05  # seconds, in which the first line has come
 _LOOKS = 20  # times within the longest silence
 _WRITES_FOR = 1  # seconds, in which stacks are in their file
-
 
 _started: list[tuple[ranks.RankFile, int]] = []  # the record of this process's guard, and the way to it
 
@@ -41,6 +41,8 @@ def start(record: ranks.RankFile, stacks: int | None = None, most_silence: float
 
     What faulthandler writes to the returned descriptor goes to the descriptor `stacks`.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # nothing else ends a rank whose torchrun was killed
+        end_with_parent(int(os.environ.get(LAUNCHER_SPEAKS, os.getppid())))
     while _started:
         earlier, way = _started.pop()
         earlier.end("done", "")
@@ -64,6 +66,13 @@ def start(record: ranks.RankFile, stacks: int | None = None, most_silence: float
     os.close(guarded)
     _started.append((record, ours.detach()))  # it stays open as long as this process lives
     return _started[0][1]
+
+
+def end_with_parent(parent: int) -> None:
+    """From now on the kernel ends this process, also a stopped one, with `parent`, which has started it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux's PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -130,10 +139,8 @@ def _waits_too_long(record: ranks.RankFile, heard: socket.socket, guarded: int, 
             content = record.read()
         except json.JSONDecodeError:  # it is being written
             continue
-        stopped = ranks.process_state(content["pid"]) == "T"
-        silence += period
-        if stopped or content["ended"] or content["looked"] != last_look:
-            silence = 0.0
+        stopped = content["ended"] or ranks.process_state(content["pid"]) == "T"
+        silence = 0.0 if stopped or content["looked"] != last_look else silence + period
         last_look = content["looked"]
         if silence > most_silence:
             return True

@@ -116,7 +116,6 @@ class Watch:
         self.reader: int | None = None
         self.files, self._moved = False, 0
         self._progress_seen: list[Any] = []
-        self._parent = os.getppid()
         self.began = time.monotonic()
         self._period = min(5.0, hang_seconds / 20)
         self._done = threading.Event()
@@ -175,8 +174,6 @@ class Watch:
                 self._end_the_job()
             if ranks.several_machines():
                 self.record.flush()
-            if os.getppid() != self._parent and "TORCHELASTIC_RUN_ID" in os.environ:
-                end_now(HANG_CODE)  # torchrun was killed; nobody would end this rank
 
     def _beat_for_files_and_workers(self, passed: float) -> None:
         progress = [count() for count in self.progress]

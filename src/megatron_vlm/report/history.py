@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +236,7 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
     return {
         str(name): value
         for name, value in row.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and -1e99 < value < 1e99
     }
 
 

@@ -61,7 +61,7 @@ def number(value: Any) -> str:
 
 
 def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(abs(seconds), 1 << 40)))
 
 
 def _figures(runs: Sequence[History]) -> list[tuple[str, list[str]]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_vlm.files import keep_rows_before, open_to_write, read_rows
 from megatron_vlm.job.reasons import is_anothers_end, is_worker_death
-from megatron_vlm.messages import listed, printable
+from megatron_vlm.messages import listed, printable, reading
 
 FOLDER = "batches"
 
@@ -43,14 +43,16 @@ class BatchLog:
         self._file.close()
 
 
+@reading("run_dir")
 def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
     """The lines of one step, with their `rank`, in the order of ranks and micro batches.
 
     Raises ValueError that names the logged steps if this one is not among them.
     """
-    paths = _files(Path(run_dir) / FOLDER)
-    rows = [{"rank": _rank(path), **row} for path in paths for row in read_rows(path)]
+    rows = [{"rank": _rank(path), **row} for path in _files(Path(run_dir, FOLDER)) for row in read_rows(path)]
     of_step = [row for row in rows if row["step"] == step]
+    for row in of_step:
+        row["keys"] = [[*map(str, keys)] for keys in row["keys"]]
     if not of_step:
         steps = [row["step"] for row in rows]
         known = f"it holds steps {min(steps)} to {max(steps)}" if steps else "it holds no step"

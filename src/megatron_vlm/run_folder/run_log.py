@@ -205,7 +205,7 @@ def draw_losses(metrics: str | Path, picture: str | Path) -> None:
     figure = Figure(figsize=(7, 4))
     axes = figure.add_axes((0.1, 0.13, 0.87, 0.83))  # finding these numbers takes longer than all else
     for key, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
-        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), float)]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
     if not axes.lines:

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.files import beside, last_lines, naming, need_room, open_to_write
-from megatron_vlm.job import stops, watchdog
+from megatron_vlm.job import ranks, stops, watchdog
 from megatron_vlm.job.milestones import Milestones
 from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.files import save_adapters
@@ -30,8 +30,8 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.folder import remove_leftovers
 from megatron_vlm.run_folder.run_log import RunLogger
 
-# what would make a program take itself for a rank of this job
-OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# so begin names of what would make a program take itself for a rank of this job
+OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", ranks.LAUNCHER_SPEAKS)
 PATIENCE = 3.0  # seconds for a command to end in when it is asked to
 
 
@@ -85,7 +85,7 @@ class Exports:
         folder = Path(self.config.run_dir, "exports", output.stem).resolve()
         words = f"{self.config.train.on_export} {shlex.quote(str(folder))}"
         how = {"shell": True, "stdin": subprocess.DEVNULL, "start_new_session": True}
-        how["env"] = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
+        how["env"] = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
         try:
             with open_to_write(output) as file:
                 self.commands[step] = subprocess.Popen(words, stdout=file, stderr=file, **how)

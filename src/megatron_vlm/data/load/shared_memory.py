@@ -9,13 +9,11 @@ tensor as PyTorch does; small tensors it sends by value.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import itertools
 import mmap
 import os
-import signal
 import threading
 import traceback
 import weakref
@@ -32,14 +30,12 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
 from megatron_vlm.data.accounts.ledger import REMEDY, LostSample
-from megatron_vlm.job import watchdog
+from megatron_vlm.job import guard, watchdog
 
 PLACES = 16  # of a worker; a place that was never needed takes no memory
 PLACE = 1 << 27  # bytes of a place; a larger tensor does not fit
 SMALL = 1 << 14  # bytes; tensors up to this are sent by value
-# Linux's values; Python 3.12 has no names for them
-MAP_NORESERVE = 0x4000
-PR_SET_PDEATHSIG = 1
+MAP_NORESERVE = 0x4000  # Linux's value; Python 3.12 has no name for it
 
 _numbers = itertools.count()
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
@@ -118,8 +114,7 @@ def through_arenas(loader: DataLoader) -> DataLoader:
 def _begin(arenas: list[Arena], then: Callable[[int], None] | None, worker: int) -> None:
     # the parent's garbage stays: a process group would end the worker, or wait for threads that are not here
     gc.freeze()
-    # a worker looks for its parent every 5 s, and not while it is stopped
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    guard.end_with_parent(os.getppid())  # a worker looks for it every 5 s, and not while it is stopped
     watch = watchdog.watch()
     faulthandler.enable(watch.file if watch else 2)  # the descriptor of stderr
     Queue._on_queue_feeder_error = staticmethod(_end)
