@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ from transformers import GenerationConfig
 
 from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.generation_prompt import processor_outputs, stop_tokens
-from megatron_vlm.job.reasons import explain
+from megatron_vlm.job.reasons import explain, worker_death
 from megatron_vlm.messages import reading
 
 TRACEBACK = Path("errors/rank0.txt")

@@ -30,8 +30,9 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.folder import remove_leftovers
 from megatron_vlm.run_folder.run_log import RunLogger
 
-# so begin names of what would make a program take itself for a rank of this job
-OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", ranks.LAUNCHER_SPEAKS)
+# what would make a program take itself for a rank of this job, beside what begins with TORCHELASTIC_
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_RANKS += (ranks.LAUNCHER_SPEAKS,)
 PATIENCE = 3.0  # seconds for a command to end in when it is asked to
 
 
@@ -85,7 +86,8 @@ class Exports:
         folder = Path(self.config.run_dir, "exports", output.stem).resolve()
         words = f"{self.config.train.on_export} {shlex.quote(str(folder))}"
         how = {"shell": True, "stdin": subprocess.DEVNULL, "start_new_session": True}
-        how["env"] = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
+        mine = {name for name in os.environ if name in OF_RANKS or name.startswith("TORCHELASTIC_")}
+        how["env"] = {name: value for name, value in os.environ.items() if name not in mine}
         try:
             with open_to_write(output) as file:
                 self.commands[step] = subprocess.Popen(words, stdout=file, stderr=file, **how)
