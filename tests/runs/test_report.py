@@ -182,6 +182,8 @@ def test_a_folder_with_numbers_and_types_that_no_run_writes_still_has_a_page(tmp
 
 
 def test_what_is_no_run_is_said(tmp_path):
+    missing = CliRunner().invoke(app, ["report", str(tmp_path / "nothere")])
+    assert "holds no run" in str(missing.exception)
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert "holds no run" in str(result.exception)
     assert listed(tmp_path) == [f"no runs in {tmp_path}"]

@@ -39,7 +39,8 @@ def report(
     The page needs no network. A run writes its own at each checkpoint and now and then between.
     """
     page = output or (run_dirs[0] / FILE if len(run_dirs) == 1 else Path(FILE))
-    check_page(page)
+    if output:
+        check_page(output)
 
     from megatron_vlm.report.page import report_page
 
