@@ -6,12 +6,14 @@ a folder that appears whole is written aside under a name of its own, synced, an
 
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 import re
 import secrets
 import shutil
 import stat
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -261,6 +263,29 @@ def keep_rows_before(path: Path, step: int) -> None:
     if path.exists():
         rows = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] < step]
         write_whole(path, "".join(rows))
+
+
+def object_of(place: str, file: Path, name: str) -> Any:
+    """The object that a user's Python file, which is run, calls so; None for nothing. Raises ConfigError."""
+    spec = importlib.util.spec_from_file_location(f"users_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    with calling(place, file):
+        spec.loader.exec_module(module)
+    return getattr(module, name, None)
+
+
+@contextlib.contextmanager
+def calling(place: str, file: Path) -> Iterator[None]:
+    """Raises ConfigError, with the line of the file, for whatever its code raises; our own errors stay."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if type(error).__module__.startswith("megatron_vlm."):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" in line {frame.lineno}" for frame in frames if Path(frame.filename) == file.absolute()]
+        said = printable(f"{type(error).__name__}: {error}")
+        raise ConfigError(f"{place}: {said}{lines[-1] if lines else ''}; correct the file.") from error
 
 
 def _open_at_once(path: str | Path, flags: int, mode: int = 0o666) -> int:

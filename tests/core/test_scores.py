@@ -154,6 +154,23 @@ def test_a_users_function_is_a_metric(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def f(:", r"SyntaxError: invalid syntax \(odd.py, line 1\)"),
+        ("\nimport nothing_of_this_name", "ModuleNotFoundError: .* in line 2"),
+        ("raise SystemExit(0)", "SystemExit: 0 in line 1"),
+        ("def f(answer): return 1", "TypeError: .* 3 were given"),
+        ("def f(*given):\n    return {}['a']", "KeyError: 'a' in line 2"),
+    ],
+)
+def test_what_fails_in_a_users_file_is_told_as_theirs(tmp_path, text, said):
+    (tmp_path / "odd.py").write_text(text)
+    name = f"{tmp_path}/odd.py:f"
+    with pytest.raises(ConfigError, match=rf"metric \S*/odd.py:f: {said}; correct the file.$"):
+        parts_of({"f": metric_of(name)}, Judged("", "", [""], lambda text: []))
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("exact", "did you mean exact_match"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.layers.attention_sizes import Heads
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes.published import CONFIGS
+from megatron_vlm.run_folder.folder import check_folder
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 
@@ -112,6 +114,69 @@ def test_a_run_that_could_not_validate_does_not_begin(folder, tiny_gemma3, tmp_p
     fact, remedy = ended.stderr.splitlines()[-2:]
     assert f"data.valid_data_path: {folder}/texts.jsonl gives no sample to validate on" in fact
     assert "150 bad_conversation: write turns" in remedy and "record 0: no turns" in remedy
+
+
+@pytest.mark.parametrize("provider", [HFProvider, EnergonProvider])
+def test_each_source_of_validation_data_is_looked_at(folder, tiny_gemma3, tmp_path, provider):
+    """The first batch of all is good."""
+    if provider is HFProvider:
+        (tmp_path / "bad").write_text((folder / "texts.jsonl").read_text())
+        good, reason = folder / "source/data.jsonl", "150 bad_conversation"
+    else:
+        source = tmp_path / "source"
+        shutil.copytree(folder / "source", source)
+        rows = [json.loads(line) for line in (source / "data.jsonl").read_text().splitlines()]
+        for row in rows:
+            row["conversations"][-1]["value"] = "long " * 300
+        (source / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        prepare(source / "data.jsonl", tmp_path / "bad", splits={"train": 6, "val": 6})
+        good, reason = folder / "prepared", "6 over_length"
+    paths = {"valid_data_path": [f"good={good}", f"bad={tmp_path / 'bad'}"]}
+    loader, encoder = valid_loader(provider, AutoProcessor.from_pretrained(tiny_gemma3), good, **paths)
+    assert len(loader.first_batch()["input_ids"]) == 2
+    with pytest.raises(TooManyDrops, match=rf"source bad gives no sample to validate on:\n +{reason}"):
+        loader.look()
+    assert encoder.drops.counted() == [0, 0]
+
+
+# ---- scores of answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.score_path={}/texts.jsonl"], "exact_match scores none of the 100 questions of data.valid"),
+        (["train.score_metric=boxes"], "boxes scores none of the 12 questions.*: its reference has no box"),
+        (["train.best_by=score/iou", "train.keep_best=true"], "score/iou is no figure that there is; there"),
+        (["train.score_metric={}/metric.py:f"], r"metric .*/metric.py:f: KeyError: 'k' in line 2; correct"),
+    ],
+    ids=["no question", "no box", "no figure", "a metric that fails"],
+)
+def test_a_run_that_could_not_be_scored_does_not_begin(folder, tiny_gemma3, tmp_path, settings, said):
+    (folder / "metric.py").write_text("def f(answer, references, question):\n    raise KeyError('k')\n")
+    flags = [f"--hf_path={tiny_gemma3}", "--dataset_type=hf", f"--run_dir={tmp_path}/run"]
+    flags += [f"--train_data_path={folder}/source/data.jsonl", "tp=1", "steps=1", "data.num_workers=0"]
+    flags += [f"data.score_path={folder}/source/data.jsonl", "train.score_every=1", "eval_every=0"]
+    settings = [setting.format(folder) for setting in settings]
+    ended = run_program(COMMAND, "train", "--recipe=gemma3_tiny_digits", *flags, *settings)
+    assert (ended.returncode, "step 1" in ended.stdout) == (2, False), ended.stderr
+    assert re.search(said, ended.stderr.splitlines()[-1]), ended.stderr
+
+
+def test_a_path_of_questions_is_looked_at_like_that_of_the_data(folder, tmp_path):
+    config = RunConfig(run_dir=str(tmp_path / "run"))
+    config.data.score_path = f"{folder}/nothing.jsonl"
+    with pytest.raises(ConfigError, match=r"data.score_path: \S*/nothing.jsonl does not exist; give a file"):
+        validate_paths(config)
+    config.data.score_path = f"{folder}/prepared"
+    with pytest.raises(ConfigError, match=r"data.score_path: \S*/prepared is a prepared Energon dataset; "):
+        validate_paths(config)
+
+
+def test_a_file_in_place_of_the_folder_of_exports_is_named(tmp_path):
+    (tmp_path / "exports").write_text("")
+    with pytest.raises(ConfigError, match=r"^run_dir: \S*/exports is not a folder; give another run_dir.$"):
+        check_folder(tmp_path)
 
 
 def test_pairs_of_validation_are_looked_at_like_those_of_training(folder):

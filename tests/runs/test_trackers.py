@@ -92,6 +92,14 @@ def test_a_class_without_the_methods_is_refused(own, tmp_path):
         logger(tmp_path / "run", f"{own}:Lacks")
 
 
+def test_one_that_cannot_be_made_is_told_as_the_users(own, tmp_path):
+    own.write_text("class Odd:\n    log = save = close = print\n")
+    with pytest.raises(
+        ConfigError, match="logging.trackers: .*own.py:Odd: TypeError: .*; correct the file.$"
+    ):
+        logger(tmp_path / "run", f"{own}:Odd")
+
+
 class Notes(Callback):
     def __init__(self):
         self.heard = []

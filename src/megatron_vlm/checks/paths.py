@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_vlm.checks.data_on_disk import data_problems, record_problems, too_few_records
@@ -28,6 +29,8 @@ def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int |
         ranks = (world_size or fewest_processes(config.parallel)) // config.parallel.model_size
         for key in ("train_data_path", "valid_data_path"):
             problems += data_problems(data, f"data.{key}", getattr(data, key))
+        rows = replace(data, dataset_type="hf")
+        problems += data_problems(rows, "data.score_path", data.score_path)
         problems += [] if problems else too_few_records(data, ranks)
         problems += record_problems(config)
     problems += run_dir_problems(config.run_dir)

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch.nn import Module
 
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.data.encode.questions import Question
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.evaluation.answering import Asking, Record, answers, scored
 from megatron_vlm.evaluation.questions import open_questions
@@ -17,6 +18,7 @@ from megatron_vlm.feed import Feed
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.best import SCORE, Best
+from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.run_log import RunLogger
@@ -81,6 +83,39 @@ class Scoring:
             data = replace(data, dataset_type="hf", valid_data_path=data.score_path, **own)
         train = config.train
         self._questions = open_questions(data, source, train.score_tokens, train.score_samples, train.seed)
+        setup.on_first_rank(self._look)
+
+    def _look(self) -> None:
+        """Scores references as answers, until every metric gave a figure and one of them is `train.best_by`.
+        Raises ConfigError if no question gives such, and what a metric raises."""
+        train = self._config.train
+        records: list[Record] = []
+        figures: dict[str, float] = {}
+        waiting = set(self._metrics)
+        for place in range(len(self._questions)):
+            watchdog.beat(f"looking at question {place} to be scored")
+            asked = self._questions[place]
+            if isinstance(asked, Question):
+                asked = {
+                    "key": asked.key,
+                    "question": asked.text,
+                    "answer": asked.references[0],
+                    "references": asked.references,
+                }
+            records.append(asked)
+            for name, metric in self._metrics.items():
+                if scores := scored([asked], {name: metric}, self._questions.boxes).scores:
+                    waiting.discard(name)
+                    figures |= dict.fromkeys((f"{SCORE}{one}" for one in scores), 0.0)
+            if not waiting and (not train.best_is_score or train.best_figure[0] in figures):
+                return
+        if not waiting:
+            Best(train).rate(0, figures)  # which says what figures there are
+        told = "; ".join(scored(records, self._metrics, self._questions.boxes).lines())
+        raise ConfigError(
+            f"train.score_metric: {', '.join(sorted(waiting))} scores none of the {len(records)} questions "
+            f"of {printable(self._questions.name)}: {printable(told)}; correct them, or change the metric."
+        )
 
     def scores(self, model: list[Module], step: int) -> dict[str, Score]:
         """The score of each figure after a step, by its name among the run's figures. Collective.

@@ -28,10 +28,10 @@ from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_text
 
 FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "ranks", "profile")
-FOLDERS += ("scores", "on_export")
+FOLDERS += ("scores", "on_export", "exports")
 FILES = ("config.yaml", "recipe.yaml", "recipe.yaml.old", "lock", "metrics.jsonl", "starts.jsonl", "loss.png")
 FILES += ("report.html", "held_out.jsonl", "metrics.csv", "mlflow_run")
-OWN = {*FOLDERS, *FILES, "exports"}
+OWN = {*FOLDERS, *FILES}
 OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
 NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may lie there before a run begins
 _STEP = re.compile(r"step_\d{8}", re.ASCII)
@@ -148,13 +148,13 @@ def check_folder(run_dir: str | Path) -> None:
 
 def refuse_links(run_dir: str | Path) -> None:
     """Raises NotAFile for a link or a pipe in a run's folder, which may be a link itself: commands write
-    there. Checkpoints are only written aside and renamed, so links among them do no harm. Raises ConfigError
-    for a file in place of a folder, and a folder in place of a file."""
+    there. Checkpoints and exports are written aside and renamed, so links among them do no harm. Raises
+    ConfigError for a file in place of a folder, and a folder in place of a file."""
     for name in ("", *FOLDERS):
         place = Path(run_dir) / name
         if os.path.lexists(place) and not place.is_dir():
             raise ConfigError(f"run_dir: {printable(place)} is not a folder; give another run_dir.")
-        if place.is_dir() and name != "checkpoints":
+        if place.is_dir() and name not in ("checkpoints", "exports"):
             refuse_odd(place, links=False)
     for place in (*(Path(run_dir, name) for name in FILES), *Path(run_dir).glob("*/rank*")):
         if place.is_dir():

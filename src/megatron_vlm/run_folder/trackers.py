@@ -1,7 +1,6 @@
 """Where rows of metrics.jsonl go besides: TensorBoard, Weights & Biases, MLflow, CSV, a user's own class."""
 
 import csv
-import importlib.util
 import io
 import math
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.files import read_rows, read_text, write_whole
+from megatron_vlm.files import calling, object_of, read_rows, read_text, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import flatten, load_yaml, to_yaml
 
@@ -165,24 +164,24 @@ def trackers_of(config: RunConfig) -> Iterator[Callable[[RunConfig, int], Tracke
         yield tracker_class(name)
 
 
-def tracker_class(name: str) -> type[Tracker]:
-    """The class of a name of NAMED, or of `file.py:Class`, whose file is run. Raises ConfigError that says
-    what is wrong with it."""
+def tracker_class(name: str) -> Callable[[RunConfig, int], Tracker]:
+    """Makes the tracker of a name of NAMED, or of `file.py:Class`, whose file is run. Raises ConfigError that
+    says what is wrong with it."""
     check_tracker(name)
     if name in NAMED:
         return NAMED[name]
     path, _, class_name = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location(f"tracker_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Any = getattr(module, class_name, None)
+    place = f"logging.trackers: {printable(name)}"
+    found = object_of(place, Path(path), class_name)
     missing = [method for method in METHODS if not callable(getattr(found, method, None))]
     if missing:
-        raise ConfigError(
-            f"logging.trackers: {printable(name)} has no {', '.join(missing)}; write them as "
-            "docs/reports.md shows."
-        )
-    return found
+        raise ConfigError(f"{place} has no {', '.join(missing)}; write them as docs/reports.md shows.")
+
+    def made(config: RunConfig, first_step: int) -> Tracker:
+        with calling(place, Path(path)):
+            return found(config, first_step)
+
+    return made
 
 
 def check_tracker(name: str) -> None:

@@ -1,6 +1,5 @@
 """Metrics by name: what a sample's answer scores, and the score of all samples with its interval."""
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import calling, object_of
 from megatron_vlm.messages import printable, suggestion
 from megatron_vlm.scoring import formulas
 from megatron_vlm.scoring.formulas import Box, NotScored
@@ -92,24 +92,23 @@ def metric_of(name: str) -> Metric:
 def _users_metric(file: Path, name: str) -> Metric:
     """A metric that calls `name(answer, references, question)`, which returns a number, or numbers by name.
     More is better, unless the function has `higher_is_better = False`."""
+    place = f"metric {printable(file)}:{name}"
     if not file.is_file():
-        raise ConfigError(f"metric {printable(file)}:{name}: there is no such file; give its path.")
-    spec = importlib.util.spec_from_file_location(f"metric_{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+        raise ConfigError(f"{place}: there is no such file; give its path.")
+    function = object_of(place, file, name)
     if not callable(function):
-        raise ConfigError(f"metric {printable(file)}:{name}: the file has no function of this name.")
+        raise ConfigError(f"{place}: the file has no function of this name.")
 
     def parts(given: Judged) -> Parts:
-        score = function(given.answer, list(given.references), given.question)
+        with calling(place, file):
+            score = function(given.answer, list(given.references), given.question)
         scores = score if isinstance(score, Mapping) else {name: score}
         try:
             return {str(figure): (float(value), 1.0) for figure, value in scores.items()}
         except (TypeError, ValueError) as error:
+            said = printable(repr(score))
             raise ConfigError(
-                f"metric {printable(file)}:{name}: it returned {printable(repr(score))}; return a number, or "
-                "a dict of numbers."
+                f"{place}: it returned {said}; return a number, or a dict of numbers."
             ) from error
 
     return Metric(parts, getattr(function, "higher_is_better", True))

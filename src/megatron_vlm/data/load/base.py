@@ -163,17 +163,27 @@ class ValidLoader(ABC):
         finally:
             close_loader(loader)
 
-    def first_batch(self) -> Batch:
-        """The first batch of the whole split, read in this process; its drops are not counted.
+    @abstractmethod
+    def _keep(self, source: str) -> None:
+        """Leaves all sources but one out of what is read."""
 
-        Raises TooManyDrops, with all reasons, if the split has no sample to validate on.
+    def look(self) -> None:
+        """Reads a batch of each source. Raises as `first_batch` for one that has no sample."""
+        for source in self.sources or [""]:
+            self.first_batch(source)
+
+    def first_batch(self, source: str = "") -> Batch:
+        """The first batch of the whole split, or of a source, read in this process; drops are not counted.
+
+        Raises TooManyDrops, with all reasons, if there is no sample to validate on.
         """
         alone, report = copy.copy(self), DropReport()
         alone._encoder = copy.copy(self._encoder)
         alone._encoder.drops = alone._drops = report
         alone._mine, alone._num_workers = self._all, 0
+        if source:
+            alone._keep(source)
         for batch in alone._checked():
             return batch
-        raise TooManyDrops(
-            "\n".join([f"{self.name} gives no sample to validate on:", *report.reason_lines()])
-        )
+        name = f"{self.name}: source {source}" if source else self.name
+        raise TooManyDrops("\n".join([f"{name} gives no sample to validate on:", *report.reason_lines()]))

@@ -195,6 +195,9 @@ class EnergonValidLoader(ValidLoader):
         self._mine, self._all = workers, _with_ranks_as_workers(workers, 0)
         super().__init__(encoder.drops, self._most_batches_of_a_rank())
 
+    def _keep(self, source: str) -> None:
+        self._read = [self._read[self.sources.index(source)]]
+
     def _open(self) -> DataLoader:
         dataset = self._dataset(self._mine)
         loader = _undisturbing(get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS))

@@ -282,6 +282,11 @@ class HFValidLoader(ValidLoader):
         """The keys of all rows, over all ranks."""
         return [self._table.key(row) for row in self._all]
 
+    def _keep(self, source: str) -> None:
+        ends = np.cumsum([0, *map(len, self._table.parts().values())])
+        number = self.sources.index(source)
+        self._mine = [row for row in self._mine if ends[number] <= row < ends[number + 1]]
+
     def _open(self) -> DataLoader:
         order, documents = [(None, [index]) for index in self._mine], self._encoder.documents
         ledger = Ledger(order, self._table.key, documents.per_sample)
