@@ -17,7 +17,7 @@ from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.load.limits import close_loader
 from megatron_vlm.data.load.rows import loader_of
 from megatron_vlm.evaluation.questions import Problem, Questions
-from megatron_vlm.generation.generate import Answer, generate
+from megatron_vlm.generation.generate import generate
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
@@ -89,22 +89,18 @@ def _answered(
         stop=stop,
         numbers=[place for place, _ in open_ones],
     )
-    records = {
-        place: _record(question, reply, reply_text(source.processor, reply.reply, boxes.tokens))
-        for (place, question), [reply] in zip(open_ones, replies, strict=True)
-    }
+    records = {}
+    for (place, question), [reply] in zip(open_ones, replies, strict=True):
+        text = reply_text(source.processor, reply.reply, boxes.tokens)
+        said = {"tokens": reply.tokens, "finish_reason": reply.finish_reason}
+        records[place] = record_of(question, text) | said
     return [records.get(place, one) for place, one in zip(places, asked, strict=True)]
 
 
-def _record(question: Question, reply: Answer, text: str) -> Record:
-    return {
-        "key": question.key,
-        "question": question.text,
-        "answer": text,
-        "references": question.references,
-        "tokens": reply.tokens,
-        "finish_reason": reply.finish_reason,
-    }
+def record_of(question: Question, answer: str) -> Record:
+    """The beginning of a record: a question and any answer to it."""
+    asked = {"key": question.key, "question": question.text}
+    return asked | {"answer": answer, "references": question.references}
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch.nn import Module
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.encode.questions import Question
 from megatron_vlm.data.on_disk.paths import items_of
-from megatron_vlm.evaluation.answering import Asking, Record, answers, scored
+from megatron_vlm.evaluation.answering import Asking, Record, answers, record_of, scored
 from megatron_vlm.evaluation.questions import open_questions
 from megatron_vlm.feed import Feed
 from megatron_vlm.files import write_whole
@@ -96,12 +96,7 @@ class Scoring:
             watchdog.beat(f"looking at question {place} to be scored")
             asked = self._questions[place]
             if isinstance(asked, Question):
-                asked = {
-                    "key": asked.key,
-                    "question": asked.text,
-                    "answer": asked.references[0],
-                    "references": asked.references,
-                }
+                asked = record_of(asked, asked.references[0])
             records.append(asked)
             for name, metric in self._metrics.items():
                 if scores := scored([asked], {name: metric}, self._questions.boxes).scores:

@@ -164,7 +164,7 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
     if local.exists():
         _check_files(local)
     named = local.is_dir() and _check_card(local)
-    if not local.is_dir() and local.is_file():
+    if local.is_file():
         name, options = _reader_of(local)
     with naming_the_damaged(path):
         builder = datasets.load_dataset_builder(name, name=subset, **options)
