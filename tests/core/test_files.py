@@ -15,7 +15,7 @@ from sources import image_bytes, write_sharegpt
 
 from megatron_vlm import files
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.files import NotAFile, read_file

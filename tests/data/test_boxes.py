@@ -16,7 +16,8 @@ from samples import sample_of
 
 from megatron_vlm.batch import GenericVisualInputs, count_up
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, clean_sample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import clean_sample
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.grounding.boxes import Boxes

@@ -2,12 +2,8 @@ import json
 
 import pytest
 
-from megatron_vlm.data.conversation.chatml import (
-    BadSample,
-    clean,
-    cook_chatml_sample,
-    place_media,
-)
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import clean, cook_chatml_sample, place_media
 from megatron_vlm.data.conversation.turns import is_trained, last_reply_alone
 from megatron_vlm.data.records.normalise import normalise
 

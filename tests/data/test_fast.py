@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.kinds import KNOWN, kind_of, why_unknown
 from megatron_vlm.data.kinds.one_size import OneSize

@@ -30,13 +30,9 @@ from transformers import AutoProcessor
 
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import REASONS
-from megatron_vlm.data.conversation.chatml import (
-    BadSample,
-    cook_chatml_sample,
-    is_blank,
-    place_media,
-)
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample, is_blank, place_media
 from megatron_vlm.data.encode.chat_template import RESERVED as MARKS
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key

@@ -9,7 +9,7 @@ from loaders import arguments_of
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.turns import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.on_disk.coco import NOTES, coco_records

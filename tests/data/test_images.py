@@ -11,7 +11,7 @@ from pairs import first_soon
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media import images
 from megatron_vlm.data.media.images import decode_image, image_size
 

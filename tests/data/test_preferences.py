@@ -7,7 +7,7 @@ import json
 import pytest
 from samples import sample_of
 
-from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.preferences.pairs import halves_of
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise

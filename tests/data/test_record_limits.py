@@ -11,7 +11,8 @@ from PIL import Image
 from samples import sample_of
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, clean
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import clean
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.records.normalise import normalise, read_record
 from tiny.checkpoints import build_tiny_checkpoint

@@ -7,7 +7,8 @@ import re
 import pytest
 from samples import templated
 
-from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 from megatron_vlm.data.conversation.replies import REPLY, TURN, UntaggedReplies
 from megatron_vlm.data.encode.chat_template import ChatTemplate
 from tiny.checkpoints import TINY_FAMILIES, without_generation_tags

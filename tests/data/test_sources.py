@@ -32,7 +32,8 @@ from written_sources import (
 )
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 from megatron_vlm.data.encode.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media

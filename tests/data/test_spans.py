@@ -8,7 +8,8 @@ from samples import templated
 from transformers import AutoProcessor, Gemma3Processor
 
 import megatron_vlm.data.encode.text as spans_module
-from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample, place_media
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.processing import with_media
 from megatron_vlm.data.encode.text import TextEncoder, _only_wraps, on_tokens

@@ -21,7 +21,8 @@ from transformers import AutoProcessor
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.load.energon import EnergonProvider

@@ -21,8 +21,9 @@ from prepared_shards import prepare
 from sources import image_bytes, record, write_sharegpt
 
 from megatron_vlm.checks.data_on_disk import source_problems
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
-from megatron_vlm.data.conversation.chatml import BadSample, clean
+from megatron_vlm.data.conversation.chatml import clean
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.on_disk import plain

@@ -628,11 +628,11 @@ class Model:
 def backward(ddp: list, micro_batches: list[dict], step_loss: Callable | None = None) -> list[dict]:
     """Gradients as a training step has them, without the step; the reports of its loss, by default the
     tokens'."""
-    from megatron_vlm.training.gradients import finalize_gradients
+    from megatron_vlm.training.gradients import reduce_gradients
     from megatron_vlm.training.losses.tokens import token_losses
 
     reports, weight = (step_loss or token_losses)(ddp, micro_batches)
-    finalize_gradients(ddp, weight)
+    reduce_gradients(ddp, weight)
     return reports
 
 

@@ -185,7 +185,7 @@ def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
     for part in [known] if policy.max_tokens > 1 else (known[:half], known[half:]):
         numbered = [sample | {"number": number} for number, sample in enumerate(part)]
         logs.append(policy.forward_backward(numbered, checked, 5, TEMPERATURE, True, fields))
-    gradients.finalize_gradients(policy.chunks)
+    gradients.reduce_gradients(policy.chunks)
     if layout.distributed_optimizer:
         parity.gather_sharded_grads(policy.chunks)
     chunks, rules = [chunk.module for chunk in policy.chunks], policy.source.weight_map.rules
@@ -268,7 +268,7 @@ def _two_calls_for_one(policy, samples: list) -> float:
     def summed(parts: list[list]) -> torch.Tensor:
         for part in parts:
             policy.forward_backward(part, loss, 5, entropy=True, fields=["advantage"])
-        gradients.finalize_gradients(policy.chunks)  # ranks share the tower's images by micro batch
+        gradients.reduce_gradients(policy.chunks)  # ranks share the tower's images by micro batch
         found = torch.cat([buffer.grad_data for buffer in policy.chunks[0].buffers])
         policy._empty()
         return found

@@ -96,7 +96,7 @@ def steps(paths: dict[str, str], held: dict[str, str]) -> dict[str, dict[str, An
 
 
 def megatron_step(policy) -> float:
-    from megatron_vlm.training.gradients import finalize_gradients
+    from megatron_vlm.training.gradients import reduce_gradients
 
-    finalize_gradients(policy.chunks)
+    reduce_gradients(policy.chunks)
     return policy.optimizer.step()[1]

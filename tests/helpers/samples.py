@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, clean_sample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample, clean_sample
 
 
 def sample_of(conversation: Any, imgs: Any = None, videos: Any = None, key: str = "s") -> ChatMLSample:

@@ -16,7 +16,7 @@ import rollout_engines
 import torch
 from PIL import Image
 
-from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.rl.http_engine import EngineError, HttpEngine
 from megatron_vlm.rl.rollouts import RolloutPrompt

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
-from megatron_vlm.data.conversation.turns import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.generation_prompt import processor_outputs, stop_tokens
 from megatron_vlm.job.reasons import explain, worker_death
 from megatron_vlm.messages import reading

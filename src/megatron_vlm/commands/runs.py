@@ -4,7 +4,8 @@ import io
 from pathlib import Path
 
 from megatron_vlm.config import MISSING, RunConfig
-from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, reply_text, stop_tokens
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.grounding.drawing import draw

@@ -18,7 +18,8 @@ from megatron.energon import Cooker, basic_sample_keys, stateless
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, clean_sample, parsed
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample, clean_sample, parsed
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video

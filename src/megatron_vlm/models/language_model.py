@@ -117,7 +117,7 @@ def language_model_config(
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=on_cpu,
         perform_initialization=not config.model.load_weights,
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # ranks sum gradients, which `training.gradients` divides once
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=setup.device().type in weight_gradients.DEVICES,
         # These need CUDA extensions that we do not ask for.

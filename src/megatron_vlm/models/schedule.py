@@ -58,7 +58,7 @@ def vlm_step(
 
     def loss_of_output(output: Tensor) -> tuple[Tensor, int, Any]:
         scalar, report = loss(stream, output)
-        return scalar, 0, report  # no tokens for Megatron to divide by: `finalize_gradients` divides
+        return scalar, 0, report  # no tokens for Megatron to divide by: `reduce_gradients` divides
 
     return model(stream, head), loss_of_output
 

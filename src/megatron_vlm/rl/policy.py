@@ -46,7 +46,7 @@ from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import (
     data_parallel,
     empty_gradients,
-    finalize_gradients,
+    reduce_gradients,
     step_if,
 )
 from megatron_vlm.training.optimizer import build_optimizer
@@ -185,7 +185,7 @@ class Policy:
         """
         self.memory.need("step", *KINDS)
         with alarm():
-            finalize_gradients(self.chunks)
+            reduce_gradients(self.chunks)
             _, norm, _ = step_if(self.optimizer)
             self._empty()
         if not math.isfinite(norm):

@@ -15,7 +15,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.batch import Prompt
-from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample, place_media
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.generation.generate import generate

@@ -4,8 +4,8 @@
     <run_dir>/checkpoints/step_00000100/state.json   step, layout, schedule, generators, data loaders, and the
                                                  size and checksum of every other file
 
-`run_folder` decides which checkpoint is the newest and when one is complete; `tensor_files` writes and reads
-tensors. Only the run's own folder is ever read.
+`run_folder.folder` decides which checkpoint is the newest, and its `complete` makes one whole: by a rename,
+when all else is on disk. `tensor_files` writes and reads tensors. Only the run's own folder is ever read.
 """
 
 import atexit

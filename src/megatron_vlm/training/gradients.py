@@ -26,7 +26,7 @@ from megatron_vlm.parallel import setup
 def data_parallel(
     chunks: list[VLMModel], config: RunConfig, one_backward: bool = True
 ) -> list[DistributedDataParallel]:
-    """The chunks with Megatron's gradient buffers, which `finalize_gradients` reduces once per step.
+    """The chunks with Megatron's gradient buffers, which `reduce_gradients` reduces once per step.
 
     With `one_backward` a schedule runs once per step, and the reduction of a bucket starts as soon as the
     backward pass of its last micro batch has filled it. Without, schedules only add to the buffers, any
@@ -114,11 +114,13 @@ def _arrived(needed: list[Buckets], *_) -> None:
             buckets.start_param_sync(force_sync=True)  # waits for what was started
 
 
-def finalize_gradients(chunks: list[DistributedDataParallel], weight: float | None = None) -> None:
-    """Ends the reduction of gradients and divides them by the sum of all data-parallel ranks' `weight`.
+def reduce_gradients(chunks: list[DistributedDataParallel], weight: float | None = None) -> None:
+    """Sums the gradients over all ranks, and divides them by the sum of the data-parallel ranks' `weight`.
 
-    `weight` is the same on ranks that have the same micro batches; None: they are not divided. Megatron's
-    schedules would divide by a whole number of tokens, of at least one.
+    Megatron sums them (`calculate_per_token_loss`): over data and context parallelism what is left of each
+    bucket, then over tensor-parallel ranks and between first and last stage what these hold alike. `weight`
+    is the same on ranks that have the same micro batches; None: they are not divided. Megatron's schedules
+    would divide by a whole number of tokens, of at least one.
     """
     finalize_model_grads(chunks)
     if weight is None:

@@ -14,7 +14,7 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.job.ranks import AnotherRankFailed
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
-from megatron_vlm.training.gradients import empty_gradients, finalize_gradients, step_if, step_in_flight
+from megatron_vlm.training.gradients import empty_gradients, reduce_gradients, step_if, step_in_flight
 from megatron_vlm.training.losses.tokens import Reports, StepLoss, token_losses
 
 
@@ -47,7 +47,7 @@ def train_step(
         empty_gradients(chunk)
     optimizer.zero_grad()
     reports, weight = step_loss(chunks, micro_batches)
-    finalize_gradients(chunks, weight)
+    reduce_gradients(chunks, weight)
     if figures:
         figures.count(micro_batches, reports)
     known = None

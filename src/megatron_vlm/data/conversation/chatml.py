@@ -7,17 +7,10 @@ from typing import Any
 
 from megatron.energon import Sample, edataclass
 
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.limits import limits_of_media, named_limits
 from megatron_vlm.data.conversation.objects import NO_WORDS, Objects, read_objects, with_objects
-from megatron_vlm.data.conversation.turns import (
-    ROLES,
-    TRAINED,
-    WEIGHTS,
-    BadSample,
-    is_trained,
-    named_weight,
-    sole,
-)
+from megatron_vlm.data.conversation.turns import ROLES, TRAINED, WEIGHTS, is_trained, named_weight, sole
 from megatron_vlm.data.on_disk.fields import REJECTED_TURNS, TURNS
 from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, in_tools, stand_for
 

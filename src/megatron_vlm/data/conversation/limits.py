@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.data.conversation.turns import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 
 # The usual words for a part that is an image or a video, and for an entry of `images` or `videos`
 LIMITS = {"image": ("min_pixels", "max_pixels"), "video": ("fps", "max_frames", "max_pixels")}

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vlm.data.conversation.turns import THINKING_KEYS, BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.turns import THINKING_KEYS
 from megatron_vlm.data.on_disk.coco import FAR
 
 REASON = "bad_objects"

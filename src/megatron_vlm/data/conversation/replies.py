@@ -4,7 +4,8 @@ import os
 import re
 from collections.abc import Callable
 
-from megatron_vlm.data.conversation.turns import BadSample, is_trained
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.turns import is_trained
 
 Span = tuple[int, int]
 # Reserved: no record has them. One marks the end of the turn before a reply, one stands for the reply's text.

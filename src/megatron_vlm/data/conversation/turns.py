@@ -1,8 +1,10 @@
-"""Reads what a turn says of its own training: its weight in the loss, its thinking; and `BadSample`."""
+"""Reads what a turn says of its own training: its weight in the loss, its thinking."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import eq
 from typing import Any
+
+from megatron_vlm.data.accounts.bad_sample import BadSample
 
 DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
 TRAINED = ("assistant", DOCUMENT)
@@ -22,28 +24,6 @@ WEIGHTS = ("loss", "weight")  # the first that a turn has counts
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
 THINK, END_OF_THINKING = "<think>", "</think>"
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000  # besides 0
-
-
-class BadSample(Exception):
-    """This sample cannot be trained on; `reason` is a key of `drops.REASONS`, `detail` is for people."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.detail}"
-
-
-# What processors raise on images and videos that they cannot take: beside ValueErrors of their own, those of
-# arithmetic with sizes that become 0, torch's, and one for a size that MiniCPM-V's sets only where it resizes
-REFUSALS = (ArithmeticError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-
-
-def refused_by_processor(error: Exception) -> BadSample:
-    """The BadSample that says what a processor raised on the media of a sample, one of REFUSALS."""
-    said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    return BadSample("processor_error", said)
 
 
 def sole(

@@ -15,7 +15,8 @@ from jinja2 import TemplateError
 from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.data.conversation.chatml import INVISIBLE, BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import INVISIBLE
 from megatron_vlm.data.conversation.replies import REPLY, TURN, Span, UntaggedReplies
 from megatron_vlm.data.conversation.turns import DOCUMENT, between_thinking
 

@@ -13,7 +13,8 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.conversation.limits import drawn, rules_within
 from megatron_vlm.data.conversation.replies import Span
 from megatron_vlm.data.conversation.turns import last_reply_alone, without_thinking
@@ -186,7 +187,10 @@ class DocumentEncoder:
         return prompt
 
     def _kept(self, text: EncodedText) -> tuple[int, int, int]:
-        """How many tokens, images and videos remain."""
+        """How many tokens, images and videos remain of a text: all, or after a cut at `seq_length`.
+
+        Raises BadSample for a longer text if `over_length` is "drop".
+        """
         length = len(text.input_ids)
         if length <= self._data.seq_length:
             return length, len(text.images), len(text.videos)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_vlm.batch import Prompt
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, is_blank
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample, is_blank
 from megatron_vlm.data.conversation.turns import without_thinking
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.media.patience import in_time

@@ -22,8 +22,8 @@ import numpy as np
 from PIL import Image
 from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
+from megatron_vlm.data.accounts.bad_sample import REFUSALS, refused_by_processor
 from megatron_vlm.data.conversation.replies import Span
-from megatron_vlm.data.conversation.turns import REFUSALS, refused_by_processor
 from megatron_vlm.data.encode.chat_template import MARK_PAIRS, MARKS, ChatTemplate, RenderedChat
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Grid

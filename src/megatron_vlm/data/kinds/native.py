@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
 
 from megatron_vlm.config_rules.image_tokens import refuse_narrow
-from megatron_vlm.data.conversation.turns import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.kinds.grid import Patches
 
 

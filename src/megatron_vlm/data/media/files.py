@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from megatron_vlm.data.conversation.turns import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.images import to_rgb
 from megatron_vlm.data.on_disk.named import is_base64, meant, no_name
 from megatron_vlm.files import check_file, read_file

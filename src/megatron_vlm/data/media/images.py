@@ -15,7 +15,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
-from megatron_vlm.data.conversation.turns import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.signatures import unreadable
 
 # Below Pillow's own bomb warning. While it is decoded, a pixel takes up to 8 bytes, so an image up to 640 MB;

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.turns import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
 from megatron_vlm.signatures import unreadable, what_is

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, cook_chatml_sample, place_media
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import ChatMLSample, cook_chatml_sample, place_media
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.encoder import join_documents
 from megatron_vlm.data.on_disk.fields import CHOSEN, REJECTED

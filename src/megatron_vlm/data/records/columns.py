@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.on_disk.fields import CHOSEN, FIELDS, GROUPS, REJECTED, REJECTED_TURNS, TURNS
 from megatron_vlm.data.records.grounded import asking, corners_in
 from megatron_vlm.messages import suggestion

@@ -7,7 +7,7 @@ is said of it, and an image; it asks for each expression.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_vlm.data.conversation.turns import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.on_disk.coco import NOTES, at_edges, corners, is_box, said_size
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, PLAIN, TURNS

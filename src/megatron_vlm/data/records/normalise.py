@@ -30,7 +30,8 @@ of these forms, a list of images, or `{"frames": [images]}` with such a list and
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.conversation.chatml import PART_TYPES, BadSample, audio, cook_chatml_sample, parsed
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import PART_TYPES, audio, cook_chatml_sample, parsed
 from megatron_vlm.data.conversation.limits import LIMITS, limits_beside, named_limits
 from megatron_vlm.data.conversation.turns import DOCUMENT, sole
 from megatron_vlm.data.media.files import read_media

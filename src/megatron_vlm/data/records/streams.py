@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.fingerprint import digest
-from megatron_vlm.data.conversation.chatml import BadSample
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
 

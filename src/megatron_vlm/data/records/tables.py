@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.data.conversation.chatml import BadSample
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, TURNS
 from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places

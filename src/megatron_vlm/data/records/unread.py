@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.data.conversation.chatml import BadSample, cook_chatml_sample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 from megatron_vlm.data.on_disk.coco import NOTES
 from megatron_vlm.data.on_disk.named import is_base64, is_path, meant
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
