@@ -32,30 +32,16 @@ from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_gener
 from tiny.corpus import default_corpus
 from tiny.distributed import run_distributed
 
+AS_OTHERS = {"glm4v", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}  # have another family's processor
+# resize as glm4v_moe, qwen2_5_vl and minicpmv4_6; the factor of published GLM-GAs is not known
+TINY_ALONE = {"glm46v", "glmga", "qwen2_vl", "minicpmv4_7"}
 # Sizes of the published checkpoints; pixels of a square of this side are the most of the patch towers
 PUBLISHED = {
-    "gemma3": {"image_size": 896, "image_tokens": 256},
-    "gemma4": {"image_tokens": 280, "patch_size": 16, "pooled": 3},
-    "gemma4_unified": {"image_tokens": 280, "patch_size": 16, "pooled": 3},
-    "llava": {"image_size": 336},
-    "llava, siglip": {"image_size": 384},
-    "llava_onevision": {"image_size": 384, "most_a_side": 6, "most_tiles": 9},
-    "internvl": {"image_size": 448, "image_tokens": 256, "max_patches": 12},
-    "qianfan_ocr": {"image_size": 448, "image_tokens": 256, "max_patches": 12},
-    "smolvlm": {"image_size": 384, "image_tokens": 81, "most_a_side": 4},
-    "minicpmv4_6": {"image_size": 448, "most_slices": 9},
-    "kimi_k25": {"image_size": 7168, "most_patches": 16_384},
-    "minicpmv4_7": {},  # cuts as minicpmv4_6
-    "mistral3": {"image_size": 1540},
-    "lighton_ocr": {"image_size": 1540},
-    "lfm2_vl": {"image_tokens": 256, "patch_size": 16},
-    "glm4v_moe": {"image_size": 2425},
-    "glm46v": {},  # resizes as glm4v_moe, and so does qwen2_vl as qwen2_5_vl
-    "glmga": {},  # with another factor, which published ones may have
-    "qwen2_vl": {},
-    "qwen2_5_vl": {"image_size": 3584},
-    "qwen3_vl": {"image_size": 4096},
+    name: {} if name in TINY_ALONE else parts.published or {}
+    for name, parts in TINY_FAMILIES.items()
+    if name not in AS_OTHERS
 }
+PUBLISHED |= {"llava, siglip": {"image_size": 384}, "lfm2_vl": {"image_tokens": 256, "patch_size": 16}}
 TOWERS = {  # as published, for images of published sizes
     "gemma4": {"position_embedding_size": 10_240},
     "gemma4_unified": {"mm_posemb_size": 1120},
@@ -166,7 +152,7 @@ PROCESSORS = [
     for name, published in PUBLISHED.items()
     for at, sizes in {"tiny": {}, "published": published}.items()
     for soon in [name not in LATER and (at == "tiny") == (name in TINY_FIRST)]
-    if (sizes or at == "tiny") and name.split(",")[0] in TINY_FAMILIES  # in this Transformers
+    if sizes or at == "tiny"
 ]
 SOON_BOUNDS = ("gemma3 tiny", "qwen3_vl published", "internvl tiny", "gemma4_unified tiny", "lfm2_vl tiny")
 OF_TEMPLATES = [  # which know nothing of sizes

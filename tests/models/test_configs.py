@@ -177,7 +177,7 @@ def tried(request, checkpoints, few, tmp_path_factory) -> tuple[dict, dict[str, 
         changes = {path: each for path, each in changes.items() if path.startswith(T)}
     at_once = few(family) if which == "few" else changes
     every = [change for each in at_once.values() for change in each] + ELSEWHERE
-    every += SPELLINGS[family] if family == checkpoint else []
+    every += SPELLINGS.get(family, []) if family == checkpoint else []
     cells = {cell.name: cell for cell in (Cell(change, rows_of(family, change)) for change in every)}
     nothing = without_effect(family, config)
     cells["nothing"] = Cell(nothing, rows_of(family, nothing), same_weights=True, name="nothing")

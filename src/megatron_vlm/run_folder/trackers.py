@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import calling, object_of, read_rows, read_text, write_whole
@@ -16,11 +16,9 @@ from megatron_vlm.messages import printable
 from megatron_vlm.overrides import flatten, load_yaml, to_yaml
 
 
-class Tracker(Protocol):
+class Tracker:
     """Gets each logged row on the one rank that writes. It is made with the configuration and the first step
     that will be logged: later rows of an interrupted run are logged again."""
-
-    def __init__(self, config: RunConfig, first_step: int) -> None: ...
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
         """A row of metrics.jsonl; numbers may be NaN or infinite."""
@@ -32,7 +30,7 @@ class Tracker(Protocol):
         """The run ends, also after an error."""
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Events in `<run_dir>/tensorboard`."""
 
     def __init__(self, config: RunConfig, first_step: int):
@@ -51,7 +49,7 @@ class TensorBoard:
         self._events.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Tracker):
     """A run of the project `logging.wandb_project`."""
 
     def __init__(self, config: RunConfig, first_step: int):
@@ -76,14 +74,11 @@ class WeightsAndBiases:
         self._newest = max(self._newest, step)  # it drops what comes for an earlier step
         self._run.log(numbers, step=self._newest)
 
-    def save(self) -> None:
-        pass
-
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run at MLFLOW_TRACKING_URI, in the experiment MLFLOW_EXPERIMENT_NAME; its id is kept in
     `<run_dir>/mlflow_run`, so that a resumed run goes on in it."""
 
@@ -121,21 +116,15 @@ class MLflow:
         named = [Metric(name.replace("/", "."), value, now, step) for name, value in finite.items()]
         self._client.log_batch(self._run, named)
 
-    def save(self) -> None:
-        pass
-
     def close(self) -> None:
         self._client.set_terminated(self._run, "FAILED" if sys.exception() else "FINISHED")
 
 
-class CSV:
+class CSV(Tracker):
     """`<run_dir>/metrics.csv`, written again from metrics.jsonl at each checkpoint and at the end."""
 
     def __init__(self, config: RunConfig, first_step: int):
         self._folder = Path(config.run_dir)
-
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        pass
 
     def save(self) -> None:
         rows = list(read_rows(self._folder / "metrics.jsonl"))

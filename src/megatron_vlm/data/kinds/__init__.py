@@ -1,26 +1,30 @@
 """The kinds of images, and which one a processor's are. A new kind is a file here and a line of KINDS."""
 
+from pkgutil import resolve_name
+
 from transformers import ProcessorMixin
 
-from megatron_vlm.data.kinds import any_size, grid, native, one_size, padded, slices, squares, tiles
 from megatron_vlm.data.kinds.base import Kind
 
-KINDS: tuple[type[Kind], ...] = (  # the first with its sign is taken
-    tiles.OneVisionTiles,
-    tiles.InternVLTiles,
-    squares.Squares,
-    slices.Sliced,
-    padded.Padded,
-    native.NaFlex,
-    native.Pooled,
-    native.Joined,
-    grid.QwenGrid,
-    grid.GLMGrid,
-    any_size.AnySize,
-    any_size.Unbroken,
-    one_size.Cropped,
-    one_size.OneSize,
-)
+KINDS: list[type[Kind]] = [  # the first with its sign is taken
+    resolve_name(f"{__name__}.{name}")
+    for name in (
+        "tiles:OneVisionTiles",
+        "tiles:InternVLTiles",
+        "squares:Squares",
+        "slices:Sliced",
+        "padded:Padded",
+        "native:NaFlex",
+        "native:Pooled",
+        "native:Joined",
+        "grid:QwenGrid",
+        "grid:GLMGrid",
+        "any_size:AnySize",
+        "any_size:Unbroken",
+        "one_size:Cropped",
+        "one_size:OneSize",
+    )
+]
 KNOWN = [names for kind in KINDS for names in kind.known]
 
 

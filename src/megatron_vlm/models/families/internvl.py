@@ -14,10 +14,6 @@ from megatron_vlm.models.family_parts import keys, texts, towers
 from megatron_vlm.supported import SUPPORTED
 
 
-def _square(size: Any, vision: Any) -> bool:
-    return len(size) == 2 and size[0] == size[1] and size[0] > 0
-
-
 def _shuffles(ratio: Any, hf_config: Any) -> bool:
     """Whether squares of whole patches become one feature."""
     merged, patches = round(1 / ratio) if ratio else 0, _patches_a_side(hf_config.vision_config)
@@ -25,16 +21,15 @@ def _shuffles(ratio: Any, hf_config: Any) -> bool:
     return merged > 0 and patches % ratio == 0 and ratio * merged == 1 and patches % merged == 0
 
 
-def _one_layer(layer: Any, hf_config: Any) -> bool:
-    return isinstance(layer, int) and towers.layers_exist(layer, hf_config)
-
-
-SQUARE = keys.Values("two equal numbers", _square)
+SQUARE = keys.Values("two equal numbers", lambda size, _: len(size) == 2 and size[0] == size[1] > 0)
 TOP = keys.TOP | {
     "image_token_id": keys.TOKEN,
     "projector_hidden_act": keys.NAMED,
     "downsample_ratio": keys.Values("1 / n for a power of 2 that divides the patches of a side", _shuffles),
-    "vision_feature_layer": keys.Values("a layer of the tower, and not 0", _one_layer),
+    "vision_feature_layer": keys.Values(
+        "a layer of the tower, and not 0",
+        lambda layer, whole: isinstance(layer, int) and towers.layers_exist(layer, whole),
+    ),
     "vision_feature_select_strategy": keys.only("default"),
 }
 VISION = (

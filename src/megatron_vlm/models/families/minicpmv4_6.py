@@ -3,8 +3,6 @@
 An image is a whole and slices, each with its own number of patches; each is an item, and so are a frame's.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -22,12 +20,10 @@ SIDE = 2  # patches along the side of a square, both of a window and of a featur
 SQUARE = keys.only([SIDE, SIDE], (SIDE, SIDE))
 
 
-def _a_layer(layer: Any, whole: Any) -> bool:
-    return 0 <= layer < whole.vision_config.num_hidden_layers
-
-
 TOP = patch_towers.TOP | {
-    "insert_layer_id": keys.Values("a layer of the tower", _a_layer),
+    "insert_layer_id": keys.Values(
+        "a layer of the tower", lambda layer, whole: 0 <= layer < whole.vision_config.num_hidden_layers
+    ),
     "downsample_mode": keys.only("16x", "4x"),
     "merge_kernel_size": SQUARE,
     "merger_times": keys.only(1),  # as the processor counts tokens

@@ -1,7 +1,5 @@
 """Qwen3.5, 3.6 and 3.8: gated delta nets and gated attention; Qwen3-VL's tower without deepstack."""
 
-from typing import Any
-
 from megatron_vlm.models.families import qwen3_vl
 from megatron_vlm.models.family_parts import keys, llama, patch_towers
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
@@ -12,14 +10,6 @@ MROPE = patch_towers.MRope(sections=(11, 11, 10), interleaved=True, part_of_head
 KINDS = {"linear_attention": RECURRENT, "full_attention": None}
 
 
-def _fits(kinds: Any, text: Any) -> bool:
-    return len(kinds) == text.num_hidden_layers and set(kinds) <= KINDS.keys()
-
-
-def _multiple(values: Any, text: Any) -> bool:
-    return values > 0 == values % text.linear_num_key_heads
-
-
 TEXT = keys.text() | {
     **keys.any_of("attention_bias"),
     **keys.sizes(
@@ -28,8 +18,14 @@ TEXT = keys.text() | {
     "attn_output_gate": keys.only(True),
     "hidden_act": keys.only("silu"),  # the convolution has it, too
     "output_gate_type": keys.only("swish"),
-    "linear_num_value_heads": keys.Values("a multiple of linear_num_key_heads", _multiple),
-    "layer_types": keys.Values("linear_attention or full_attention for each layer", _fits),
+    "linear_num_value_heads": keys.Values(
+        "a multiple of linear_num_key_heads",
+        lambda values, text: values > 0 == values % text.linear_num_key_heads,
+    ),
+    "layer_types": keys.Values(
+        "linear_attention or full_attention for each layer",
+        lambda kinds, text: len(kinds) == text.num_hidden_layers and set(kinds) <= KINDS.keys(),
+    ),
 }
 VISION = patch_towers.VISION | keys.any_of("num_position_embeddings")
 # `layer_types` follow from the interval; the others are for engines, and for prediction (`carried_keys`)

@@ -1,15 +1,8 @@
 """Qwen3-VL with a mixture of experts: Qwen3-VL but for the feed-forwards."""
 
-from typing import Any
-
 from megatron_vlm.models.families import qwen3_vl
 from megatron_vlm.models.family_parts import keys, moe_rules, patch_towers
 from megatron_vlm.models.weights.rules import Rule
-
-
-def _chosen(count: Any, text: Any) -> bool:
-    return not text.num_experts or 1 <= count <= text.num_experts
-
 
 SECTIONS = keys.sections(
     keys.Section(("qwen3_vl_moe",), patch_towers.TOP, no_effect=qwen3_vl.MARKERS),
@@ -18,7 +11,11 @@ SECTIONS = keys.sections(
         qwen3_vl.TEXT
         | moe_rules.TEXT
         | keys.any_of("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers")
-        | {"num_experts_per_tok": keys.Values("1 to num_experts", _chosen)},
+        | {
+            "num_experts_per_tok": keys.Values(
+                "1 to num_experts", lambda count, text: not text.num_experts or 1 <= count <= text.num_experts
+            )
+        },
         no_effect=("sliding_window",),  # Transformers sets it and never looks at it
         rope=qwen3_vl.MROPE.keys(),
     ),

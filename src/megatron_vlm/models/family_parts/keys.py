@@ -151,8 +151,6 @@ def shown(value: Any) -> str:
 
 ANY = Values("any", lambda value, section: True)
 NUMBER = Values("a number", lambda value, section: isinstance(value, int | float))
-
-
 SIZE = Values("above 0", lambda size, section: size is None or size > 0)  # null: what follows from others
 
 
@@ -168,41 +166,35 @@ def any_of(*keys: str) -> dict[str, Values]:
     return dict.fromkeys(keys, ANY)
 
 
-def _without_weights(name: Any, section: Any) -> bool:
-    return name in ACT2FN and not any(True for _ in ACT2FN[name].parameters())
-
-
-def _with_window(layer_types: Any, text: Any) -> bool:
-    return set(layer_types) <= {"full_attention"} | ({"sliding_attention"} if text.sliding_window else set())
-
-
-def _is_token(token: Any, whole: Any) -> bool:
-    return isinstance(token, int) and 0 <= token < whole.text_config.vocab_size
-
-
-def _whole_head(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
-    return factor in (None, 1) or rule_and_text[0].get("rope_type") == "default"
-
-
-def _divides_heads(groups: Any, text: Any) -> bool:
-    return groups is None or (groups > 0 == text.num_attention_heads % groups)
-
-
-ACTIVATION = Values("the names of Transformers' activations that have no weights", _without_weights)
+ACTIVATION = Values(
+    "the names of Transformers' activations that have no weights",
+    lambda name, section: name in ACT2FN and not [*ACT2FN[name].parameters()],
+)
 # of models whose rotary embedding reads `head_dim` in Transformers, and whose attention does not
 WHOLE_HEADS = Values(
     "hidden_size / num_attention_heads",
     lambda width, text: width in (None, text.hidden_size // text.num_attention_heads),
 )
 NAMED = Values("the names of Transformers' activations", lambda name, section: name in ACT2FN)
-TOKEN = Values("a token of the vocabulary", _is_token)  # of the whole model's section
+TOKEN = Values(  # of the whole model's section
+    "a token of the vocabulary",
+    lambda token, whole: isinstance(token, int) and 0 <= token < whole.text_config.vocab_size,
+)
 COLOURS = only(3)  # of pixels
 EVEN = Values("even and above 0, or null", lambda width, text: width is None or width > 0 == width % 2)
-GROUPS = Values("a divisor of num_attention_heads, or null", _divides_heads)
+GROUPS = Values(
+    "a divisor of num_attention_heads, or null",
+    lambda groups, text: groups is None or groups > 0 == text.num_attention_heads % groups,
+)
 FULL_ATTENTION = Values(
     'null, or "full_attention" in every layer', lambda kinds, _: set(kinds or ()) <= {"full_attention"}
 )
-LAYER_TYPES = Values('"full_attention", and "sliding_attention" where sliding_window is set', _with_window)
+LAYER_TYPES = Values(
+    '"full_attention", and "sliding_attention" where sliding_window is set',
+    lambda kinds, text: (
+        set(kinds) <= {"full_attention"} | ({"sliding_attention"} if text.sliding_window else set())
+    ),
+)
 
 # --- what sections have in common --------------------------------------------------------------------------
 
@@ -257,5 +249,8 @@ VISION = {
 # The rules' other keys, such as `factor`, go to Transformers' own functions, which we call
 ROPE = {
     "rope_type": only("default", "linear", "llama3", "yarn"),
-    "partial_rotary_factor": Values('1, or any where rope_type is "default", which ignores it', _whole_head),
+    "partial_rotary_factor": Values(
+        '1, or any where rope_type is "default", which ignores it',
+        lambda factor, rule_and_text: factor in (None, 1) or rule_and_text[0].get("rope_type") == "default",
+    ),
 }
