@@ -16,9 +16,12 @@ from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOn
 import rehearse_waits
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import ParallelConfig, RunConfig
+from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.kinds.one_size import OneSize
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.families.llava_onevision import packed
 from megatron_vlm.models.family_parts.towers import _linear_of_patches, pixtral_states
+from megatron_vlm.models.hf import load_processor
 from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.kernels.attention import KERNELS
 from megatron_vlm.models.opened import build_model
@@ -153,18 +156,17 @@ def features_and_gradients(vision: torch.nn.Module, visual: GenericVisualInputs)
     return [features.detach(), *(p.grad for p in vision.parameters() if p.grad is not None)]
 
 
-# images or tiles of one size, so a batch of them needs no segments
-ONE_SIZE = ("gemma3", "llava", "llava_onevision", "internvl", "qianfan_ocr", "smolvlm")
 WITHOUT_ATTENTION = ("gemma4_unified",)
-SEGMENTED = [family for family in OF_DATA if family.values[0] not in (*ONE_SIZE, *WITHOUT_ATTENTION)]
+ATTENDING = [family for family in OF_DATA if family.values[0] not in WITHOUT_ATTENTION]
 
 
-@pytest.mark.parametrize("name", SEGMENTED)
+@pytest.mark.parametrize("name", ATTENDING)
 def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(name, tmp_path, monkeypatch):
     """To the bit; but where Transformers masks all pairs of patches, or where all of the tower runs for each
     image, sums have other parts."""
     hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
     description, calls = describe(hf_config), []
+    one_size = isinstance(kind_of(load_processor(tmp_path)), OneSize)  # a batch, which needs no segments
     torch.manual_seed(0)
     vision = description.build_vision()
     blank = [GenericVisualInputs(**description.blank_image(side**2)) for side in (28, 84, 56)]
@@ -178,7 +180,7 @@ def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(
     ours = features_and_gradients(vision, visual)
     layers = len(calls)
     sizes = hf_config.vision_config
-    assert layers == (getattr(sizes, "depth", None) or sizes.num_hidden_layers)
+    assert layers == (0 if one_size else getattr(sizes, "depth", None) or sizes.num_hidden_layers)
     assert all(len(segments.query_lengths) >= 3 for segments in calls)
     assert len(set(map(id, calls))) <= 2  # whole images, and the windows of Qwen2.5-VL
     tower_attention.use_sdpa(vision)
