@@ -16,7 +16,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -185,7 +185,6 @@ class CheckpointWriter:
             watchdog.beat(self._doing, files=True)
             writing = self._writing
             self._writing = None
-            wait([writing])
             writing.result()
 
     def close(self) -> None:

@@ -117,10 +117,9 @@ def _arrived(needed: list[Buckets], *_) -> None:
 def reduce_gradients(chunks: list[DistributedDataParallel], weight: float | None = None) -> None:
     """Sums the gradients over all ranks, and divides them by the sum of the data-parallel ranks' `weight`.
 
-    Megatron sums them (`calculate_per_token_loss`): over data and context parallelism what is left of each
-    bucket, then over tensor-parallel ranks and between first and last stage what these hold alike. `weight`
-    is the same on ranks that have the same micro batches; None: they are not divided. Megatron's schedules
-    would divide by a whole number of tokens, of at least one.
+    Megatron sums each bucket, and then what tensor-parallel ranks or first and last stage hold alike.
+    `weight` is the same on ranks that have the same micro batches; None: they are not divided. Megatron's
+    schedules would divide by a whole number of tokens, of at least one.
     """
     finalize_model_grads(chunks)
     if weight is None:

@@ -187,10 +187,7 @@ class DocumentEncoder:
         return prompt
 
     def _kept(self, text: EncodedText) -> tuple[int, int, int]:
-        """How many tokens, images and videos remain of a text: all, or after a cut at `seq_length`.
-
-        Raises BadSample for a longer text if `over_length` is "drop".
-        """
+        """How many tokens, images and videos remain: after a cut, if the text is too long. Or BadSample."""
         length = len(text.input_ids)
         if length <= self._data.seq_length:
             return length, len(text.images), len(text.videos)

@@ -41,8 +41,6 @@ PROBE_MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
 ]
-
-
 Grow = Callable[[np.ndarray], np.ndarray]  # of the short ids of an image or a video its whole ones
 
 
