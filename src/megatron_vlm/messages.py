@@ -45,6 +45,13 @@ def listed(texts: Sequence[str], most: int = 20, comma: str = ", ") -> str:
     return comma.join(texts[:most]) + more
 
 
+def aligned(rows: Sequence[Sequence[str]], side: str = "<") -> list[str]:
+    """The rows of a table as lines, their columns at the left ("<") or at the right (">")."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([f"{text:{side}{width}}" for text, width in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
+
+
 def readable_size(size: int) -> str:
     """A number of bytes in a readable unit: `12.3 GB`, `4.5 MB`."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

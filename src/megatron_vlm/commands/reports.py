@@ -10,7 +10,7 @@ import typer
 from megatron_vlm.commands.arguments import check_page
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import write_whole
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import aligned, printable
 from megatron_vlm.report.history import STATES, History, find_runs, read_history
 from megatron_vlm.report.live import FILE
 
@@ -82,9 +82,7 @@ def runs(
     if not lines:
         typer.echo(f"no runs in {printable(folder)}" + (f" that are {' or '.join(state)}" if state else ""))
         return
-    widths = [max(map(len, column)) for column in zip(HEADS, *lines, strict=True)]
-    for line in (HEADS, *lines):
-        typer.echo("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
+    typer.echo("\n".join(aligned([HEADS, *lines])))
 
 
 def _line(run: History) -> tuple[str, ...]:

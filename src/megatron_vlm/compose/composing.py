@@ -23,7 +23,7 @@ from megatron_vlm.compose.tokenizer import (
 from megatron_vlm.compose.tokens import ADDED, RoleToken, assign, grown_rows, refuse_beyond
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import folder_aside, need_room, write_whole
-from megatron_vlm.messages import printable, readable_size, reading
+from megatron_vlm.messages import aligned, printable, readable_size, reading
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.supported import GENERATION_FILE
 
@@ -52,11 +52,7 @@ class ComposePlan:
         for each in self.tokens:
             row = "is there" if each.id < self.rows_before else "new"
             lines.append((each.role, ROLES[each.role], printable(each.token), str(each.id), each.how, row))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
+        table = aligned(lines)
         vision = self.config.vision_config
         language = self.config.text_config
         rows = language.vocab_size

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from itertools import combinations
 
 from megatron_vlm.config import ConfigError, RunConfig, derived, fewest_processes
-from megatron_vlm.messages import suggestion
+from megatron_vlm.messages import aligned, suggestion
 from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides, split_override
 from megatron_vlm.planning.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
@@ -120,8 +120,7 @@ def _table(plan: MemoryPlan) -> list[str]:
                 f"{stage.flops / mean:.2f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    return aligned(rows, ">")
 
 
 def _gpus(plan: MemoryPlan) -> str:

@@ -17,11 +17,6 @@ from megatron_vlm.supported import SUPPORTED
 PIXTRAL, CLIP = "pixtral", "clip_vision_model"
 
 
-def _strategy_fits(strategy: Any, hf_config: Any) -> bool:
-    """Whether each image has as many features as Transformers takes for it."""
-    return strategy == "full" or (strategy == "default" and hf_config.vision_config.model_type != PIXTRAL)
-
-
 SECTIONS = keys.sections(
     keys.Section(
         ("llava",),
@@ -32,7 +27,10 @@ SECTIONS = keys.sections(
             "projector_hidden_act": keys.NAMED,
             "vision_feature_layer": keys.Values(towers.LAYERS, towers.layers_exist),
             "vision_feature_select_strategy": keys.Values(
-                '"full", or "default" if the tower is not Pixtral\'s', _strategy_fits
+                '"full", or "default" if the tower is not Pixtral\'s',
+                lambda name, whole: (
+                    name == "full" or (name == "default" and whole.vision_config.model_type != PIXTRAL)
+                ),
             ),
         },
         no_effect=("image_seq_length",),
