@@ -12,7 +12,7 @@ from megatron_vlm.commands import arguments
 from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.evaluate import evaluate
 from megatron_vlm.commands.prepare import prepare
-from megatron_vlm.commands.program import PLAIN, Commands, run, start_ranks, torchrun, world_size
+from megatron_vlm.commands.program import PLAIN, Commands, processes, run, start_ranks, torchrun
 from megatron_vlm.commands.reports import report, runs
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import refuse_existing, write_whole
@@ -43,6 +43,7 @@ def train(
     model: arguments.Model = None,
     data: arguments.Data = None,
     nproc: arguments.Processes = None,
+    restarts: arguments.Restarts = 0,
     profile: arguments.ProfiledSteps = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
 ) -> None:
@@ -73,15 +74,17 @@ def train(
             return
     config = recipe_table.compose(recipe, file, settings or (), flags)
     if dry_run:
-        arguments.show(config, nproc or world_size())
+        arguments.show(config, processes(nproc))
         return
     arguments.check(config, nproc)
+    if restarts and not nproc:
+        raise configs.ConfigError("--restarts: it is --nproc that starts processes again; give both.")
     arguments.check_run_folder(config)
     arguments.check_profile(config, profile)
     arguments.prepare_cuda(config.parallel)
     if nproc:
         options = {"recipe": recipe, "config": file, **flags, "profile": profile}
-        raise typer.Exit(start_ranks(nproc, "train", options, settings))
+        raise typer.Exit(start_ranks(nproc, "train", options, settings, restarts))
 
     stops.expect_warnings()
     with watchdog.watching(config.run_dir, config.train.hang_seconds):

@@ -11,7 +11,7 @@ from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.checks.model_on_disk import is_run, run_problems
 from megatron_vlm.checks.paths import validate_model, validate_paths
-from megatron_vlm.commands.program import world_size
+from megatron_vlm.commands.program import machines, processes, world_size
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import read_file
@@ -48,7 +48,11 @@ Data = Annotated[
     typer.Option(help="Data for --model: file (or a.jsonl#5000, a.jsonl*0.3), folder, hub name."),
 ]
 Processes = Annotated[
-    int | None, typer.Option("--nproc", min=1, help="Start this many processes here with torchrun.")
+    int | None,
+    typer.Option("--nproc", min=1, help="Start this many processes on this machine, by torchrun."),
+]
+Restarts = Annotated[
+    int, typer.Option(min=0, help="With --nproc: start again so often after a process or machine was lost.")
 ]
 ProfiledSteps = Annotated[
     int, typer.Option(min=0, help="Record so many steps: a trace, and a table of where the time went.")
@@ -75,15 +79,19 @@ def show(config: RunConfig, world_size: int | None) -> None:
 def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None:
     """Raises ConfigError with every problem of the settings or, if they have none, of the paths."""
     needed = configs.fewest_processes(config.parallel)
-    if needed > 1 and (nproc or world_size()) is None:
+    if machines() > 1 and processes(nproc) is None:
+        raise ConfigError(
+            f"--nproc: PET_NNODES asks for {machines()} machines; give the processes to start on each."
+        )
+    if needed > 1 and processes(nproc) is None:
         raise ConfigError(
             f"parallel: this layout needs {needed} processes and this is one; add --nproc {needed}, or start "
             f"it with `torchrun --nproc_per_node {needed} -m megatron_vlm.cli …`."
         )
     if not needs_data:
         config = _with_some_data(config)
-    validate(config, nproc or world_size() or 1)
-    validate_paths(config, needs_data, nproc or world_size())
+    validate(config, processes(nproc) or 1)
+    validate_paths(config, needs_data, processes(nproc))
 
 
 def prepare_cuda(parallel: ParallelConfig) -> None:
@@ -102,7 +110,7 @@ def check_run_folder(config: RunConfig) -> None:
     processes check more together."""
     for name in config.logging.trackers:
         check_tracker(name)
-    if world_size():
+    if world_size() or machines() > 1:  # those that wait for this one may hold the folder
         check_folder(config.run_dir)
     else:
         check_start(config.run_dir, config.model.hf_path)
@@ -125,10 +133,10 @@ def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) 
     refuse_links(run_dir)
     if problems := list(run_problems(run_dir)):
         raise ConfigError("\n".join(problems))
-    assumed = {} if nproc or world_size() else ONE_PROCESS
+    assumed = {} if processes(nproc) else ONE_PROCESS
     flags = {"run_dir": str(run_dir)}
     config = recipe_table.compose(None, run_dir / "config.yaml", settings or (), flags, assumed)
-    validate(_with_some_data(config), nproc or world_size() or 1)
+    validate(_with_some_data(config), processes(nproc) or 1)
     return config
 
 
@@ -155,7 +163,7 @@ def config_of_model(
     assumed = {"model.hf_path": given, "data.train_data_path": NO_DATA, "data.seq_length": 1}
     config = apply_overrides(RunConfig(), assumed | recipe_table.said(settings, {}))
     if settings:
-        validate(apply_overrides(config, {"run_dir": "none"}), nproc or world_size() or 1)
+        validate(apply_overrides(config, {"run_dir": "none"}), processes(nproc) or 1)
     try:
         validate_model(config, needs_processor)
     except ConfigError as error:

@@ -1,13 +1,16 @@
 """How the commands run: as programs with short errors, and in several processes."""
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import signal
+import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.failures import LastWords
 from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, interrupted, last_words, say
 from megatron_vlm.job.stops import AGAIN_AFTER, WARNINGS
-from megatron_vlm.messages import PrintableRecord
+from megatron_vlm.messages import PrintableRecord, printable_lines
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -70,47 +73,74 @@ def world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
-def start_ranks(nproc: int, command: str, options: Mapping[str, Any], settings: Sequence[str] | None) -> int:
+def machines() -> int:
+    """The most machines on which this command is started: torchrun's PET_NNODES, `2` or `1:2`."""
+    return int(os.environ.get("PET_NNODES", "1").rpartition(":")[2])
+
+
+def processes(nproc: int | None) -> int | None:
+    """The processes of all machines: `nproc` of each, else torchrun's; None for one without torchrun."""
+    return nproc * machines() if nproc else world_size()
+
+
+def start_ranks(
+    nproc: int,
+    command: str,
+    options: Mapping[str, Any],
+    settings: Sequence[str] | None,
+    restarts: int = 0,
+) -> int:
     """Run a command of this program in `nproc` processes, with its options and settings; see `torchrun`."""
     flags = []
     for name, value in options.items():
         values = value if isinstance(value, list) else [value]
         flags += [f"--{name}={one}" for one in values if one is not None]
-    return torchrun(nproc, [command, *flags, *(settings or ())])
+    return torchrun(nproc, [command, *flags, *(settings or ())], restarts=restarts)
 
 
 def torchrun(
-    nproc: int, arguments: Sequence[str], module: str = "megatron_vlm.cli", gpus: int | None = None
+    nproc: int,
+    arguments: Sequence[str],
+    module: str = "megatron_vlm.cli",
+    gpus: int | None = None,
+    restarts: int = 0,
 ) -> int:
     """Run the program `module` in `nproc` processes; when they fail, says why. Returns the exit code.
 
+    Under PET_NNODES, each of several machines runs it so; they meet as torchrun's other PET_ variables say.
     SIGUSR1 and SIGTERM go on to ranks that heed them (see `job.stops`). torchrun's own report of a failure is
-    left out. Raises ConfigError if there are `gpus` (None: as many as
-    torch sees), but fewer than processes.
+    left out. Raises ConfigError if there are `gpus` (None: as many as torch sees), but fewer than processes,
+    and as `_meeting` does.
     """
     from torch import cuda
+    from torch.distributed import DistError
     from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
     logging.disable(logging.ERROR)  # this process only starts others and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
         os.environ[LAUNCHER_SPEAKS] = str(os.getpid())
-        command = ["--standalone", f"--nproc_per_node={nproc}", f"--log-dir={folder}"]
+        said = functools.partial(_said, folder, nproc * machines())
+        command = [f"--nproc_per_node={nproc}", f"--log-dir={folder}", *_meeting(restarts, said)]
         command += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"]
-        before = [signal.signal(number, _PassesOn(folder, nproc)) for number in WARNINGS]
+        before = [signal.signal(number, _PassesOn(said)) for number in WARNINGS]
         try:
             launcher.run(launcher.parse_args([*command, "-m", module, *arguments]))
         except SignalException as stop:
             by = "Ctrl-C" if stop.sigval == signal.SIGINT else signal.Signals(stop.sigval).name
-            said = interrupted(list(_said(folder, nproc).values()), by)
+            message = interrupted(list(said().values()), by)
             code = 128 + stop.sigval
-            message = said and f"megatron-vlm: {said}"
+            message = message and f"megatron-vlm: {message}"
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            code, message = last_words(_said(folder, nproc), codes)
+            code, message = last_words(said(), codes)
+        except (RendezvousError, DistError) as error:
+            lost = f"the machine where all meet is lost or cannot be reached: {error}"
+            code, message = last_words(said(), {}, f"megatron-vlm: {lost}")
         else:
             return 0
         finally:
@@ -125,13 +155,13 @@ class _PassesOn:
     """A launcher's handler, which passes signals on to its ranks. SIGTERM ends the job as torchrun does where
     no rank heeds it, and when it comes again."""
 
-    def __init__(self, folder: str, nproc: int):
-        self._folder = folder
-        self._nproc = nproc
+    def __init__(self, said: Callable[[], dict[int, dict[str, Any]]]):
+        self._said = said
         self._first = math.inf
 
     def __call__(self, number: int, frame: Any) -> None:
-        contents = _said(self._folder, self._nproc).values()
+        here = socket.gethostname()
+        contents = [content for content in self._said().values() if content["host"] == here]
         if number == signal.SIGTERM:
             now = time.monotonic()
             self._first = min(self._first, now)
@@ -145,7 +175,53 @@ class _PassesOn:
                 os.kill(content["pid"], number)
 
 
-def _said(folder: str, nproc: int) -> dict[int, dict[str, Any]]:
-    """The contents that the ranks have written into torchrun's folder of the last attempt."""
-    attempts = sorted(Path(folder).glob("*/attempt_*"))
-    return ranks.read_all(attempts[-1], nproc) if attempts else {}
+def _said(folder: str, count: int) -> dict[int, dict[str, Any]]:
+    """What the ranks of the last attempt have written: into torchrun's folder, or to where it has a link."""
+    attempts = sorted(Path(folder).glob("*/attempt_*"), key=os.path.getctime)
+    return {
+        rank: content
+        for place in attempts[-1:]
+        for part in (place, place / ranks.ELSEWHERE)
+        for rank, content in ranks.read_all(part, count).items()
+    }
+
+
+def _meeting(restarts: int, said: Callable[[], dict[int, dict[str, Any]]]) -> list[str]:
+    """torchrun's options that say how the machines meet, and how often again after a machine or a rank ended.
+
+    They do not meet again after what would only repeat itself: an error that a rank has named, or a hang; nor
+    after a run was asked to end, except by torchrun for a machine that waits to join.
+    """
+    if not restarts:
+        return ["--standalone"] if machines() == 1 else []
+    if machines() > 1 and os.environ.get("PET_RDZV_BACKEND") != "c10d":
+        raise ConfigError(
+            "--restarts: machines meet again only where the first, HOST, waits for them; set "
+            "PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT=HOST:PORT on each."
+        )
+    from torch.distributed.elastic import rendezvous
+
+    def handler_of(parameters: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
+        parameters.backend = "c10d"
+        handler = rendezvous.rendezvous_handler_registry.create_handler(parameters)
+        meet = handler.next_rendezvous
+
+        def meet_again() -> rendezvous.RendezvousInfo:
+            contents = said()
+            kinds = {content["ended"]["kind"] for content in contents.values() if content["ended"]}
+            if kinds & {"cause", "hang"} or ("interrupt" in kinds and not handler.num_nodes_waiting()):
+                raise rendezvous.RendezvousClosedError
+            if contents:
+                why = last_words(contents, {}, "megatron-vlm: a rank ended without a word")[1]
+                why = f"{why.splitlines()[0]}\nmegatron-vlm: starting again from the last checkpoint"
+                typer.echo(printable_lines(why), err=True)
+            return meet()
+
+        handler.next_rendezvous = meet_again
+        return handler
+
+    rendezvous.rendezvous_handler_registry.register("again", handler_of)
+    # in a store that outlives ranks, those that follow would find addresses of those before
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    here = ["--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"] if machines() == 1 else []
+    return ["--rdzv-backend=again", f"--max-restarts={restarts}", *here]

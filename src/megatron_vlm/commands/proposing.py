@@ -14,7 +14,7 @@ import typer
 from megatron_vlm.checks.model_on_disk import is_prepared
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.commands.arguments import check, check_run_folder
-from megatron_vlm.commands.program import world_size
+from megatron_vlm.commands.program import machines, world_size
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.data.on_disk.paths import paths_of
@@ -45,7 +45,7 @@ def recipe_for(
         raise ConfigError(
             "--model and --data belong together: a checkpoint, and what to train it on; give both."
         )
-    if world_size() is not None:
+    if world_size() is not None or machines() > 1:
         raise ConfigError(
             "--model and --data find a layout for one machine; write the recipe there, with --dry-run, and "
             "give it to torchrun's processes as --config FILE."

@@ -7,6 +7,7 @@ and how it ended (`ended`). The files lie in torchrun's own folder of this start
 machines, in the run folder, which all of them see.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,8 +26,10 @@ from megatron_vlm.messages import listed, printable_lines
 ROOM = 1 << 15  # bytes reserved at the start, so that a rank can write its last word on a full disk
 LONGEST_WORD = 12_000  # characters of the last word
 SPOKEN = "spoken"  # the file of the rank that speaks for all
+ELSEWHERE = "elsewhere"  # in torchrun's folder, a link to the folder of the ranks' files
 STALE_SECONDS = 120  # a file that is older than ours by more than this is from an earlier job
 LAUNCHER_SPEAKS = "MEGATRON_VLM_LAUNCHER_SPEAKS"  # the process of --nproc, set for the ranks that it starts
+LOST_CODE = 1  # the exit code when a rank or a machine is lost, and nobody says why
 HANG_CODE = 3  # the exit code when no rank makes progress
 STACKS = "errors/ of the run folder"
 START_AGAIN = "start again: a run goes on from its last checkpoint, if it has saved one"
@@ -62,10 +65,15 @@ def shared_folder(run_dir: str | Path | None = None) -> Path | None:
     """The folder of the files of this job's ranks; None if there are no other ranks, or no shared folder."""
     if world_size() == 1:
         return None
-    if several_machines() and run_dir is not None:
-        return Path(run_dir) / "ranks" / _job()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).parent.parent if error_file else None
+    torchruns = Path(error_file).parent.parent if error_file else None
+    if not several_machines() or run_dir is None:
+        return torchruns
+    folder = Path(run_dir) / "ranks" / _job()
+    if torchruns:
+        with contextlib.suppress(FileExistsError):  # another rank of this machine was first
+            (torchruns / ELSEWHERE).symlink_to(folder.resolve())
+    return folder
 
 
 class RankFile:
@@ -176,7 +184,7 @@ def process_state(pid: int) -> str:
 
 def _job() -> str:
     """A name that all ranks of a start share, and no two live starts: those would share a port."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # each machine counts restarts for itself
     return hashlib.sha256("\n".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:16]
 
 
@@ -193,12 +201,15 @@ def say(message: str) -> None:
         print(printable_lines(message), file=sys.stderr, flush=True)
 
 
-def last_words(contents: dict[int, dict[str, Any]], codes: dict[int, int]) -> tuple[int, str]:
+def last_words(
+    contents: dict[int, dict[str, Any]], codes: dict[int, int], otherwise: str = ""
+) -> tuple[int, str]:
     """(exit code, message) for a job. `codes` are the ranks' exit codes other than 0, as their parent process
-    saw them; `contents` is what the ranks said."""
+    saw them; `contents` is what the ranks said, and `otherwise` is said if neither tells a reason."""
     every = sorted({*contents, *codes})
     reasons = [_reason(f"rank {rank}", contents.get(rank), codes.get(rank, 0)) for rank in every]
-    *_, code, message = min(filter(None, reasons), key=lambda reason: reason[:2])
+    none = len(_BEST_FIRST), 0.0, LOST_CODE, otherwise
+    *_, code, message = min(filter(None, reasons), key=lambda reason: reason[:2], default=none)
     return code, message
 
 

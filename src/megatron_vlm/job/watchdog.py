@@ -31,11 +31,12 @@ from typing import Any, NoReturn
 
 from megatron_vlm.files import open_to_write
 from megatron_vlm.job import guard, ranks
-from megatron_vlm.job.ranks import HANG_CODE, say
+from megatron_vlm.job.ranks import HANG_CODE, LOST_CODE, say
 
 WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
 WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
 GUARD_AFTER = 10  # seconds after the watchdog, which has better words
+SILENCE = 45  # seconds in which nothing is heard of any rank of another machine, until that counts as lost
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
 
 _watch: Watch | None = None
@@ -116,6 +117,7 @@ class Watch:
         self.reader: int | None = None
         self.files, self._moved = False, 0
         self._progress_seen: list[Any] = []
+        self._machines: dict[str, tuple[float, float]] = {}  # host: its last look, and for how long it was
         self.began = time.monotonic()
         self._period = min(5.0, hang_seconds / 20)
         self._done = threading.Event()
@@ -172,6 +174,8 @@ class Watch:
             seen = beats
             if still > self.hang_seconds and not self._done.is_set():
                 self._end_the_job()
+            if gone := self._silent_machine(others, min(passed, 2 * self._period)):
+                self._end_without(gone)
             if ranks.several_machines():
                 self.record.flush()
 
@@ -200,6 +204,25 @@ class Watch:
             if ranks.state(content) == "T":
                 os.kill(content["pid"], signal.SIGKILL)
         end_now(HANG_CODE)
+
+    def _silent_machine(self, others: dict[int, dict[str, Any]], passed: float) -> str | None:
+        """Another machine, none of whose ranks has looked for SILENCE. One that lost power sends nothing."""
+        looks: dict[str, float] = {}
+        for content in others.values():
+            is_done = content["ended"] and content["ended"]["kind"] == "done"
+            if content["host"] != self.record.content["host"] and not is_done:
+                looks[content["host"]] = max(looks.get(content["host"], 0.0), content["looked"])
+        for host, looked in looks.items():
+            before, silence = self._machines.get(host, (looked, 0.0))
+            self._machines[host] = looked, silence + passed if looked == before else 0.0
+        return next((host for host in looks if self._machines[host][1] > SILENCE), None)
+
+    def _end_without(self, host: str) -> NoReturn:
+        said = f"megatron-vlm: no rank on {host} was heard of for {SILENCE} s: it, or the way to it, is lost"
+        self.record.end("lost", f"{said}.\n{ranks.START_AGAIN.capitalize()}.", code=LOST_CODE)
+        if self.record.claim():
+            say(self.record.content["ended"]["message"])
+        end_now(LOST_CODE)
 
     def _frames(self) -> list[Any]:
         """The main thread's, the innermost first; the reader's, if the main thread waits for that."""

@@ -1,0 +1,124 @@
+"""One run on two machines, by a launcher on each: the same figures, one reason, and going on without one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from logged_figures import figures
+from programs import COMMAND, start_ranks
+from sources import write_hf_folder, write_sharegpt
+from two_machines import IS_THERE, Machine, start_on, start_one, two_machines, wait_until
+
+pytestmark = pytest.mark.skipif(not IS_THERE, reason="no root, or no iproute2 and util-linux")
+STEPS, SAVED = 40, 10
+WITHIN = 60  # seconds
+
+
+@pytest.fixture
+def machines(request):
+    with two_machines(f"m{abs(hash(request.node.name)) % 10_000}") as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("clusters")
+    return write_hf_folder(folder / "rows", write_sharegpt(folder / "source", 60))
+
+
+def words(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> list[str]:
+    return [
+        *("train", "--recipe", "gemma3_tiny_digits", "tp=1", "--run_dir", str(run_dir)),
+        *("--hf_path", str(checkpoint), "--dataset_type", "hf", "--train_data_path", str(dataset)),
+        *("eval_every=0", f"steps={STEPS}", "num_workers=0", "micro_batch_size=1", "global_batch_size=2"),
+        *(f"save_every={SAVED}", "warmup_steps=1", "logging.tensorboard=false", *settings),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_gemma3, dataset, tmp_path_factory) -> list[dict]:
+    """The figures of the run in two processes of one machine, undisturbed."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    start_ranks(2, COMMAND, *words(run_dir, tiny_gemma3, dataset), log=run_dir / "log").finish()
+    return figures(run_dir)
+
+
+def logged(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def log(run_dir: Path, machine: Machine) -> str:
+    return Path(f"{run_dir}.{machine.name}").read_text()
+
+
+@pytest.mark.long
+def test_launchers_on_two_machines_make_one_run(whole, machines, tiny_gemma3, dataset, tmp_path):
+    """A warning to one of them ends both alike, and both go on."""
+    run_dir, given = tmp_path / "run", words(tmp_path / "run", tiny_gemma3, dataset)
+    launchers = start_on(machines, [*given, "--nproc=1"], run_dir)
+    wait_until(lambda: logged(run_dir) >= 3, 120, "third step")
+    launchers[1].send_signal(signal.SIGUSR1)
+    assert [launcher.wait(120) for launcher in launchers] == [75, 75], log(run_dir, machines[1])
+    last = {log(run_dir, machine).splitlines()[-1] for machine in machines}
+    assert len(last) == 1 and "by SIGUSR1, with a checkpoint; start the same command again" in last.pop()
+    launchers = start_on(machines, [*given, "--nproc=1"], run_dir)
+    assert [launcher.wait(180) for launcher in launchers] == [0, 0], log(run_dir, machines[0])
+    assert figures(run_dir) == whole and len(whole) == STEPS
+    output = tmp_path / "scores"
+    asked = ["evaluate", str(run_dir), str(dataset), f"--output={output}", "--samples=6", "--nproc=1"]
+    launchers = start_on(machines, asked, output)
+    assert [launcher.wait(180) for launcher in launchers] == [0, 0], log(output, machines[0])
+    assert json.loads((output / "scores.json").read_text())["samples"] == 6
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ["die", "lose_power"])
+def test_a_machine_that_ends_ends_the_other_within_a_minute_with_the_reason(
+    end, machines, tiny_gemma3, dataset, tmp_path
+):
+    run_dir = tmp_path / "run"
+    given = words(run_dir, tiny_gemma3, dataset, "steps=100000", "save_every=0")
+    launcher, _ = start_on(machines, [*given, "--nproc=1"], run_dir)
+    wait_until(lambda: logged(run_dir) >= 3, 120, "third step")
+    began = time.monotonic()
+    getattr(machines[1], end)()
+    assert launcher.wait(WITHIN) == 1, log(run_dir, machines[0])
+    print(f"{end}: {time.monotonic() - began:.0f} s")
+    what, remedy = log(run_dir, machines[0]).splitlines()[-2:]
+    assert machines[1].name in what and remedy.startswith("Start again: a run goes on from"), what
+
+
+@pytest.mark.soak
+def test_a_machine_that_comes_back_goes_on_bit_equal(whole, machines, tiny_gemma3, dataset, tmp_path):
+    run_dir, given = tmp_path / "run", words(tmp_path / "run", tiny_gemma3, dataset)
+    given += ["--nproc=1", "--restarts=1"]
+    launcher, _ = start_on(machines, given, run_dir, elastic=True)
+    wait_until(lambda: logged(run_dir) >= SAVED + 2, 120, f"{SAVED + 2} steps")
+    machines[1].die()
+    wait_until(lambda: "starting again" in log(run_dir, machines[0]), WITHIN, "restart")
+    back = start_one(machines[1], given, run_dir, elastic=True)
+    assert launcher.wait(180) == 0 and back.wait(60) == 0, log(run_dir, machines[0])
+    assert figures(run_dir) == whole
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_machine_that_is_left_goes_on_if_the_layout_fits_it(tp, machines, tiny_gemma3, dataset, tmp_path):
+    run_dir = tmp_path / "run"
+    given = words(run_dir, tiny_gemma3, dataset, f"tp={tp}", "num_workers=0")
+    launcher, _ = start_on(machines, [*given, "--nproc=1", "--restarts=1"], run_dir, "1:2", True)
+    wait_until(lambda: logged(run_dir) >= SAVED + 2, 120, f"{SAVED + 2} steps")
+    machines[1].lose_power()
+    code = launcher.wait(240)
+    said = log(run_dir, machines[0])
+    assert f"no rank on {machines[1].name} was heard of" in said and said.count("starting again") == 1
+    if tp == 1:
+        assert code == 0 and "resumed after step " in said, said
+        assert [row["step"] for row in figures(run_dir)] == [*range(1, STEPS + 1)]
+    else:
+        assert code == 2 and "tp 2 · pp 1 · cp 1 = 2 does not divide 1 process" in said.splitlines()[-1], said
