@@ -1,6 +1,6 @@
 """A job of two ranks without a model, to fail in: each step is an all-reduce, one rank does as it is told.
 
-python -m small_job RUN_DIR FAULT [--hang-seconds S] [--rank R] [--alone]
+python -m small_job RUN_DIR FAULT [--hang-seconds S] [--rank R] [--alone] [--restarts N]
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from megatron_vlm.job.failures import closing
 STEPS, FAILS_IN = 4, 3
 
 
-def job(run_dir: Path, fault: str, hang_seconds: float = 60, rank: int = 1, alone: bool = False) -> None:
+def job(
+    run_dir: Path, fault: str, hang_seconds: float = 60, rank: int = 1, alone: bool = False, restarts: int = 0
+) -> None:
     if not alone and "RANK" not in os.environ:
         given = [str(run_dir), fault, f"--hang-seconds={hang_seconds}", f"--rank={rank}"]
-        raise typer.Exit(torchrun(2, given, "small_job"))
+        raise typer.Exit(torchrun(2, given, "small_job", restarts=restarts))
     if fault == "config":
         raise ConfigError("train.steps: 0 is less than 1.")
     with watchdog.watching(run_dir, hang_seconds):
@@ -72,6 +74,12 @@ def full_disk(run_dir: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
+def kill_once(run_dir: Path) -> None:
+    if not (run_dir / "killed").exists():
+        (run_dir / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def stop_for(seconds: float) -> None:
     """Stop this process now; another continues it."""
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True)
@@ -115,6 +123,7 @@ FAULTS = {
     "os_exit": lambda _: os._exit(0),
     "os_exit_7": lambda _: os._exit(7),
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "kill_once": kill_once,
     "crash": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "interrupt": lambda _: os.kill(os.getpid(), signal.SIGINT),
     "hang": lambda _: time.sleep(10_000),

@@ -1,10 +1,11 @@
-"""Two machines on this one, as far as a kernel can: each has its own network, name and core. It needs root."""
+"""Two machines on this one, as far as a kernel can: each has its own network, name and core. Needs root."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,8 @@ class Machine:
         core = str(int(self.name[-1]) % os.cpu_count())
         words = ["ip", "netns", "exec", self.name, "taskset", "--cpu-list", core, "unshare", "--uts"]
         words += ["sh", "-c", 'hostname "$0"; exec "$@"', self.name, *command]
-        given = {**OUTSIDE_TORCHRUN, **environment}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        given = {**OUTSIDE_TORCHRUN, "PATH": path, **environment}
         with log.open("a") as screen:
             self.started.append(subprocess.Popen(words, stdout=screen, stderr=screen, env=given))
         return self.started[-1]
@@ -60,7 +62,9 @@ class Machine:
 @contextmanager
 def two_machines(name: str) -> Iterator[list[Machine]]:
     both = [Machine(f"{name}-{number}", f"10.77.0.{number + 1}") for number in range(2)]
-    hosts = "127.0.0.1 localhost\n" + "".join(f"{machine.address} {machine.name}\n" for machine in both)
+    hosts = "127.0.0.1 localhost\n" + "".join(
+        f"{machine.address} {machine.name} train-{number}.train\n" for number, machine in enumerate(both)
+    )
     for machine in both:
         ip("netns", "add", machine.name)
         NAMES.joinpath(machine.name).mkdir(parents=True)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 from logged_figures import figures
-from programs import COMMAND, start_ranks
+from places import HELPERS, ROOT
+from programs import COMMAND, TYPED, ask, run_anew, run_program, start_ranks
 from sources import write_hf_folder, write_sharegpt
 from two_machines import IS_THERE, Machine, start_on, start_one, two_machines, wait_until
 
-pytestmark = pytest.mark.skipif(not IS_THERE, reason="no root, or no iproute2 and util-linux")
+CLUSTER = ROOT / "examples/cluster"
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 STEPS, SAVED = 40, 10
 WITHIN = 60  # seconds
 
 
 @pytest.fixture
 def machines(request):
+    if not IS_THERE:
+        pytest.skip("no root, or no iproute2 and util-linux")
     with two_machines(f"m{abs(hash(request.node.name)) % 10_000}") as both:
         yield both
 
@@ -56,24 +64,114 @@ def log(run_dir: Path, machine: Machine) -> str:
     return Path(f"{run_dir}.{machine.name}").read_text()
 
 
+def in_pods(machines: list[Machine], shared: Path) -> list[subprocess.Popen]:
+    """The container of the Kubernetes job on each machine, with its command and environment."""
+    _, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    command = [word.replace("/shared", str(shared)) if word != "8" else "1" for word in container["command"]]
+    given = {one["name"]: one.get("value") for one in container["env"]}
+    assert len(machines) == job["spec"]["completions"] and given["PET_NODE_RANK"] is None
+    return [
+        machine.start(
+            Path(f"{shared}/run.{machine.name}"), *command, **{**given, "PET_NODE_RANK": str(number)}
+        )
+        for number, machine in enumerate(machines)
+    ]
+
+
+def under_skypilot(machines: list[Machine], shared: Path) -> list[subprocess.Popen]:
+    """SkyPilot's script on each machine, with the variables that it sets."""
+    run = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())["run"].replace("/shared", str(shared))
+    given = {"NUM_NODES": str(len(machines)), "NUM_GPUS_PER_NODE": "1"}
+    given["NODE_IPS"] = "\n".join(machine.address for machine in machines)
+    return [
+        machine.start(
+            Path(f"{shared}/run.{machine.name}"),
+            *("bash", "-c", run),
+            **{f"SKYPILOT_{key}": value for key, value in {**given, "NODE_RANK": str(number)}.items()},
+        )
+        for number, machine in enumerate(machines)
+    ]
+
+
 @pytest.mark.long
 def test_launchers_on_two_machines_make_one_run(whole, machines, tiny_gemma3, dataset, tmp_path):
-    """A warning to one of them ends both alike, and both go on."""
-    run_dir, given = tmp_path / "run", words(tmp_path / "run", tiny_gemma3, dataset)
-    launchers = start_on(machines, [*given, "--nproc=1"], run_dir)
+    """As the files of examples/cluster start them. A warning to one ends both alike, and both go on."""
+    run_dir = tmp_path / "run"
+    config = run_program(COMMAND, *words(run_dir, tiny_gemma3, dataset), "--dry-run").stdout
+    (tmp_path / "run.yaml").write_text(config)
+    launchers = in_pods(machines, tmp_path)
     wait_until(lambda: logged(run_dir) >= 3, 120, "third step")
     launchers[1].send_signal(signal.SIGUSR1)
     assert [launcher.wait(120) for launcher in launchers] == [75, 75], log(run_dir, machines[1])
     last = {log(run_dir, machine).splitlines()[-1] for machine in machines}
     assert len(last) == 1 and "by SIGUSR1, with a checkpoint; start the same command again" in last.pop()
-    launchers = start_on(machines, [*given, "--nproc=1"], run_dir)
+    launchers = under_skypilot(machines, tmp_path)
     assert [launcher.wait(180) for launcher in launchers] == [0, 0], log(run_dir, machines[0])
     assert figures(run_dir) == whole and len(whole) == STEPS
     output = tmp_path / "scores"
     asked = ["evaluate", str(run_dir), str(dataset), f"--output={output}", "--samples=6", "--nproc=1"]
     launchers = start_on(machines, asked, output)
     assert [launcher.wait(180) for launcher in launchers] == [0, 0], log(output, machines[0])
-    assert json.loads((output / "scores.json").read_text())["samples"] == 6
+    assert len(json.loads((output / "scores.json").read_text())["samples"]) == 6
+
+
+@pytest.mark.long
+def test_a_ray_job_runs_the_command_on_each_node(whole, tiny_gemma3, dataset, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        given = words(tmp_path / "run", tiny_gemma3, dataset)
+        found = {"RAY_ADDRESS": cluster.address, "PATH": PATH}
+        job = run_anew(CLUSTER / "ray_job.py", 2, *given, "--nproc", 1, **found)
+    finally:
+        cluster.shutdown()
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert figures(tmp_path / "run") == whole
+
+
+def test_the_files_are_what_kubernetes_takes():
+    validate = pytest.importorskip("kubernetes_validate")
+    for one in yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text()):
+        validate.validate(one, "1.31", strict=True)
+
+
+def test_the_file_is_what_skypilot_takes():
+    schemas = pytest.importorskip("sky.utils.schemas")
+    jsonschema = pytest.importorskip("jsonschema")
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "starts_again", "code", "last"),
+    [
+        ("kill_once", 1, 0, "ended without a word while training step 3"),
+        ("kill", 1, 137, "rank 1 was ended by signal 9 (SIGKILL) while training step 3"),
+        ("value", 0, 1, "rank 1, training step 3: ValueError"),
+    ],
+)
+def test_ranks_start_again_only_after_one_was_lost(fault, starts_again, code, last, tmp_path):
+    path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    job = run_program(HELPERS / "small_job.py", tmp_path, fault, "--restarts=1", PYTHONPATH=path)
+    assert job.returncode == code, job.stderr
+    assert job.stderr.count("starting again from the last checkpoint") == starts_again, job.stderr
+    assert last in job.stderr, job.stderr
+    if code == 0:
+        assert "rank 1 sums 16" in job.stdout
+
+
+def test_restarts_of_machines_that_cannot_meet_again_are_refused():
+    given = ["train", "--recipe=gemma3_tiny_digits", "--nproc=1", "--restarts=1", "--help"]
+    assert "--restarts" in ask(*TYPED, *given).stdout
+    code = "from megatron_vlm.commands.program import torchrun; torchrun(1, [], restarts=1)"
+    refused = ask(sys.executable, "-c", code, PET_NNODES="2", PET_MASTER_ADDR="a", PET_NODE_RANK="0")
+    assert "ConfigError: --restarts: machines meet again only" in refused.stderr
 
 
 @pytest.mark.soak

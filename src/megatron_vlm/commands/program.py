@@ -212,7 +212,8 @@ def _meeting(restarts: int, said: Callable[[], dict[int, dict[str, Any]]]) -> li
             if kinds & {"cause", "hang"} or ("interrupt" in kinds and not handler.num_nodes_waiting()):
                 raise rendezvous.RendezvousClosedError
             if contents:
-                why = last_words(contents, {}, "megatron-vlm: a rank ended without a word")[1]
+                doing = max(contents.values(), key=lambda content: content["step"])["doing"]
+                why = last_words(contents, {}, f"megatron-vlm: a rank ended without a word while {doing}")[1]
                 why = f"{why.splitlines()[0]}\nmegatron-vlm: starting again from the last checkpoint"
                 typer.echo(printable_lines(why), err=True)
             return meet()

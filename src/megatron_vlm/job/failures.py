@@ -123,16 +123,19 @@ def end_after(said: str) -> NoReturn:
 def _end_after_others(name: str, error: BaseException) -> NoReturn:
     """Ends a rank that lost another: in silence if any rank says why, else with what this one knows."""
     record, deadline = _record(), time.monotonic() + PATIENCE
+    record.write(lost=True)
+    record.flush()
     gone: list[dict[str, Any]] = []
     while time.monotonic() < deadline and not gone:
         time.sleep(PATIENCE / 10)
-        others = record.others().values()
+        others = [content for content in record.others().values() if not content["lost"] or content["ended"]]
         if {content["ended"]["kind"] for content in others if content["ended"]} - {"lost", "done"}:
             watchdog.end_now(BUG_CODE)
         gone = [c for c in others if ranks.state(c) in ("", "Z") and not c["ended"]]
     who = "another rank ended without a word here; look at the logs of the other machines"
-    if gone:
-        who = f"rank {gone[0]['rank']} (pid {gone[0]['pid']}) ended without a word while {gone[0]['doing']}"
+    if silent := gone or [c for c in others if ranks.state(c) == "?" and not c["ended"]]:
+        one, place = silent[0], "" if gone else f" on {silent[0]['host']}"
+        who = f"rank {one['rank']} (pid {one['pid']}{place}) ended without a word while {one['doing']}"
     said = without_traceback(str(error)).splitlines()[0]
     text = f"{who}; rank {ranks.rank()} lost it: {said}\n{START_AGAIN.capitalize()}."
     _end("lost", BUG_CODE, f"{name}: {text}", error)

@@ -62,8 +62,8 @@ def several_machines() -> bool:
 
 
 def shared_folder(run_dir: str | Path | None = None) -> Path | None:
-    """The folder of the files of this job's ranks; None if there are no other ranks, or no shared folder."""
-    if world_size() == 1:
+    """The folder of the files of this job's ranks; None if nobody else reads them, or no folder is shared."""
+    if world_size() == 1 and not os.environ.get(LAUNCHER_SPEAKS):
         return None
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     torchruns = Path(error_file).parent.parent if error_file else None
@@ -92,6 +92,7 @@ class RankFile:
             "heeds": False,  # whether SIGTERM asks it to save and end, see `stops`
             "beside": [],  # process groups that its guard ends after it
             "hang": None,
+            "lost": False,  # whether it has lost another rank, and waits for that one's reason
             "ended": None,
         }
         self._writing = threading.Lock()
