@@ -25,7 +25,8 @@ def meeting_point() -> dict[str, str]:
 
 @ray.remote(max_retries=0)
 def launch(words: list[str], environment: dict[str, str]) -> int:
-    return subprocess.run(["megatron-vlm", *words], env={**os.environ, **environment}).returncode
+    command = [sys.executable, "-m", "megatron_vlm.cli", *words]
+    return subprocess.run(command, env={**os.environ, **environment}).returncode
 
 
 def main(machines: int, words: list[str]) -> int:
