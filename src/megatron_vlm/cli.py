@@ -76,9 +76,7 @@ def train(
     if dry_run:
         arguments.show(config, processes(nproc))
         return
-    arguments.check(config, nproc)
-    if restarts and not nproc:
-        raise configs.ConfigError("--restarts: it is --nproc that starts processes again; give both.")
+    arguments.check(config, nproc, restarts=restarts)
     arguments.check_run_folder(config)
     arguments.check_profile(config, profile)
     arguments.prepare_cuda(config.parallel)

@@ -49,7 +49,9 @@ Data = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="Start this many processes on this machine, by torchrun."),
+    typer.Option(
+        "--nproc", min=1, help="Start this many processes here with torchrun; several machines: PET_NNODES."
+    ),
 ]
 Restarts = Annotated[
     int, typer.Option(min=0, help="With --nproc: start again so often after a process or machine was lost.")
@@ -76,13 +78,15 @@ def show(config: RunConfig, world_size: int | None) -> None:
         typer.echo(f"# still to give: {', '.join(missing)}")
 
 
-def check(config: RunConfig, nproc: int | None, needs_data: bool = True) -> None:
+def check(config: RunConfig, nproc: int | None, needs_data: bool = True, restarts: int = 0) -> None:
     """Raises ConfigError with every problem of the settings or, if they have none, of the paths."""
     needed = configs.fewest_processes(config.parallel)
     if machines() > 1 and processes(nproc) is None:
         raise ConfigError(
             f"--nproc: PET_NNODES asks for {machines()} machines; give the processes to start on each."
         )
+    if restarts and not nproc:
+        raise ConfigError("--restarts: it is --nproc that starts processes again; give both.")
     if needed > 1 and processes(nproc) is None:
         raise ConfigError(
             f"parallel: this layout needs {needed} processes and this is one; add --nproc {needed}, or start "

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import tempfile
 import time
 import uuid
@@ -84,11 +83,7 @@ def processes(nproc: int | None) -> int | None:
 
 
 def start_ranks(
-    nproc: int,
-    command: str,
-    options: Mapping[str, Any],
-    settings: Sequence[str] | None,
-    restarts: int = 0,
+    nproc: int, command: str, options: Mapping[str, Any], settings: Sequence[str] | None, restarts: int = 0
 ) -> int:
     """Run a command of this program in `nproc` processes, with its options and settings; see `torchrun`."""
     flags = []
@@ -160,8 +155,7 @@ class _PassesOn:
         self._first = math.inf
 
     def __call__(self, number: int, frame: Any) -> None:
-        here = socket.gethostname()
-        contents = [content for content in self._said().values() if content["host"] == here]
+        contents = [content for content in self._said().values() if ranks.state(content) != "?"]  # of here
         if number == signal.SIGTERM:
             now = time.monotonic()
             self._first = min(self._first, now)
@@ -176,14 +170,11 @@ class _PassesOn:
 
 
 def _said(folder: str, count: int) -> dict[int, dict[str, Any]]:
-    """What the ranks of the last attempt have written: into torchrun's folder, or to where it has a link."""
+    """The ranks' words of the last attempt: in torchrun's folder, or where that has a link to."""
     attempts = sorted(Path(folder).glob("*/attempt_*"), key=os.path.getctime)
-    return {
-        rank: content
-        for place in attempts[-1:]
-        for part in (place, place / ranks.ELSEWHERE)
-        for rank, content in ranks.read_all(part, count).items()
-    }
+    if not attempts:
+        return {}
+    return ranks.read_all(attempts[-1], count) | ranks.read_all(attempts[-1] / ranks.ELSEWHERE, count)
 
 
 def _meeting(restarts: int, said: Callable[[], dict[int, dict[str, Any]]]) -> list[str]:

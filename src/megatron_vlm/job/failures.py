@@ -134,7 +134,8 @@ def _end_after_others(name: str, error: BaseException) -> NoReturn:
         gone = [c for c in others if ranks.state(c) in ("", "Z") and not c["ended"]]
     who = "another rank ended without a word here; look at the logs of the other machines"
     if silent := gone or [c for c in others if ranks.state(c) == "?" and not c["ended"]]:
-        one, place = silent[0], "" if gone else f" on {silent[0]['host']}"
+        one = silent[0]
+        place = "" if gone else f" on {one['host']}"
         who = f"rank {one['rank']} (pid {one['pid']}{place}) ended without a word while {one['doing']}"
     said = without_traceback(str(error)).splitlines()[0]
     text = f"{who}; rank {ranks.rank()} lost it: {said}\n{START_AGAIN.capitalize()}."
