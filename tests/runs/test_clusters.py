@@ -176,20 +176,24 @@ def test_restarts_of_machines_that_cannot_meet_again_are_refused():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("end", ["die", "lose_power"])
+@pytest.mark.parametrize(("end", "number"), [("die", 1), ("lose_power", 1), ("die", 0)])
 def test_a_machine_that_ends_ends_the_other_within_a_minute_with_the_reason(
-    end, machines, tiny_gemma3, dataset, tmp_path
+    end, number, machines, tiny_gemma3, dataset, tmp_path
 ):
-    run_dir = tmp_path / "run"
+    """Also the first, where machines that could meet again would meet."""
+    run_dir, is_first = tmp_path / "run", number == 0
     given = words(run_dir, tiny_gemma3, dataset, "steps=100000", "save_every=0")
-    launcher, _ = start_on(machines, [*given, "--nproc=1"], run_dir)
+    given += ["--nproc=1", *(["--restarts=1"] if is_first else [])]
+    launchers = start_on(machines, given, run_dir, elastic=is_first)
     wait_until(lambda: logged(run_dir) >= 3, 120, "third step")
     began = time.monotonic()
-    getattr(machines[1], end)()
-    assert launcher.wait(WITHIN) == 1, log(run_dir, machines[0])
+    getattr(machines[number], end)()
+    left = 1 - number
+    assert launchers[left].wait(WITHIN) == 1, log(run_dir, machines[left])
     print(f"{end}: {time.monotonic() - began:.0f} s")
-    what, remedy = log(run_dir, machines[0]).splitlines()[-2:]
-    assert machines[1].name in what and remedy.startswith("Start again: a run goes on from"), what
+    what, remedy = log(run_dir, machines[left]).splitlines()[-2:]
+    assert (machines[number].address if is_first else machines[number].name) in what
+    assert remedy.startswith("Start again: a run goes on from")
 
 
 @pytest.mark.soak

@@ -20,7 +20,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.failures import LastWords
-from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, interrupted, last_words, say
+from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, START_AGAIN, interrupted, last_words, say
 from megatron_vlm.job.stops import AGAIN_AFTER, WARNINGS
 from megatron_vlm.messages import PrintableRecord, printable_lines
 
@@ -133,8 +133,9 @@ def torchrun(
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             code, message = last_words(said(), codes)
-        except (RendezvousError, DistError) as error:
-            lost = f"the machine where all meet is lost or cannot be reached: {error}"
+        except (RendezvousError, DistError):
+            where = os.environ.get("PET_RDZV_ENDPOINT") or os.environ.get("PET_MASTER_ADDR")
+            lost = f"{where}, where the machines meet, is lost or unreachable.\n{START_AGAIN.capitalize()}."
             code, message = last_words(said(), {}, f"megatron-vlm: {lost}")
         else:
             return 0
