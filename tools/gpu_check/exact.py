@@ -80,7 +80,7 @@ Numbers = dict[str, dict[str, Tensor]]  # "logits" of all real tokens, "gradient
 
 def of_transformers(path: Path, hf: dict[str, Tensor], dtype: torch.dtype) -> Numbers:
     device = setup.device()
-    model = load_model(path, dtype).to(device)
+    model = parity.as_meant(load_model(path, dtype)).to(device)
     if describe(load_config(path)).has_experts:
         model.set_experts_implementation("eager")
     output = model(**{name: x.to(device) for name, x in hf.items()}, use_cache=False)
