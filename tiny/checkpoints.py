@@ -41,7 +41,8 @@ def build_tiny_checkpoint(
     template = parts.template if generation_tags else without_generation_tags(parts.template)
     processor = parts.processor(corpus or default_corpus(), template, **processor_sizes)
     model = random_model(parts.config(processor, text or {}, vision or {}), seed, dtype)
-    model.generation_config.eos_token_id = model.config.eos_token_id
+    ends = getattr(model.config, "eos_token_id", None)  # Qwen2-VL's has none in Transformers 5.17
+    model.generation_config.eos_token_id = ends or model.config.get_text_config().eos_token_id
     model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
     model.save_pretrained(path)
     processor.save_pretrained(path)

@@ -24,14 +24,16 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 from gpu_check import runner  # noqa: E402
 from gpu_check.parts import PARTS  # noqa: E402
-from megatron_vlm.supported import SUPPORTED  # noqa: E402
+from megatron_vlm.supported import SUPPORTED, too_old  # noqa: E402
+
+FAMILIES = [family for family in SUPPORTED if not too_old(family)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="the folder of the table")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--families", nargs="+", default=list(SUPPORTED), choices=list(SUPPORTED))
+    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--minutes", type=float, default=30, help="no part begins later")
     parser.add_argument("--patience", type=float, default=1, help="times a part's limit, for a busy machine")
     parser.add_argument("--only", choices=list(PARTS), help=argparse.SUPPRESS)  # in a process of its own

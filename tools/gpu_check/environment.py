@@ -16,6 +16,7 @@ from gpu_check.sizes import ON_CUDA, About, Sizes
 from gpu_check.stack import built, run_config
 from megatron_vlm.config import ConfigError
 from megatron_vlm.models.layers.kernels.fused import Fused
+from megatron_vlm.supported import SUPPORTED, too_old
 
 PACKAGES = ("triton", "transformers", "megatron-core", "megatron-vlm", "numpy")
 SETTINGS = (
@@ -29,6 +30,8 @@ SETTINGS = (
 def rows(sizes: Sizes, about: About) -> Iterator[Row]:
     for name, value in versions().items():
         yield Row("environment", name, value)
+    for reason in filter(None, map(too_old, SUPPORTED)):
+        yield Row("environment", "a family is left out", reason)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import parity
@@ -32,33 +33,46 @@ MOST_OF_THEIRS = 1.5  # our error over theirs
 
 
 def parity_rows(sizes: Sizes, about: About) -> Iterator[Row]:
-    for family in about.families:
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(build_tiny_checkpoint(family, folder))
-            padded = parity.case_for(path, ROWS)
-            for name, case in {"padded": padded, "packed": parity.packed(padded)}.items():
-                found = parity.compare(ParallelConfig(), path, case)
-                for key, limit in LIMITS.items():
-                    yield Row("parity", f"{family}, {name}, {key}", found[key], limit)
+    return of_each(about, "parity", differences)
 
 
 def ratios(sizes: Sizes, about: About) -> Iterator[Row]:
+    return of_each(about, "bf16", ratios_of)
+
+
+def of_each(about: About, part: str, rows: Callable[[str, Path], Iterator[Row]]) -> Iterator[Row]:
+    """The rows of each family's tiny checkpoint. A family that fails is a row, and the next one begins."""
+    for family in about.families:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                yield from rows(family, build_tiny_checkpoint(family, folder))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is shown
+            traceback.print_exc()
+            yield Row(part, f"{family} failed", f"{type(error).__name__}: {error}", wrong=True)
+
+
+def differences(family: str, path: Path) -> Iterator[Row]:
+    padded = parity.case_for(str(path), ROWS)
+    for name, case in {"padded": padded, "packed": parity.packed(padded)}.items():
+        found = parity.compare(ParallelConfig(), str(path), case)
+        for key, limit in LIMITS.items():
+            yield Row("parity", f"{family}, {name}, {key}", found[key], limit)
+
+
+def ratios_of(family: str, path: Path) -> Iterator[Row]:
     """Errors against Transformers in fp32: ours in bf16 over theirs in bf16, all on this device.
 
     Where bf16 chooses other experts, numbers of single tokens differ grossly: there is no limit.
     """
-    for family in about.families:
-        with tempfile.TemporaryDirectory() as folder:
-            path = build_tiny_checkpoint(family, folder)
-            description = describe(load_config(path))
-            hf, batch, _ = parity.encode(load_processor(path), description, ROWS)
-            exact = of_transformers(path, hf, torch.float32)
-            theirs = errors(of_transformers(path, hf, torch.bfloat16), exact)
-            mine = errors(of_ours(path, batch), exact)
-        limit = None if description.has_experts else MOST_OF_THEIRS
-        for what in exact:
-            yield Row("bf16", f"{family}, {what}, our error of theirs", mine[what] / theirs[what], limit)
-            yield Row("bf16", f"{family}, {what}, our error", mine[what])
+    description = describe(load_config(path))
+    hf, batch, _ = parity.encode(load_processor(path), description, ROWS)
+    exact = of_transformers(path, hf, torch.float32)
+    theirs = errors(of_transformers(path, hf, torch.bfloat16), exact)
+    mine = errors(of_ours(path, batch), exact)
+    limit = None if description.has_experts else MOST_OF_THEIRS
+    for what in exact:
+        yield Row("bf16", f"{family}, {what}, our error of theirs", mine[what] / theirs[what], limit)
+        yield Row("bf16", f"{family}, {what}, our error", mine[what])
 
 
 Numbers = dict[str, dict[str, Tensor]]  # "logits" of all real tokens, "gradients" by HF key
@@ -66,7 +80,7 @@ Numbers = dict[str, dict[str, Tensor]]  # "logits" of all real tokens, "gradient
 
 def of_transformers(path: Path, hf: dict[str, Tensor], dtype: torch.dtype) -> Numbers:
     device = setup.device()
-    model = load_model(path, dtype).to(device)
+    model = parity.as_meant(load_model(path, dtype)).to(device)
     if describe(load_config(path)).has_experts:
         model.set_experts_implementation("eager")
     output = model(**{name: x.to(device) for name, x in hf.items()}, use_cache=False)
