@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import os
+import re
 import signal
 import tempfile
 import time
@@ -74,7 +75,10 @@ def world_size() -> int | None:
 
 def machines() -> int:
     """The most machines on which this command is started: torchrun's PET_NNODES, `2` or `1:2`."""
-    return int(os.environ.get("PET_NNODES", "1").rpartition(":")[2])
+    given = os.environ.get("PET_NNODES", "1")
+    if not re.fullmatch(r"(\d+:)?[1-9]\d*", given):
+        raise ConfigError(f"PET_NNODES: {given!r} is no number of machines; write 2, or 1:2 for one or two.")
+    return int(given.rpartition(":")[2])
 
 
 def processes(nproc: int | None) -> int | None:
