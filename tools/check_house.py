@@ -48,6 +48,7 @@ LEFT_OUT = {
     "run_folder": "names and locks of files",
     "report": "how a run is looked at",
     "files": "how files are opened and written whole, not what is in them",
+    "stores": "as files",
     "messages": "how what others wrote is printed, and what was being read at an error",
     "signatures": "what a file is by its first bytes",
     "data.records.unreadable": "which file of a dataset cannot be read, and why",

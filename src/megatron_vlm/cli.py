@@ -15,7 +15,7 @@ from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, processes, run, start_ranks, torchrun
 from megatron_vlm.commands.reports import report, runs
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.files import refuse_existing, write_whole
+from megatron_vlm.files import write_whole
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.messages import printable, printable_lines
 from megatron_vlm.overrides import apply_overrides
@@ -251,20 +251,20 @@ def import_(
 @app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
-    output: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; must not exist.")],
+    output: Annotated[str, typer.Argument(help="The folder to write, also s3://…; must not exist.")],
     settings: arguments.Settings = None,
     nproc: arguments.Processes = None,
     adapter: bool = False,
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder, adapters merged; --adapter: these alone."""
     config = arguments.config_of_trained_run(run_dir, settings, nproc, needs_processor=False)
-    refuse_existing(output)
+    arguments.refuse_existing_output(output)
     if adapter and not config.adapter.used:
         raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
     arguments.prepare_cuda(config.parallel)
     if nproc:
         flags = ["--adapter"] if adapter else []
-        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), str(output), *flags, *(settings or ())]))
+        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), output, *flags, *(settings or ())]))
 
     with watchdog.watching(run_dir, config.train.hang_seconds, "errors/export"):
         watchdog.claim_files()

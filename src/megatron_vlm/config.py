@@ -254,6 +254,7 @@ class TrainConfig:
     # a command that is started for each of these folders, with the folder as its last word; numbers in a JSON
     # object on the last line that it prints are figures of the run, on_export/NAME
     on_export: Name | None = None
+    upload_to: PathName | None = None  # s3:// or msc://: checkpoints and exports are copied there, too
     # if no rank makes progress for this time, the job ends and writes all stacks
     hang_seconds: Seconds = 480.0
     # when the command has run for so long, it saves and ends with exit code 75; the same command goes on

@@ -20,9 +20,11 @@ def printable(text: object, longest: int = LONGEST) -> str:
 
     Escapes, newlines, bidirectional marks and everything else that Unicode does not call printable appear as
     Python writes them (`\\x1b`, `\\n`, `\\u202e`), also lone surrogates, so that any encoding can write them.
-    More than `longest` characters are cut in the middle, as both ends of a path are useful.
+    More than `longest` characters are cut in the middle, as both ends of a path are useful. Keys in an
+    address (`s3://key:secret@bucket`) are left out.
     """
-    shown = "".join(_shown(character) for character in _cut(str(text), longest))
+    text = re.sub(r"://[^/\s@]*@", "://…@", str(text))
+    shown = "".join(_shown(character) for character in _cut(text, longest))
     return _cut(shown, 3 * longest)  # an escape takes up to ten characters
 
 

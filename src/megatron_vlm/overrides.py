@@ -1,6 +1,7 @@
 """Settings by name: `key.path=value`, mappings and YAML to and from a `RunConfig`."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -15,6 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.stores import KEYS
 
 EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -139,6 +141,10 @@ def checked(name: str, value: Any) -> Any:
     """The value of a setting in the setting's type. Raises ConfigError if it has another or breaks a rule."""
     if "${" in str(value):  # other programs would fill it in
         raise ConfigError(f"{name}: {value!r}: ${{…}} is not filled in; write the value out.")
+    if re.search(r"(s3|msc)://[^/\s]*@", str(value)):
+        raise ConfigError(
+            f"{name}: an address with keys, which files of the run would show; give them by {KEYS}."
+        )
     hint = setting_types()[name]
     try:
         return fitted(value, hint)

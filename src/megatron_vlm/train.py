@@ -26,7 +26,7 @@ from megatron_vlm.run_folder.batch_log import how_to_look, keys_of, named, namin
 from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training import checkpoint
-from megatron_vlm.training.exports import Exports
+from megatron_vlm.training.exports import Exports, fetch
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.losses.tokens import StepLoss
@@ -44,6 +44,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     """
     setup.init_distributed(config.parallel, config.train.seed, config.train.deterministic)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
+    fetch(config)
     saved = checkpoint.saved(config.run_dir)
     asked_for = config
     config = setup.on_first_rank(begun, asked_for)  # a resumed run keeps the adapter that it began with

@@ -202,7 +202,7 @@ def test_missing_local_paths_are_named_and_remote_ones_left_alone(tmp_path, monk
     (tmp_path / ".nv-meta/.info.json").write_text("{}")
     with answering(monkeypatch):
         validate_paths(config(f"data.train_data_path={tmp_path}"))
-        validate_paths(config("data.train_data_path=s3://bucket/data"))
+        validate_paths(config("data.train_data_path=hf://datasets/a/b"))
         validate_paths(config("data.train_data_path=org/dataset", "data.dataset_type=hf"))
         with pytest.raises(ConfigError) as raised:
             validate_paths(config("model.hf_path=./nope"))

@@ -161,7 +161,7 @@ def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
         [problem] = data_problems(DataConfig(dataset_type=kind), "path", f"a/b{end}")
         assert problem.startswith("path: a/b") and " does not exist; " in problem
     Path(f"a/b{end}").write_text('{"question": "q", "answer": "a"}')
-    for good in (f"a/b{end}", f"a/b{end}#5", f"a/b{end}*.5", "a/b #5", " a/b", "a/b#5 ", "s3://a/b*x"):
+    for good in (f"a/b{end}", f"a/b{end}#5", f"a/b{end}*.5", "a/b #5", " a/b", "a/b#5 ", "hf://a/b*x"):
         assert not list(data_problems(DataConfig(dataset_type="hf"), "path", good)), good
 
 

@@ -158,8 +158,8 @@ def test_a_description_in_an_object_store_is_checked_too(store, blend, tmp_path,
         train_loader(f"{store}/evil.yaml", encoder)
 
 
-def test_the_address_of_an_object_store_is_a_path():
-    assert not list(data_problems(DataConfig(), "data.train_data_path", "msc://store/a"))
+def test_the_address_of_an_object_store_is_a_path(store):
+    assert not list(data_problems(DataConfig(), "data.train_data_path", f"{store}/a"))
 
 
 def test_columns_are_settings(tmp_path):

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megatron_vlm import hub
+from megatron_vlm import hub, stores
 from megatron_vlm.checks.model_on_disk import is_hub_name, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths, RunConfig
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.on_disk.named import is_path, meant, no_name
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES, ROWS, paths_of, sources_of
-from megatron_vlm.data.on_disk.plain import TABULAR, plain_file
+from megatron_vlm.data.on_disk.plain import TABULAR, on_disk, plain_file
 from megatron_vlm.messages import printable
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.signatures import what_file
@@ -28,13 +28,15 @@ RECORD_KEYS = {"messages", "conversations", "prompt"}  # a record that has one i
 
 
 def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]:
-    """Messages about paths that cannot be read as a `data.dataset_type`; remote paths are not checked."""
+    """Messages about paths that cannot be read as a `data.dataset_type`. Rows in a store are fetched."""
     for name in paths_of(paths):
         path = Path(name).expanduser()
         shown = f"{key}: {printable(name)}"
-        if "://" in name:
+        if stores.is_store(name):
+            yield from _problems_in_store(data, name, key)
+        elif "://" in name:
             continue
-        if data.dataset_type == "energon":
+        elif data.dataset_type == "energon":
             yield from _energon_problems(path, shown)
         elif path.exists():
             yield from _rows_problems(path, shown, data.media_dir, data.columns, "data.media_dir=")
@@ -42,6 +44,20 @@ def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]
             yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
         elif not hub.is_cached(name, dataset=True) and (reason := hub.why_not("HF_DATASETS")):
             yield f"{key}: {hub.not_there(name, reason, dataset=True)}"
+
+
+def _problems_in_store(data: DataConfig, name: str, key: str) -> Iterator[str]:
+    shown = f"{key}: {printable(name)}"
+    try:
+        if data.dataset_type == "hf":
+            media_dir = data.media_dir or name.rpartition("/")[0]
+            yield from _file_problems(on_disk(name), shown, media_dir, data.columns, "data.media_dir=")
+        else:
+            infos = [f"{name.rstrip('/')}/.nv-meta/.info.{kind}" for kind in ("json", "yaml")]
+            if not any(map(stores.is_file, [name] if name.endswith(".yaml") else infos)):
+                yield f"{shown} is no prepared Energon dataset; copy one there, see `megatron-vlm prepare`."
+    except stores.StoreError as error:
+        yield f"{key}: {error}"
 
 
 def _energon_problems(path: Path, shown: str) -> Iterator[str]:
@@ -80,7 +96,7 @@ def _rows_problems(
     path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
 ) -> Iterator[str]:
     """Messages about rows that cannot be read; `setting` is how the media folder is given."""
-    if media_dir is not None and not Path(media_dir).expanduser().is_dir():
+    if not (media_dir is None or stores.is_store(media_dir) or Path(media_dir).expanduser().is_dir()):
         yield f"{shown}: {setting}{printable(media_dir)} is not a folder; give the one paths start from."
     elif is_prepared(path):
         yield f"{shown} is a prepared Energon dataset; train from it, with data.dataset_type=energon."
@@ -123,7 +139,7 @@ def _file_problems(
         return
     if known is not None and known.name not in TABULAR:
         yield f"{shown} is {known}."
-    root = Path(media_dir or path.parent).expanduser()
+    root = stores.folder(media_dir or path.parent)
     of_records = [_media_names(record, columns) for record in records]
     names = [name for each in of_records for name in each]
     if not names or any(_leads_into(root, name) for name in names):
@@ -183,10 +199,14 @@ def _media_names(record: dict, columns: dict[str, str]) -> list[str]:
     return [item for item in flat if item and is_path(item)]
 
 
-def _leads_into(root: Path, name: str) -> bool:
+def _leads_into(root: Path | str, name: str) -> bool:
     """Whether a file of this name is there and, as `data.media.files` demands, inside `root`."""
     try:
+        if isinstance(root, str):
+            return stores.is_file(stores.inside(root, name))
         path = (root / name).resolve()
         return path.is_relative_to(root.resolve()) and path.exists() or meant(name, root) is not None
+    except stores.StoreError:
+        raise
     except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links in a circle
         return False

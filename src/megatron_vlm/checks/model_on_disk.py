@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm import hub
+from megatron_vlm import hub, stores
 from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.data.on_disk.paths import ROWS
@@ -201,8 +201,22 @@ def run_dir_problems(run_dir: str | Path) -> Iterator[str]:
     """Messages about a folder into which no run can be written."""
     path = Path(run_dir).expanduser()
     shown = f"run_dir: {printable(run_dir)}"
+    if stores.is_store(str(run_dir)):
+        yield f"{shown} is in a store; give a folder on disk, and train.upload_to={printable(run_dir)}."
+        return
     there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
     if not there.is_dir():
         yield f"{shown} cannot be made, {printable(there)} is a file; give another folder."
     elif not os.access(there, os.W_OK | os.X_OK):
         yield f"{shown}: you may not write in {printable(there)}; give another folder, or ask for access."
+
+
+def upload_problems(url: str | None) -> Iterator[str]:
+    """Messages about an address to which nothing can be copied."""
+    if url is not None and not stores.is_store(url):
+        yield f"train.upload_to: {printable(url)} is no address; give s3://BUCKET/PATH or msc://PROFILE/PATH."
+    elif url is not None:
+        try:
+            stores.names(url)
+        except stores.StoreError as error:
+            yield f"train.upload_to: {error}"

@@ -12,6 +12,7 @@ from megatron_vlm.checks.model_on_disk import (
     read_json,
     run_dir_problems,
     start_problems,
+    upload_problems,
 )
 from megatron_vlm.config import ConfigError, RunConfig, fewest_processes
 from megatron_vlm.config_rules.layout import misfit, sizes_in
@@ -33,7 +34,7 @@ def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int |
         problems += data_problems(rows, "data.score_path", data.score_path)
         problems += [] if problems else too_few_records(data, ranks)
         problems += record_problems(config)
-    problems += run_dir_problems(config.run_dir)
+    problems += [*run_dir_problems(config.run_dir), *upload_problems(config.train.upload_to)]
     word = re.match(r"\s*([\w./-]+)(\s|$)", config.train.on_export or "")
     known = ["sh", "-c", 'command -v "$1"', "", word[1]] if word else ["true"]
     if subprocess.run(known, stdout=subprocess.DEVNULL).returncode:

@@ -9,12 +9,13 @@ import typer
 
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
+from megatron_vlm import stores
 from megatron_vlm.checks.model_on_disk import is_run, run_problems
 from megatron_vlm.checks.paths import validate_model, validate_paths
 from megatron_vlm.commands.program import machines, processes, world_size
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.files import read_file
+from megatron_vlm.files import read_file, refuse_existing
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import check_folder, check_start, latest_checkpoint, refuse_links
@@ -197,6 +198,14 @@ def _with_some_data(config: RunConfig) -> RunConfig:
     if config.data.train_data_path != configs.MISSING:
         return config
     return apply_overrides(config, {"data.train_data_path": NO_DATA})
+
+
+def refuse_existing_output(output: str) -> None:
+    """Raises FileExistsError or StoreError unless a folder, on disk or in a store, can be written."""
+    if not stores.is_store(output):
+        refuse_existing(Path(output))
+    elif stores.names(output):
+        raise FileExistsError(f"{printable(output)} exists; give a new name or remove it.")
 
 
 def check_page(path: Path) -> None:

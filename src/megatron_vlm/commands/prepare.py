@@ -18,7 +18,7 @@ def prepare(
     ],
     output: Annotated[Path, typer.Argument(help="Folder to write; must be empty or absent.")],
     image_root: Annotated[
-        Path | None, typer.Option(help="Folder of the images; default: the source's.")
+        str | None, typer.Option(help="Folder of the images; default: the source's.")
     ] = None,
     format: Annotated[str, typer.Option(help="auto, json, jsonl, hf or meta.")] = "auto",
     split: Annotated[

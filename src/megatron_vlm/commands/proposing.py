@@ -11,13 +11,14 @@ from typing import Any
 
 import typer
 
+from megatron_vlm import stores
 from megatron_vlm.checks.model_on_disk import is_prepared
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.commands.arguments import check, check_run_folder
 from megatron_vlm.commands.program import machines, world_size
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import check_gpus
-from megatron_vlm.data.on_disk.paths import paths_of
+from megatron_vlm.data.on_disk.paths import ROWS, paths_of
 from megatron_vlm.files import read_text, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
@@ -76,8 +77,8 @@ def recipe_for(
 
 def source_settings(model: str, data: Sequence[str]) -> dict[str, Any]:
     """The settings that name the checkpoint and the data. Raises ConfigError for data of both types."""
-    folders = {item: Path(path).expanduser() for item, path in zip(data, paths_of(data), strict=True)}
-    kinds = {item: "energon" if _is_energon(path) else "hf" for item, path in folders.items()}
+    paths = dict(zip(data, paths_of(data), strict=True))
+    kinds = {item: "energon" if _is_energon(path) else "hf" for item, path in paths.items()}
     if len(set(kinds.values())) > 1:
         listed = ", ".join(f"{printable(path)} ({kind})" for path, kind in kinds.items())
         raise ConfigError(
@@ -91,7 +92,10 @@ def source_settings(model: str, data: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _is_energon(path: Path) -> bool:
+def _is_energon(name: str) -> bool:
+    path = Path(name).expanduser()
+    if stores.is_store(name):  # folders of rows are not read there
+        return path.suffix not in ROWS
     return is_prepared(path) if path.is_dir() else path.is_file() and path.suffix == ".yaml"
 
 

@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+from megatron_vlm import stores
 from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import cook_chatml_sample, place_media
@@ -10,7 +11,7 @@ from megatron_vlm.data.generation_prompt import encode_prompt, reply_text, stop_
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.files import write_whole
+from megatron_vlm.files import beside, write_whole
 from megatron_vlm.generation.generate import generate
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.adapters.model import merge
@@ -22,6 +23,7 @@ from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder.adapter_start import begun
+from megatron_vlm.supported import ADAPTER_FILE, CONFIG_FILE
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
@@ -67,15 +69,22 @@ def import_run(config: RunConfig) -> None:
 def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> None:
     """Write the latest checkpoint as an HF folder, see `models.weights.export_hf`; adapters are merged.
 
-    With `adapter`, write the adapters alone, as peft does, see `models.adapters.save_adapters`.
+    With `adapter`, write the adapters alone, as peft does, see `models.adapters.save_adapters`. For a store,
+    the folder is written beside the run's exports first, and is whole there when its config.json is.
     """
     chunks, source = open_run(config)
+    url = output if stores.is_store(output) else None
+    if url:
+        output = setup.on_first_rank(beside, Path(config.run_dir, "exports", "for_store"))
     if adapter:
         save_adapters(chunks, output, begun(config).adapter, config.model.hf_path)
     else:
         for chunk in chunks if config.adapter.used else ():
             merge(chunk)
         export_hf(chunks, output, source.folder, source.weight_map)
+    if url and setup.is_first_rank():
+        stores.upload(output, url, ADAPTER_FILE if adapter else CONFIG_FILE)
+        run_folder.remove(output)
     setup.shutdown()
 
 

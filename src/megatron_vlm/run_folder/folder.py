@@ -123,7 +123,7 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
     the first is active. It changes nothing and imports nothing heavy.
     """
     check_folder(run_dir)
-    _check_owner(Path(run_dir), hf_path)
+    check_owner(Path(run_dir), hf_path)
     latest_checkpoint(run_dir)
     with naming(Path(run_dir)):
         run_lock.check_free(run_dir)
@@ -163,7 +163,7 @@ def refuse_links(run_dir: str | Path) -> None:
             )
 
 
-def _check_owner(run_dir: Path, hf_path: str) -> None:
+def check_owner(run_dir: Path, hf_path: str) -> None:
     """Raises ConfigError for the folder of another model's run; one without training or import is free."""
     file = run_dir / "config.yaml"
     text = read_file(file).decode(errors="replace") if file.exists() else ""

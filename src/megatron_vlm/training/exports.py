@@ -27,6 +27,7 @@ from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
+from megatron_vlm.run_folder import uploads
 from megatron_vlm.run_folder.folder import remove_leftovers
 from megatron_vlm.run_folder.run_log import RunLogger
 
@@ -51,6 +52,9 @@ class Exports:
     log: RunLogger
     commands: dict[int, subprocess.Popen] = field(default_factory=dict)  # by the step of the export
 
+    def __post_init__(self) -> None:
+        self._copies = uploads.Uploads(self.config, self.log.is_writer, self.log.message)
+
     def after(self, step: int, milestones: Milestones, replace: bool = True) -> None:
         """Exports the model if that is due; logs what has ended, and starts the commands that are due."""
         if step and milestones.exports_after(step):
@@ -63,8 +67,11 @@ class Exports:
                 self._start(exported)
 
     def wait(self, stopping: bool = False) -> None:
-        """Waits until all commands have ended, unless the run is stopping, or this process is asked to stop.
-        Nothing collective may follow."""
+        """Waits until all is in the store, and all commands have ended. Nothing collective may follow.
+
+        It does not wait for commands if the run is stopping, or this process is asked to stop.
+        """
+        self._copies.wait()
         while self.commands and not (stopping or any(stops.asked())):
             step, process = next(iter(self.commands.items()))
             watchdog.beat(f"waiting for train.on_export of step {step}")
@@ -114,6 +121,11 @@ class Exports:
 
     def _tell(self, words: str, problem: str) -> None:
         self.log.message(f"train.on_export: {printable(words)}: {printable(problem)}")
+
+
+def fetch(config: RunConfig) -> None:
+    """`uploads.restore` for all ranks; collective."""
+    setup.on_first_rank(uploads.restore, config)
 
 
 def scores_in(line: str) -> dict[str, float]:

@@ -28,8 +28,9 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from torch.utils.data import DataLoader
 
+from megatron_vlm import stores
 from megatron_vlm.batch import Batch
-from megatron_vlm.config import DataConfig
+from megatron_vlm.config import DataConfig, DataPaths
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
@@ -72,7 +73,7 @@ class EnergonProvider:
         workers, FileNotFoundError for a missing shard, and AssertionError for an encoder whose buffers could
         not be restored.
         """
-        data, sources = self._data, sources_of(self._data.train_data_path)
+        data, sources = self._data, _sources(self._data.train_data_path)
         packing_buffer_size = data.packing_buffer_size if data.packing == "stream" else None
         encoder = with_limited_drops(encoder, data)
         encoder.sizes_seed = seed if data.resize_jitter else None
@@ -110,7 +111,7 @@ class EnergonProvider:
         None if no validation path is set and the training dataset has no `val` split.
         """
         data = self._data
-        given = sources_of(data.valid_data_path or data.train_data_path)
+        given = _sources(data.valid_data_path or data.train_data_path)
         sources = [replace(one, share=None) for one in given]
         if data.valid_data_path is None:
             for one in sources:
@@ -223,6 +224,10 @@ class EnergonValidLoader(ValidLoader):
         return max(sum(lengths[rank * per_rank :][:per_rank]) for rank in range(world_size))
 
 
+def _sources(paths: DataPaths) -> list[DataSource]:
+    return [replace(one, path=stores.for_energon(one.path)) for one in sources_of(paths)]
+
+
 def _checked_source(sources: list[DataSource], split: str) -> str | dict:
     """The source for Energon: the only path, or a metadataset of all paths that names each in its keys."""
     paths = [one.path for one in sources]
@@ -280,13 +285,26 @@ def _guard_readers(dataset) -> None:
     for inner in _walk(dataset):
         for reader in getattr(inner, "join_readers", ()):
             if isinstance(reader, ITarReader):
-                read = reader._get_item_by_sample_pointer
+                read = _asked_again(reader, reader._get_item_by_sample_pointer)
                 reader._get_item_by_sample_pointer = partial(_read_sample, reader, read)
+                reader._get_itar_sample_pointer = _asked_again(reader, reader._get_itar_sample_pointer)
+
+
+def _asked_again(reader: ITarReader, read: Callable) -> Callable:
+    """The function that reads a shard, and reads it again, for some time, if its store does not answer."""
+
+    def once(*args: Any) -> Any:
+        with stores.at(reader.base_path.url):
+            return read(*args)
+
+    return read if reader.base_path.is_local() else lambda *args: stores.patiently(partial(once, *args))
 
 
 def _read_sample(reader: ITarReader, read: Callable, pointer: Any, *args: Any) -> Any:
     try:
         return read(pointer, *args)
+    except stores.StoreError:
+        raise
     except (tarfile.TarError, ValueError, OSError) as error:
         shard = reader.tar_filepaths[pointer.tar_file_id]
         raise damaged(

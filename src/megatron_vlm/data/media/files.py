@@ -8,27 +8,32 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
+from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.images import to_rgb
 from megatron_vlm.data.on_disk.named import is_base64, meant, no_name
-from megatron_vlm.files import check_file, read_file
+from megatron_vlm.files import MOST_BYTES, check_file, read_file
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
 
 
-def read_media(name: str, root: Path) -> bytes:
+def read_media(name: str, root: Path | str) -> bytes:
     """The bytes that a record names: a file, a value of an LMDB, or base64.
 
     A file lies under `root`, like the LMDB in `db.lmdb::key`; base64 may lack its `data:` head. A path may
-    differ in slashes, case and spaces at its ends from the only file that fits.
+    differ in slashes, case and spaces at its ends from the only file that fits. If `root` is an address, the
+    file lies in a store, under just this name.
 
     Raises BadSample `missing_media` if it is missing, lies outside of `root`, is not a regular file or is
-    over 2 GiB, and ImportError for an LMDB if the package `lmdb` is not installed.
+    over 2 GiB, StoreError if a store does not give what it has, and ImportError for an LMDB if the package
+    `lmdb` is not installed.
     """
     if name.startswith("data:"):
         return _inline(name)
     if is_base64(name):
         return _inline(f";base64,{name}")
+    if isinstance(root, str):
+        return _from_store(name, root)
     path, is_lmdb, key = name.partition(LMDB_KEY)
     try:
         if not is_lmdb:
@@ -69,6 +74,14 @@ def _inside(name: str, root: Path) -> Path:
     if not path.is_relative_to(root.resolve()):
         raise BadSample("missing_media", f"{name} leads out of {root}")
     return path
+
+
+def _from_store(name: str, root: str) -> bytes:
+    try:
+        url = stores.inside(root, name)
+        return stores.patiently(lambda: stores.read(url, MOST_BYTES))
+    except (stores.NotThere, ValueError) as error:
+        raise BadSample("missing_media", f"{name[:200]} under {root}: {no_name(name) or error}") from error
 
 
 def _inline(address: str) -> bytes:

@@ -1,7 +1,7 @@
 """A file of rows as text in UTF-8, parquet or Arrow, whatever it is packed in.
 
 Rows are read by number, which packed files and UTF-16 do not allow: what they hold is written once into the
-cache of `datasets`, and takes as much disk there.
+cache of `datasets`, and takes as much disk there. So is a file in a store.
 """
 
 import bz2
@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_vlm import stores
 from megatron_vlm.files import check_file, folder_aside, free_bytes, open_file, open_to_write
 from megatron_vlm.messages import readable_size
 from megatron_vlm.signatures import what_file
@@ -57,18 +58,37 @@ def plain_file(path: str | Path) -> Path:
 
 def in_cache(path: Path, write: Callable[[BinaryIO, BinaryIO], None]) -> Path:
     """The file in the cache to which `write` has written what it made of the opened file."""
+
+    def make(target: Path) -> None:
+        with open_file(path) as file, open_to_write(target) as rows, io.BufferedWriter(rows) as buffered:
+            write(file, buffered)
+
     stat = path.stat()
-    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()
-    folder = _cache() / hashlib.sha256(key).hexdigest()[:24]
+    return _made_once(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}", "rows", make)
+
+
+def on_disk(path: str | Path) -> Path:
+    """The file itself; of one in a store, the copy of its version in the cache. Raises StoreError."""
+    if not stores.is_store(path):
+        return Path(path)
+    with stores.at(path) as (client, name):
+        found = client.info(name)
+        if found.type != "file":
+            raise stores.NotThere(f"data: {path} is a folder; give the files in it, as a list.")
+        key = f"{path} {found.content_length} {found.etag or found.last_modified}"
+        return _made_once(key, Path(name).name, lambda target: client.download_file(name, str(target)))
+
+
+def _made_once(key: str, name: str, make: Callable[[Path], None]) -> Path:
+    folder = _cache() / hashlib.sha256(key.encode()).hexdigest()[:24]
     if not folder.is_dir():
         try:
-            with folder_aside(folder) as aside, open_file(path) as file:
-                with open_to_write(aside / "rows") as rows, io.BufferedWriter(rows) as buffered:
-                    write(file, buffered)
+            with folder_aside(folder) as aside:
+                make(aside / name)
         except OSError:
             if not folder.is_dir():  # no other process was faster
                 raise
-    return folder / "rows"
+    return folder / name
 
 
 def _cache() -> Path:

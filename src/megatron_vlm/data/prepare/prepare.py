@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from megatron_vlm import stores
 from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.data.prepare.write import ENGINES, RecordSource, ShardJob, ShardResult
 from megatron_vlm.files import folder_aside, refuse_existing, write_whole
@@ -185,7 +186,7 @@ def _sources(path: str | Path, options: RecordSource) -> dict[str, RecordSource]
     """The source; or, for a Hugging Face source with splits, one source per split."""
     from megatron_vlm.data.records.tables import kind_of, source_splits
 
-    if not Path(path).exists() and options.kind != "hf":
+    if not (stores.is_store(path) or Path(path).exists() or options.kind == "hf"):
         raise FileNotFoundError(f"prepare: source {path} does not exist; a hub name needs format hf.")
     source = replace(options, path=str(path), kind=options.kind or kind_of(path))
     names = (source_splits(path) if source.kind == "hf" else []) or [None]

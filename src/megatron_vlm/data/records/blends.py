@@ -27,7 +27,7 @@ class Table(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def record(self, index: int) -> tuple[dict, Path]:
+    def record(self, index: int) -> tuple[dict, Path | str]:
         """A record with the package's column names, and its media root. Raises BadSample."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Blend(Table):
             ]
         )
 
-    def record(self, index: int) -> tuple[dict, Path]:
+    def record(self, index: int) -> tuple[dict, Path | str]:
         name, row = self._at(index)
         return self.tables[name].record(row)
 
@@ -230,7 +230,7 @@ class ChosenRows(Table):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def record(self, index: int) -> tuple[dict, Path]:
+    def record(self, index: int) -> tuple[dict, Path | str]:
         return self.table.record(int(self.rows[index]))
 
     def origin(self, index: int) -> tuple[str, int]:
@@ -267,7 +267,7 @@ class Resized(Table):
     def sizes(self, index: int) -> str:
         return f"{self.seed} {index // len(self.table)} {self.key(index)}"
 
-    def record(self, index: int) -> tuple[dict, Path]:
+    def record(self, index: int) -> tuple[dict, Path | str]:
         return self.table.record(index % len(self.table))
 
     def origin(self, index: int) -> tuple[str, int]:

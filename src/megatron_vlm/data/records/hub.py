@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from megatron_vlm import stores
 from megatron_vlm.data.on_disk.descriptions import damaged, read_mapping
 from megatron_vlm.data.on_disk.plain import plain_file, table_of
 from megatron_vlm.data.records.unreadable import FAILURES, READ, check_rows, naming_the_damaged, reason
@@ -278,9 +279,11 @@ def _encoded(feature: Any) -> Any:
     return feature
 
 
-def media_root(path: str | Path) -> Path:
-    """The folder that image paths may not leave: the dataset's, or for a hub name the cache of `datasets`."""
+def media_root(path: str | Path) -> Path | str:
+    """The folder that media paths may not leave: the dataset's, or for a hub name the cache of `datasets`."""
     local = Path(path)
+    if stores.is_store(path):
+        return stores.parent(path)
     if not local.exists():
         return Path(datasets.config.HF_CACHE_HOME)
     return local if local.is_dir() else local.parent

@@ -71,7 +71,7 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
     return conversation | beside, media
 
 
-def read_record(record: dict, root: Path) -> tuple[dict, list[bytes], list[bytes | dict]]:
+def read_record(record: dict, root: Path | str) -> tuple[dict, list[bytes], list[bytes | dict]]:
     """The conversation, images and videos of a record, as `normalise` finds them; paths are under `root`.
 
     Raises BadSample as it does, and for a medium that cannot be read.
@@ -113,7 +113,7 @@ def _place(part: Any, media: dict[str, list]) -> Any:
     return {"type": name} | named_limits(kind, part | medium if isinstance(medium, dict) else part)
 
 
-def _video(video: Any, root: Path) -> bytes | dict:
+def _video(video: Any, root: Path | str) -> bytes | dict:
     if isinstance(video, list):
         video = {"frames": video}
     if not isinstance(video, dict) or "frames" not in video:
@@ -123,7 +123,7 @@ def _video(video: Any, root: Path) -> bytes | dict:
     return {"frames": [_file_bytes(frame, root) for frame in frames]} | times
 
 
-def _file_bytes(media: Any, root: Path) -> bytes:
+def _file_bytes(media: Any, root: Path | str) -> bytes:
     if isinstance(media, dict):
         media = media.get("bytes") or media.get("path")
     if isinstance(media, bytes):

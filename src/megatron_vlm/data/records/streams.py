@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.fingerprint import digest
+from megatron_vlm.data.on_disk.plain import on_disk
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
 
@@ -26,7 +28,7 @@ class StreamedRows:
 
     name: str
     stream: Any  # datasets.IterableDataset
-    root: Path
+    root: Path | str
     columns: Columns
     sizes_in_turn: int = 0
     seed: int = 0
@@ -39,10 +41,10 @@ class StreamedRows:
 
         if kind_of(path) != "hf" or is_saved_folder(Path(path)):
             raise ValueError(f"data.streaming: {path} is read where it lies; drop data.streaming.")
-        stream = open_stream(path)
+        stream = open_stream(on_disk(path))
         if stream.features is not None:
             columns.check(list(stream.features), path)
-        return cls(path, stream, Path(media_dir) if media_dir else media_root(path), columns)
+        return cls(path, stream, stores.folder(media_dir) if media_dir else media_root(path), columns)
 
     def key(self, row: Row) -> str:
         shard, number, _ = row[0]
@@ -79,7 +81,7 @@ class StreamedRows:
     def origin(self, row: Row) -> tuple[str, str]:
         return self.name, self.key(row)
 
-    def record(self, row: Row) -> tuple[dict, Path]:
+    def record(self, row: Row) -> tuple[dict, Path | str]:
         return self.columns.of_arrow(row[1]), self.root
 
     def fingerprint(self) -> str:

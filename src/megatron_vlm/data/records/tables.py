@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, TURNS
 from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
-from megatron_vlm.data.on_disk.plain import TABULAR, plain_file, table_of
+from megatron_vlm.data.on_disk.plain import TABULAR, on_disk, plain_file, table_of
 from megatron_vlm.data.records.blends import Table, blend_tables, path_names
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
@@ -38,7 +39,7 @@ class HFTable(Table):
 
     name: str
     rows: Any
-    root: Path
+    root: Path | str
     columns: Columns
 
     def __post_init__(self) -> None:
@@ -51,7 +52,7 @@ class HFTable(Table):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def record(self, index: int) -> tuple[dict, Path]:
+    def record(self, index: int) -> tuple[dict, Path | str]:
         return self.columns.of_arrow(self.rows[index]), self.root
 
     def origin(self, index: int) -> tuple[str, int]:
@@ -70,8 +71,10 @@ class JsonTable(Table):
     line is a bad record.
     """
 
-    def __init__(self, path: Path, root: Path, columns: Columns) -> None:
-        self.path, self.root = path, root
+    def __init__(self, path: str | Path, root: Path | str, columns: Columns) -> None:
+        self.name = str(path)
+        self.root = root
+        self.path = path = on_disk(path)
         self._file = open_file(lines_file(path))
         self._version = _version(os.fstat(self._file.fileno()))
         self._numbers, self._starts, self._stops = (
@@ -85,7 +88,8 @@ class JsonTable(Table):
                 yield record
 
         self.columns = columns.for_source(first(), path)
-        self.identity = f"{path.resolve()} {_version(path.stat())} {root.resolve()} {self.columns}"
+        media = root if isinstance(root, str) else root.resolve()
+        self.identity = f"{path.resolve()} {_version(path.stat())} {media} {self.columns}"
         if not present:
             raise damaged(
                 path, f"holds no record: not one of its first {CHECKED_RECORDS} is a JSON object", REPAIR
@@ -95,11 +99,11 @@ class JsonTable(Table):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def record(self, index: int) -> tuple[dict, Path]:
+    def record(self, index: int) -> tuple[dict, Path | str]:
         return self.columns(self._raw(index)), self.root
 
     def origin(self, index: int) -> tuple[str, int]:
-        return str(self.path), int(self._numbers[index])
+        return self.name, int(self._numbers[index])
 
     def _raw(self, index: int) -> Any:
         start, stop = int(self._starts[index]), int(self._stops[index])
@@ -148,18 +152,20 @@ def open_table(
     kind = kind or kind_of(path)
     if datasets and kind != "meta":
         raise ValueError(f"data.datasets: {path} is no meta file of several datasets; drop the setting.")
-    if media_dir is not None and not Path(media_dir).is_dir():
+    if media_dir is not None and not (stores.is_store(media_dir) or Path(media_dir).is_dir()):
         raise FileNotFoundError(f"data.media_dir: {media_dir} is not a folder.")
-    root, columns = None if media_dir is None else Path(media_dir), columns or Columns()
+    root, columns = None if media_dir is None else stores.folder(media_dir), columns or Columns()
     if kind == "meta":
+        if stores.is_store(path):
+            raise ValueError(f"data: {path} is a meta file; give its datasets as a list, or a copy on disk.")
         entries = entries_of(Path(path), columns, root, datasets)
         tables = {name: _open_entry(entry) for name, entry in entries.items()}
         return blend_tables(tables, [entry.source for entry in entries.values()])
     if kind == "json":
-        return JsonTable(Path(path), root or Path(path).parent, columns)
+        return JsonTable(path, root or stores.parent(path), columns)
     from megatron_vlm.data.records.hub import media_root, open_rows
 
-    return HFTable(str(path), open_rows(path, split, subset), root or media_root(path), columns)
+    return HFTable(str(path), open_rows(on_disk(path), split, subset), root or media_root(path), columns)
 
 
 def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any) -> Table:
@@ -173,7 +179,7 @@ def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any)
 
 def kind_of(path: str | Path) -> str:
     """How `path` is read, by what it holds: as json, as meta, or by `datasets` as hf. Raises ValueError."""
-    path = Path(path)
+    path = on_disk(path)
     if path.suffix in ROWS and not path.exists():
         raise FileNotFoundError(f"data: {path} does not exist; give the path of a file or folder.")
     if path.exists() and not path.is_dir():
@@ -196,7 +202,7 @@ def source_splits(path: str | Path, subset: str | None = None) -> list[str]:
         return []
     from megatron_vlm.data.records.hub import split_names
 
-    return split_names(path, subset)
+    return split_names(on_disk(path), subset)
 
 
 def _open_entry(entry: Entry) -> Table:

@@ -1,0 +1,197 @@
+"""Rows, media and shards in a store give what the same files give on disk; a store that fails is told."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Timer
+
+import pytest
+from loaders import open_loader, take
+from prepared_shards import prepare, stored
+from sources import image_bytes, write_hf_folder, write_sharegpt
+
+pytest.importorskip("moto", reason="moto is not installed")
+from store_server import BUCKET, KEY, SECRET, Line, forget, put, store  # noqa: E402
+
+from megatron_vlm import stores  # noqa: E402
+from megatron_vlm.checks.data_on_disk import data_problems  # noqa: E402
+from megatron_vlm.config import ConfigError, DataConfig, RunConfig  # noqa: E402
+from megatron_vlm.data.accounts.bad_sample import BadSample  # noqa: E402
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder  # noqa: E402
+from megatron_vlm.data.media.files import read_media  # noqa: E402
+from megatron_vlm.data.on_disk.plain import on_disk  # noqa: E402
+from megatron_vlm.messages import printable  # noqa: E402
+from megatron_vlm.overrides import apply_overrides  # noqa: E402
+
+ROWS = 23
+AT = f"s3://{BUCKET}/data"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """JSON Lines with images, the same as parquet, and the same for Energon; and all of it in a store."""
+    folder = tmp_path_factory.mktemp("stores")
+    source = write_sharegpt(folder / "rows", ROWS)
+    write_hf_folder(folder / "saved", source)
+    import datasets
+
+    datasets.load_from_disk(str(folder / "saved")).to_parquet(folder / "rows/data.parquet")
+    prepare(source, folder / "energon", splits={"train": 0.8, "val": 0.2}, samples_per_shard=5)
+    (folder / "msc.yaml").write_text(
+        f"profiles: {{mine: {{storage_provider: {{type: s3, options: {{base_path: {BUCKET}}}}}}}}}\n"
+    )
+    with store(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MSC_CONFIG", str(folder / "msc.yaml"))
+        put(folder / "rows", f"{AT}/rows")
+        put(folder / "energon", f"{AT}/energon")
+        yield folder
+
+
+@pytest.fixture
+def encoder(processor):
+    return HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("home", [f"s3://{BUCKET}", "msc://mine"])
+@pytest.mark.parametrize("name", ["rows/data.jsonl", "rows/data.parquet", "energon"])
+def test_a_store_gives_the_batches_of_the_disk_and_resumes(folder, encoder, name, home, workers):
+    kind = "energon" if name == "energon" else "hf"
+    options = {"seed": 3, "batch": 2, "num_workers": workers}
+    local = open_loader(kind, folder / name, encoder, **options)
+    expected = take(local, 9)
+    there = open_loader(kind, f"{home}/data/{name}", encoder, **options)
+    assert take(there, 5) == expected[:5]
+    state = there.state_dict()
+    there.close()
+    resumed = open_loader(kind, f"{home}/data/{name}", encoder, **options)
+    resumed.load_state_dict(state)
+    assert take(resumed, 4) == expected[5:]
+    for each in (local, resumed):
+        each.close()
+
+
+def test_images_may_lie_in_a_store_and_rows_on_disk(folder, encoder, tmp_path):
+    rows = tmp_path / "data.jsonl"
+    rows.write_bytes((folder / "rows/data.jsonl").read_bytes())
+    whole = open_loader("hf", folder / "rows/data.jsonl", encoder, seed=3, num_workers=0)
+    apart = open_loader("hf", rows, encoder, seed=3, num_workers=0, media_dir=f"{AT}/rows/")
+    assert take(apart, 5) == take(whole, 5)
+
+
+def test_rows_are_fetched_anew_only_if_they_were_changed(folder):
+    with stores.at(f"{AT}/changed.jsonl") as (client, path):
+        client.write(path, b"one")
+        first = on_disk(f"{AT}/changed.jsonl")
+        made = first.stat().st_mtime_ns
+        assert on_disk(f"{AT}/changed.jsonl") == first and first.stat().st_mtime_ns == made
+        client.write(path, b"two")
+    second = on_disk(f"{AT}/changed.jsonl")
+    assert (first.read_bytes(), second.read_bytes(), second.name) == (b"one", b"two", "changed.jsonl")
+
+
+def test_prepare_reads_rows_and_images_of_a_store(folder, tmp_path):
+    prepare(f"{AT}/rows/data.jsonl", tmp_path / "of_store", splits={"train": 1.0})
+    prepare(folder / "rows/data.jsonl", tmp_path / "of_disk", splits={"train": 1.0})
+    assert stored(tmp_path / "of_store") == stored(tmp_path / "of_disk")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("images/none.jpg", "is not in the store"),
+        ("../energon/.nv-meta/.info.json", "leads out of"),
+        ("/etc/passwd", "leads out of"),
+        (f"s3://{BUCKET}/other/a.jpg", "an address"),
+        ("images/a.lmdb::key", "is not in the store"),
+    ],
+)
+def test_a_medium_that_is_not_there_is_counted_as_missing(folder, name, said):
+    with pytest.raises(BadSample, match=said) as bad:
+        read_media(name, f"{AT}/rows")
+    assert bad.value.reason == "missing_media"
+
+
+def test_a_medium_may_be_named_by_its_whole_address(folder):
+    assert read_media(f"{AT}/rows/images/0-0.jpg", f"{AT}/rows") == image_bytes(0)
+
+
+# ---- a store that fails
+
+
+def problem_of(kind: str, path: str) -> str:
+    began = time.monotonic()
+    [problem] = data_problems(DataConfig(dataset_type=kind), "data.train_data_path", path)
+    assert time.monotonic() - began < 10
+    return problem
+
+
+@pytest.mark.parametrize(("kind", "name"), [("hf", "rows/data.jsonl"), ("energon", "energon")])
+def test_a_store_that_fails_is_told_in_a_line_before_a_run(folder, kind, name, monkeypatch):
+    assert list(data_problems(DataConfig(dataset_type=kind), "data.train_data_path", f"{AT}/{name}")) == []
+    missing = "is not in the store" if kind == "hf" else "is no prepared Energon dataset"
+    assert missing in problem_of(kind, f"s3://no-such-bucket/{name}")
+    assert missing in problem_of(kind, f"{AT}/none{name}")
+    assert "MSC_CONFIG cannot be used (ValueError)" in problem_of(kind, f"msc://nobody/{name}")
+    with anew(monkeypatch, AWS_ENDPOINT_URL="http://127.0.0.1:1"):
+        said = "the store does not answer (EndpointConnectionError); see AWS_ENDPOINT_URL or MSC_CONFIG."
+        assert problem_of(kind, f"{AT}/{name}").endswith(said)
+    with anew(monkeypatch, AWS_ENDPOINT_URL="127.0.0.1:1"):
+        assert "AWS_ENDPOINT_URL or MSC_CONFIG cannot be used" in problem_of(kind, f"{AT}/{name}")
+    with anew(monkeypatch, AWS_ACCESS_KEY_ID=None, AWS_SECRET_ACCESS_KEY=None):
+        assert "the store refuses the keys (NoCredentialsError); see AWS" in problem_of(kind, f"{AT}/{name}")
+
+
+def test_refused_keys_are_told(folder, monkeypatch):
+    """moto checks keys from a number of requests on; those of the test are of no user."""
+    with store(INITIAL_NO_AUTH_ACTION_COUNT="1"):
+        assert "the store refuses the keys" in problem_of("hf", f"{AT}/rows/data.jsonl")
+
+
+@contextmanager
+def anew(monkeypatch, **environment: str | None):
+    """Stores are asked with other variables meanwhile."""
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value) if value else patch.delenv(name)
+        forget()
+        yield
+    forget()
+
+
+@pytest.mark.parametrize("name", ["rows/data.jsonl", "energon"])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_no_sample_is_lost_while_a_store_is_away(folder, encoder, name, workers, monkeypatch):
+    """What was not read is asked for again when the store is back; if it stays away, the run ends by name."""
+    kind = "energon" if name == "energon" else "hf"
+    options = {"seed": 3, "num_workers": workers, "shuffle_buffer_size": 2}
+    local = open_loader(kind, folder / name, encoder, **options)
+    expected = take(local, 12)
+    line = Line(int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2]))
+    with anew(monkeypatch, AWS_ENDPOINT_URL=line.address):
+        there = open_loader(kind, f"{AT}/{name}", encoder, **options)
+        got = take(there, 1)
+        line.cut()
+        Timer(5, line.mend).start()
+        assert got + take(there, 11) == expected
+        there.close()
+        there = open_loader(kind, f"{AT}/{name}", encoder, **options)
+        line.cut()
+        monkeypatch.setattr(stores.patiently, "__defaults__", (1.0,))
+        said = "the store does not answer .EndpointConnectionError.; see AWS_ENDPOINT_URL"
+        with pytest.raises((RuntimeError, stores.NoAnswer), match=said):
+            take(there, 12)
+    local.close()
+
+
+def test_keys_in_an_address_are_refused_and_never_shown():
+    address = f"s3://{KEY}:{SECRET}@bucket/data.jsonl"
+    for setting in ("data.train_data_path", "data.media_dir", "train.upload_to", "model.hf_path"):
+        for value in (address, f"[{address}]"):
+            with pytest.raises(ConfigError, match="an address with keys") as error:
+                apply_overrides(RunConfig(), [f"{setting}={value}"])
+            assert KEY not in str(error.value) and SECRET not in str(error.value)
+    assert printable(address) == "s3://…@bucket/data.jsonl"
