@@ -53,6 +53,11 @@ class Questions(Dataset):
             return {"key": self.rows.table.key(row), "problem": f"{reason}: {bad.detail}"}
 
 
+def of_any_length(data: DataConfig) -> DataConfig:
+    """The settings with which questions are encoded: as in training, but whole and in one size."""
+    return replace(data, seq_length=ANY_LENGTH, over_length="drop", max_drop_share=1.0, resize_jitter=0)
+
+
 def open_questions(
     data: DataConfig, source: Source, max_new_tokens: int, samples: int | None = None, seed: int = 0
 ) -> Questions:
@@ -65,7 +70,7 @@ def open_questions(
             "evaluate: an Energon dataset is read in order and not by number; give the source that it was "
             "prepared from as DATA."
         )
-    data = replace(data, seq_length=ANY_LENGTH, over_length="drop", max_drop_share=1.0, resize_jitter=0)
+    data = of_any_length(data)
     encoder = HFEncoderVLMTaskEncoder(source.processor, data, source.needs)
     encoder.documents = QuestionEncoder(source.processor, data, source.needs)
     if (found := HFProvider(data).valid_rows(encoder)) is None:
