@@ -12,11 +12,16 @@ import av
 import pytest
 import torch
 from noisy_media import film, picture
+from prepared_shards import prepare, stored
 from programs import COMMAND, run_program
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from browser import BROWSER, browser
-from megatron_vlm.config import ConfigError
+from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
+from megatron_vlm.evaluation.questions import open_questions
+from megatron_vlm.models.hf import open_source
 from megatron_vlm.scoring import NAMES
 from megatron_vlm.scoring.metrics import METRICS
 from tiny.checkpoints import build_tiny_checkpoint
@@ -203,6 +208,49 @@ def test_a_killed_evaluation_goes_on_and_another_is_refused(asked, evaluated, tm
     assert answers(output) == answers(tmp_path / "whole")
     assert answers(output) != answers(evaluated[0])
     assert "cer" in json.loads((output / "scores.json").read_text())["scores"]
+
+
+@pytest.fixture(scope="module")
+def prepared(asked) -> Path:
+    """The good rows as two datasets of Energon: four in `one`, in two shards, and the last in `two`."""
+    good = [row for n, row in enumerate(rows()) if n not in (3, 4)]
+    for name, some in (("one", good[:4]), ("two", good[4:])):
+        (asked / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        prepare({"val": asked / f"{name}.jsonl"}, asked / name, samples_per_shard=2)
+    return asked
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_samples_of_energon_are_answered_once_in_order_by_their_keys(prepared, evaluated, workers):
+    """Killed after its first answer, and given again."""
+    output = prepared / f"energon{workers}"
+    words = [prepared / "model", prepared / "one", "model.dtype=fp32", f"data.num_workers={workers}"]
+    words += ["--output", output, "--max-new-tokens", TOKENS, "--batch-size", 1]
+    file = output / "answers.jsonl"
+
+    def begun() -> bool:
+        return file.exists() and file.stat().st_size > 0
+
+    killed = run_program(COMMAND, "evaluate", *words, HF_HUB_OFFLINE="1", until=begun)
+    assert killed.returncode < 0 and 1 <= len(answers(output)) < 4
+    done = run_program(COMMAND, "evaluate", *words, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    expected = [record for record in answers(evaluated[0]) if "problem" not in record][:4]
+    assert [record["key"] for record in answers(output)] == list(stored(prepared / "one")["val"])
+    assert [record | {"key": ""} for record in answers(output)] == [one | {"key": ""} for one in expected]
+    assert (output / "answers.html").read_text().count('src="data:image') == 1 + 2 + 4
+
+
+def test_questions_of_several_energon_paths_have_the_keys_of_training(prepared):
+    source = open_source(str(prepared / "model"))
+    data = DataConfig(train_data_path="none://", num_workers=0, seq_length=4096)
+    data.valid_data_path = [str(prepared / "one"), str(prepared / "two")]
+    questions = open_questions(data, source, TOKENS)
+    keys = [questions[place].key for place in range(len(questions))]
+    encoder = HFEncoderVLMTaskEncoder(source.processor, data, source.needs)
+    loader = EnergonProvider(data).valid_loader(encoder, micro_batch_size=1, rank=0, world_size=1)
+    assert keys == [key for batch in loader for [key] in batch["__key__"]]
+    assert len(set(keys)) == 5 and keys[-1].startswith("two-")
 
 
 def answers_of_rank(folder: str, tp: int) -> list[dict]:

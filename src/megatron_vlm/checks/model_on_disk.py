@@ -54,6 +54,14 @@ def is_prepared(path: Path) -> bool:
     return any((path / ".nv-meta" / name).is_file() for name in (".info.json", ".info.yaml"))
 
 
+def is_energon(name: str) -> bool:
+    """Whether this is a dataset of Energon, or the file of a metadataset."""
+    path = Path(name).expanduser()
+    if stores.is_store(name):  # folders of rows are not read there
+        return path.suffix not in ROWS
+    return is_prepared(path) if path.is_dir() else path.is_file() and path.suffix == ".yaml"
+
+
 def is_hub_name(path: str) -> bool:
     return HUB_NAME.fullmatch(path) is not None and Path(path).suffix not in ROWS
 

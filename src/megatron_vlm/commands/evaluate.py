@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from megatron_vlm.checks.data_on_disk import data_problems
-from megatron_vlm.checks.model_on_disk import is_prepared
+from megatron_vlm.checks.model_on_disk import is_energon
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.program import start_ranks
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.evaluation import files
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable, printable_lines
+from megatron_vlm.messages import printable_lines
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.scoring import NAMES
 
@@ -80,13 +80,9 @@ def _with_data(config: RunConfig, data: str | None) -> RunConfig:
         if config.data.train_data_path == arguments.NO_DATA:
             raise ConfigError("evaluate: give DATA, conversations to answer: a file, a folder or a hub name.")
         return config
-    if is_prepared(Path(data)):
-        raise ConfigError(
-            f"evaluate: {printable(data)} is an Energon dataset, which is read in order and not by number; "
-            "give the source that it was prepared from."
-        )
     theirs = {"data.valid_data_path": data, "data.validation_share": 0.0, "data.streaming": False}
-    config = apply_overrides(config, {**theirs, "data.dataset_type": "hf"})
+    kind = "energon" if is_energon(data) else "hf"
+    config = apply_overrides(config, {**theirs, "data.dataset_type": kind})
     if problems := list(data_problems(config.data, "DATA", data)):
         raise ConfigError("\n".join(problems))
     return config

@@ -11,14 +11,13 @@ from typing import Any
 
 import typer
 
-from megatron_vlm import stores
-from megatron_vlm.checks.model_on_disk import is_prepared
+from megatron_vlm.checks.model_on_disk import is_energon
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.commands.arguments import check, check_run_folder
 from megatron_vlm.commands.program import machines, world_size
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import check_gpus
-from megatron_vlm.data.on_disk.paths import ROWS, paths_of
+from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.files import read_text, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
@@ -78,7 +77,7 @@ def recipe_for(
 def source_settings(model: str, data: Sequence[str]) -> dict[str, Any]:
     """The settings that name the checkpoint and the data. Raises ConfigError for data of both types."""
     paths = dict(zip(data, paths_of(data), strict=True))
-    kinds = {item: "energon" if _is_energon(path) else "hf" for item, path in paths.items()}
+    kinds = {item: "energon" if is_energon(path) else "hf" for item, path in paths.items()}
     if len(set(kinds.values())) > 1:
         listed = ", ".join(f"{printable(path)} ({kind})" for path, kind in kinds.items())
         raise ConfigError(
@@ -90,13 +89,6 @@ def source_settings(model: str, data: Sequence[str]) -> dict[str, Any]:
         "data.dataset_type": kinds[data[0]],
         "data.train_data_path": data[0] if len(data) == 1 else list(data),
     }
-
-
-def _is_energon(name: str) -> bool:
-    path = Path(name).expanduser()
-    if stores.is_store(name):  # folders of rows are not read there
-        return path.suffix not in ROWS
-    return is_prepared(path) if path.is_dir() else path.is_file() and path.suffix == ".yaml"
 
 
 def _write(file: Path, text: str) -> None:

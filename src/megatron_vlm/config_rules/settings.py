@@ -80,12 +80,6 @@ def _score_problems(config: RunConfig) -> Iterator[str]:
     every = "score_every" if train.best_is_score else "eval_every"
     if train.patience and not (getattr(train, every) or (train.keep_best and train.save_every)):
         yield f"train.patience: {name} is not looked at before the end; set train.{every}."
-    asks = train.score_every or (train.keep_best and train.best_is_score)
-    if asks and config.data.dataset_type == "energon" and config.data.score_path is None:
-        yield (
-            "train.score_every: an Energon dataset is read in order and not by number; give data.score_path, "
-            "a file or folder of conversations."
-        )
     if train.on_export is not None and not train.export_every:
         yield "train.on_export: nothing is exported; set train.export_every, or leave it out."
 

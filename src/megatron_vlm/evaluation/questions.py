@@ -11,6 +11,7 @@ from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
 from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.questions import Question, QuestionEncoder
+from megatron_vlm.data.load.energon import EnergonProvider, EnergonSamples
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.rows import EncodedRows
 from megatron_vlm.messages import printable
@@ -28,7 +29,9 @@ class Questions(Dataset):
     `fingerprint` says what decides them, as JSON data by name.
     """
 
-    def __init__(self, rows: EncodedRows, chosen: Sequence[int], name: str, longest: int | None):
+    def __init__(
+        self, rows: EncodedRows | EnergonSamples, chosen: Sequence[int], name: str, longest: int | None
+    ):
         self.name = name
         self.rows = rows
         self.chosen = list(chosen)
@@ -41,16 +44,16 @@ class Questions(Dataset):
         return len(self.chosen)
 
     def __getitem__(self, place: int) -> Question | Problem:
-        row = self.chosen[place]
+        sample = self.rows.sample(self.chosen[place])
         try:
-            question = self.rows.encoder.documents.question(self.rows.sample(row))
+            question = self.rows.encoder.documents.question(sample)
             last = int(question.prompt["position_ids"].max())
             if self._longest is not None and last >= self._longest:
                 raise BadSample("over_length", f"position {last}, and the model knows {self._longest}")
             return question
         except BadSample as bad:
             reason = NO_REFERENCE if bad.reason == "no_trained_tokens" else bad.reason
-            return {"key": self.rows.table.key(row), "problem": f"{reason}: {bad.detail}"}
+            return {"key": sample.__key__, "problem": f"{reason}: {bad.detail}"}
 
 
 def of_any_length(data: DataConfig) -> DataConfig:
@@ -63,23 +66,23 @@ def open_questions(
 ) -> Questions:
     """The rows that `data` holds out for validation; `samples` of them (None: all), which the seed chooses.
 
-    Raises ConfigError if there are none, or if they are in an Energon dataset.
+    Raises ConfigError if there are none.
     """
-    if data.dataset_type != "hf":
-        raise ConfigError(
-            "evaluate: an Energon dataset is read in order and not by number; give the source that it was "
-            "prepared from as DATA."
-        )
     data = of_any_length(data)
     encoder = HFEncoderVLMTaskEncoder(source.processor, data, source.needs)
     encoder.documents = QuestionEncoder(source.processor, data, source.needs)
-    if (found := HFProvider(data).valid_rows(encoder)) is None:
+    if data.dataset_type == "energon":
+        rows = EnergonProvider(data).valid_samples(encoder)
+        found = rows and (rows.name, rows)
+        places = np.arange(len(rows or ()))
+    elif (found := HFProvider(data).valid_rows(encoder)) is not None:
+        places = np.sort(found[1].table.rows_of(0, 0))
+    if found is None:
         raise ConfigError(
             f"evaluate: {printable(data.train_data_path)} has no rows that are held out; give DATA, or set "
             "data.valid_data_path or data.validation_share."
         )
     name, rows = found
-    places = np.sort(rows.table.rows_of(0, 0))
     if samples is not None and samples < len(places):
         places = np.sort(np.random.default_rng(seed).choice(places, samples, replace=False))
     most = source.description.architecture.get("most_positions")

@@ -9,12 +9,14 @@ equal length on every rank.
 from __future__ import annotations
 
 import copy
-import tarfile
+import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.energon import (
     RepeatDataset,
@@ -24,17 +26,23 @@ from megatron.energon import (
     get_train_dataset,
     get_val_dataset,
 )
-from megatron.energon.epathlib import EPath
-from megatron.energon.flavors.webdataset.itar_reader import ITarReader
+from megatron.energon.metadataset import load_dataset
 from torch.utils.data import DataLoader
 
 from megatron_vlm import stores
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig, DataPaths
 from megatron_vlm.data.accounts.drops import TooManyDrops
-from megatron_vlm.data.accounts.fingerprint import encoder_settings
+from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
+from megatron_vlm.data.conversation.chatml import ChatMLSample
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
-from megatron_vlm.data.load.energon_safety import blends_by_weight, check_dataset, split_names
+from megatron_vlm.data.load.energon_safety import (
+    check_dataset,
+    checked_source,
+    guard_readers,
+    split_names,
+    walk,
+)
 from megatron_vlm.data.load.energon_state import (
     as_restored,
     checkpoint_of_worker,
@@ -44,10 +52,9 @@ from megatron_vlm.data.load.energon_state import (
 )
 from megatron_vlm.data.load.limits import notice_the_dead, with_limited_drops, with_rest
 from megatron_vlm.data.load.shared_memory import through_arenas
-from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
-from megatron_vlm.data.shard_format import SOURCE
+from megatron_vlm.data.shard_format import cook_record
 from megatron_vlm.messages import reading
 
 CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
@@ -80,7 +87,7 @@ class EnergonProvider:
         workers = self._worker_config(rank, world_size, seed)
         open_dataset = partial(
             get_train_dataset,
-            _checked_source(sources, "train"),
+            checked_source(sources, "train"),
             split_part="train",
             batch_size=micro_batch_size,
             packing_buffer_size=packing_buffer_size,
@@ -110,6 +117,19 @@ class EnergonProvider:
 
         None if no validation path is set and the training dataset has no `val` split.
         """
+        if not (sources := self._valid_sources()):
+            return None
+        workers = self._worker_config(rank, world_size, seed)
+        encoder = with_limited_drops(encoder, self._data)
+        return EnergonValidLoader(sources, workers, encoder, micro_batch_size)
+
+    @reading("self._data.valid_data_path")
+    def valid_samples(self, encoder) -> EnergonSamples | None:
+        """The samples of `valid_loader`, by number; None as there."""
+        sources = self._valid_sources()
+        return EnergonSamples(sources, encoder) if sources else None
+
+    def _valid_sources(self) -> list[DataSource]:
         data = self._data
         given = _sources(data.valid_data_path or data.train_data_path)
         sources = [replace(one, share=None) for one in given]
@@ -117,10 +137,7 @@ class EnergonProvider:
             for one in sources:
                 check_dataset(one.path)
             sources = [one for one in sources if "val" in split_names(one.path)]
-        if not sources:
-            return None
-        workers = self._worker_config(rank, world_size, seed)
-        return EnergonValidLoader(sources, workers, with_limited_drops(encoder, data), micro_batch_size)
+        return sources
 
     def _worker_config(self, rank: int, world_size: int, seed: int) -> WorkerConfig:
         return WorkerConfig(
@@ -143,7 +160,7 @@ class EnergonTrainLoader(TrainLoader):
         self, dataset, workers: WorkerConfig, encoder, settings: dict, rows_of_an_epoch: int | None
     ) -> None:
         self._rows_of_an_epoch = rows_of_an_epoch
-        _guard_readers(dataset)
+        guard_readers(dataset)
         self._loader = _undisturbing(
             get_savable_loader(
                 dataset,
@@ -190,7 +207,7 @@ class EnergonValidLoader(ValidLoader):
     """The base's loader over Energon; a share is the worker configuration that reads it."""
 
     def __init__(self, read: list[DataSource], workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
-        self.name = f"data: the 'val' split of {', '.join(one.path for one in read)}"
+        self.name = _name(read)
         self._read, self._encoder, self._micro_batch_size = read, encoder, micro_batch_size
         self.sources = path_names(read) if len(read) > 1 else []
         self._mine, self._all = workers, _with_ranks_as_workers(workers, 0)
@@ -207,13 +224,13 @@ class EnergonValidLoader(ValidLoader):
 
     def _dataset(self, workers: WorkerConfig):
         dataset = get_val_dataset(
-            _checked_source(self._read, "val"),
+            checked_source(self._read, "val"),
             split_part="val",
             worker_config=workers,
             batch_size=self._micro_batch_size,
             task_encoder=self._encoder,
         )
-        _guard_readers(dataset)
+        guard_readers(dataset)
         return dataset
 
     def _most_batches_of_a_rank(self) -> int:
@@ -228,29 +245,46 @@ def _sources(paths: DataPaths) -> list[DataSource]:
     return [replace(one, path=stores.for_energon(one.path)) for one in sources_of(paths)]
 
 
-def _checked_source(sources: list[DataSource], split: str) -> str | dict:
-    """The source for Energon: the only path, or a metadataset of all paths that names each in its keys."""
-    paths = [one.path for one in sources]
-    for path in paths:
-        check_dataset(path)
-        if split not in (names := split_names(path)):
-            raise ValueError(
-                f"data: {path} has no {split!r} split, only {names}; prepare it as {split}=PATH."
-            )
-    if len(paths) == 1:
-        return paths[0]
-    for path in paths:
-        if blends_by_weight(path):
-            raise ValueError(
-                f"data: {path} draws by weights, so it has no epoch that a list could hold once; make it a "
-                "blend_epochized, or name its datasets in the list."
-            )
-    blend = [
-        {"path": str(EPath(one.path)), "repetitions": int(one.share or 1), "subflavors": {SOURCE: name}}
-        for one, name in zip(sources, path_names(sources), strict=True)
-    ]
-    description = {"path": EPath("/"), "splits": {split: {"blend_epochized": blend}}}
-    return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **description}
+class EnergonSamples:
+    """The samples of `val` splits by number, each once, in stored order, with their keys in training."""
+
+    def __init__(self, read: list[DataSource], encoder) -> None:
+        self.name = _name(read)
+        self.encoder = encoder
+        self._read = read
+        self._parts = functools.lru_cache(1)(self._opened)
+        factories, _, firsts, lasts = zip(*self._parts(os.getpid()), strict=True)
+        self._ends = np.cumsum(np.subtract(lasts, firsts))
+        alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
+        self.fingerprint = digest(energon_fingerprint([one.config() for one in factories], alone))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def sample(self, index: int) -> ChatMLSample:
+        """The sample before it is encoded; its `problem` says what is wrong with it."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        factory, reader, _, last = self._parts(os.getpid())[number]
+        return cook_record(factory.load_sample(reader[last - (int(self._ends[number]) - index)]))
+
+    def _opened(self, process: int) -> list[tuple[Any, Any, int, int]]:
+        """(Energon's dataset, its reader, the first sample, the one after the last). Each forked process
+        opens its own: the place in an open file is that of all."""
+        how = {"training": False, "split_part": "val", "decoder": self.encoder.decoder}
+        alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
+        loaded = load_dataset(checked_source(self._read, "val")).get_datasets(worker_config=alone, **how)
+        parts = []
+        for factory in [one.dataset for one in loaded.datasets]:
+            dataset = factory.build()
+            guard_readers(dataset)
+            [inner] = [inner for inner in walk(dataset) if hasattr(inner, "join_readers")]
+            offsets = inner.workers_slice_offsets[0]
+            parts.append((factory, inner.join_readers[0], offsets[0], offsets[-1]))
+        return parts
+
+
+def _name(sources: list[DataSource]) -> str:
+    return f"data: the 'val' split of {', '.join(one.path for one in sources)}"
 
 
 def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig, path: str) -> tuple[int, int | None]:
@@ -262,7 +296,7 @@ def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig, path: st
     count = max(1, workers.num_workers)
     numbers = range(count * workers.world_size)
     dataset = open_dataset(worker_config=_with_ranks_as_workers(workers, len(numbers)))
-    parts = [part for part in _walk(dataset) if isinstance(part, RepeatDataset)]
+    parts = [part for part in walk(dataset) if isinstance(part, RepeatDataset)]
     lengths = [[part.dataset.len_worker(number) for part in parts] for number in numbers]
     if not all(map(all, lengths)):
         raise ValueError(
@@ -272,47 +306,6 @@ def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig, path: st
     endless = [index for index, part in enumerate(parts) if part.repeats is None]
     samples = sum(length[endless[0]] for length in lengths) if len(endless) == 1 else None
     return max(map(sum, lengths)), samples
-
-
-def _walk(dataset) -> Iterator[Any]:
-    yield dataset
-    for inner in getattr(dataset, "datasets", ()):
-        yield from _walk(inner)
-
-
-def _guard_readers(dataset) -> None:
-    """Makes shard readers name a shard that cannot be read, and forget the members they have read."""
-    for inner in _walk(dataset):
-        for reader in getattr(inner, "join_readers", ()):
-            if isinstance(reader, ITarReader):
-                read = _asked_again(reader, reader._get_item_by_sample_pointer)
-                reader._get_item_by_sample_pointer = partial(_read_sample, reader, read)
-                reader._get_itar_sample_pointer = _asked_again(reader, reader._get_itar_sample_pointer)
-
-
-def _asked_again(reader: ITarReader, read: Callable) -> Callable:
-    """The function that reads a shard, and reads it again, for some time, if its store does not answer."""
-
-    def once(*args: Any) -> Any:
-        with stores.at(reader.base_path.url):
-            return read(*args)
-
-    return read if reader.base_path.is_local() else lambda *args: stores.patiently(partial(once, *args))
-
-
-def _read_sample(reader: ITarReader, read: Callable, pointer: Any, *args: Any) -> Any:
-    try:
-        return read(pointer, *args)
-    except stores.StoreError:
-        raise
-    except (tarfile.TarError, ValueError, OSError) as error:
-        shard = reader.tar_filepaths[pointer.tar_file_id]
-        raise damaged(
-            shard, f"cannot be read: {error}; it is damaged or was changed after it was indexed"
-        ) from error
-    finally:
-        for tar in reader.itar_files_cache.values():
-            tar.members.clear()  # while a tar is open, tarfile keeps each member it passed: 1 KB a sample
 
 
 def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:

@@ -3,7 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,13 @@ import braceexpand
 import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.eyaml import load_yaml, ryml
+from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 
+from megatron_vlm import stores
 from megatron_vlm.data.on_disk.descriptions import RESTORE, check_fields, damaged, read_mapping
+from megatron_vlm.data.on_disk.paths import DataSource
+from megatron_vlm.data.records.blends import path_names
+from megatron_vlm.data.shard_format import SOURCE
 from megatron_vlm.files import check_file, naming, read_file
 from megatron_vlm.messages import printable
 
@@ -235,3 +242,70 @@ def _check_shard(shard: Path, samples: int) -> None:
         raise damaged(index, f"has {len(offsets) - 1} samples, .info.json counts {samples}")
     if (size := shard.stat().st_size) < offsets[-1]:
         raise damaged(shard, f"holds {size} bytes, its index ends at {offsets[-1]}; it is truncated")
+
+
+def checked_source(sources: list[DataSource], split: str) -> str | dict:
+    """The source for Energon: the only path, or a metadataset of all paths that names each in its keys."""
+    paths = [one.path for one in sources]
+    for path in paths:
+        check_dataset(path)
+        if split not in (names := split_names(path)):
+            raise ValueError(
+                f"data: {path} has no {split!r} split, only {names}; prepare it as {split}=PATH."
+            )
+    if len(paths) == 1:
+        return paths[0]
+    for path in paths:
+        if blends_by_weight(path):
+            raise ValueError(
+                f"data: {path} draws by weights, so it has no epoch that a list could hold once; make it a "
+                "blend_epochized, or name its datasets in the list."
+            )
+    blend = [
+        {"path": str(EPath(one.path)), "repetitions": int(one.share or 1), "subflavors": {SOURCE: name}}
+        for one, name in zip(sources, path_names(sources), strict=True)
+    ]
+    description = {"path": EPath("/"), "splits": {split: {"blend_epochized": blend}}}
+    return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **description}
+
+
+def walk(dataset) -> Iterator[Any]:
+    """The datasets of Energon that a dataset is made of, itself first."""
+    yield dataset
+    for inner in getattr(dataset, "datasets", ()):
+        yield from walk(inner)
+
+
+def guard_readers(dataset) -> None:
+    """Makes shard readers name a shard that cannot be read, and forget the members they have read."""
+    for inner in walk(dataset):
+        for reader in getattr(inner, "join_readers", ()):
+            if isinstance(reader, ITarReader):
+                read = _asked_again(reader, reader._get_item_by_sample_pointer)
+                reader._get_item_by_sample_pointer = partial(_read_sample, reader, read)
+                reader._get_itar_sample_pointer = _asked_again(reader, reader._get_itar_sample_pointer)
+
+
+def _asked_again(reader: ITarReader, read: Callable) -> Callable:
+    """The function that reads a shard, and reads it again, for some time, if its store does not answer."""
+
+    def once(*args: Any) -> Any:
+        with stores.at(reader.base_path.url):
+            return read(*args)
+
+    return read if reader.base_path.is_local() else lambda *args: stores.patiently(partial(once, *args))
+
+
+def _read_sample(reader: ITarReader, read: Callable, pointer: Any, *args: Any) -> Any:
+    try:
+        return read(pointer, *args)
+    except stores.StoreError:
+        raise
+    except (tarfile.TarError, ValueError, OSError) as error:
+        shard = reader.tar_filepaths[pointer.tar_file_id]
+        raise damaged(
+            shard, f"cannot be read: {error}; it is damaged or was changed after it was indexed"
+        ) from error
+    finally:
+        for tar in reader.itar_files_cache.values():
+            tar.members.clear()  # while a tar is open, tarfile keeps each member it passed: 1 KB a sample
