@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward, gated
-from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, Reordered, TokenOrder
+from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, TokenOrder, reordered
 from megatron_vlm.parallel.linears import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -130,9 +130,8 @@ class Experts(MegatronModule):
                 init(weights)
         return weights
 
-    def forward(self, rows_ZD: Tensor, counts_X: Tensor, weights_Z: Tensor) -> Tensor:
-        """The experts' outputs (Z, D), times `weights_Z`. Rows are sorted by expert, `counts_X` of each."""
-        ends_X = counts_X.cumsum(0).int()
+    def forward(self, rows_ZD: Tensor, ends_X: Tensor, weights_Z: Tensor) -> Tensor:
+        """The experts' outputs (Z, D), times `weights_Z`. Rows are sorted by expert and end at `ends_X`."""
         gate_up = self._projected("linear_fc1", rows_ZD, ends_X)
         inner = gated(gate_up, self.config.activation_func, weights_Z)
         return self._projected("linear_fc2", inner, ends_X)
@@ -201,17 +200,20 @@ class MoE(BaseMoELayer):
     def _routed(self, hidden_TD: Tensor, weights_TX: Tensor, experts_TJ: Tensor) -> Tensor:
         experts = experts_TJ.flatten()
         by_expert = TokenOrder.by(experts, self.config.moe_router_topk)
-        rows = Reordered.apply(hidden_TD, by_expert, False)
-        weights = weights_TX.gather(1, experts_TJ).flatten()[by_expert.places]
-        counts_X = experts.new_zeros(weights_TX.shape[1]).scatter_add_(0, experts, torch.ones_like(experts))
+        rows = reordered(hidden_TD, by_expert, False)
+        weights = weights_TX.gather(1, experts_TJ).flatten().index_select(0, by_expert.places)
         if self.ep_group.size() == 1:
-            return Reordered.apply(self.experts(rows, counts_X, weights), by_expert, True)
+            return reordered(self._computed(rows, by_expert, weights), by_expert, True)
+        counts_X = experts.new_zeros(weights_TX.shape[1]).scatter_add_(0, experts, torch.ones_like(experts))
         exchange = ExpertExchange(counts_X, self.ep_group)
         rows, weights = exchange.there(rows), exchange.there(weights)
         by_local = TokenOrder.by(exchange.experts)
-        rows, weights = Reordered.apply(rows, by_local, False), weights[by_local.places]
-        output = Reordered.apply(self.experts(rows, exchange.counts, weights), by_local, True)
-        return Reordered.apply(exchange.back(output), by_expert, True)
+        rows, weights = reordered(rows, by_local, False), weights[by_local.places]
+        output = reordered(self._computed(rows, by_local, weights), by_local, True)
+        return reordered(exchange.back(output), by_expert, True)
+
+    def _computed(self, rows: Tensor, by_expert: TokenOrder, weights: Tensor) -> Tensor:
+        return self.experts(rows, by_expert.ends(self.num_local_experts), weights)
 
 
 def balancing_settings(config: RunConfig, architecture: dict) -> dict:

@@ -18,39 +18,46 @@ FREE_ROUTE, ROUTE_OF_PADDING = -1, -2  # in place of an expert's number: the rou
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Rows sorted by a key: the sorted row i was number `places[i]`, and row i is now number `rows[i]`.
+    """Rows sorted by a key: the sorted row i was number `places[i]`, and its key is `keys[i]`.
 
     Unsorted, the `copies` of each original row follow one another.
     """
 
+    keys: Tensor
     places: Tensor
-    rows: Tensor
     copies: int
 
     @classmethod
     def by(cls, keys: Tensor, copies: int = 1) -> TokenOrder:
         """Rows of equal keys stay in their order."""
-        places = keys.argsort(stable=True)
-        numbers = torch.arange(len(places), device=places.device)
-        return cls(places, torch.empty_like(places).scatter_(0, places, numbers), copies)
+        return cls(*keys.sort(stable=True), copies)
+
+    def ends(self, numbers: int) -> Tensor:
+        """(numbers,) int32: where the rows end whose key is 0, 1, 2, …"""
+        all_keys = torch.arange(numbers, device=self.keys.device)
+        return torch.searchsorted(self.keys, all_keys, right=True, out_int32=True)
+
+
+def reordered(rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
+    """The copies of rows (N, D), sorted; if it `joins`, the sum of each row's sorted copies (N * copies, D)."""
+    return (Reordered.apply if torch.is_grad_enabled() else _reordered)(rows, order, joins)
+
+
+def _reordered(rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
+    if not joins:
+        return rows.index_select(0, order.places // order.copies if order.copies > 1 else order.places)
+    unsorted = torch.empty_like(rows).index_copy_(0, order.places, rows)
+    return unsorted if order.copies == 1 else unsorted.unflatten(0, (-1, order.copies)).sum(1)
 
 
 class Reordered(torch.autograd.Function):
-    """The copies of rows (N, D), sorted; if it `joins`, the sum of each row's sorted copies (N * copies, D).
-
-    The gradient of one is the other.
-    """
+    """`reordered`. The gradient of sorted copies is the sum of copies, and the other way round."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
         ctx.order = order
         ctx.joins = joins
-        if not joins:
-            return rows.index_select(0, order.places // order.copies)
-        unsorted = rows.index_select(0, order.rows)
-        if order.copies == 1:
-            return unsorted
-        return unsorted.unflatten(0, (len(unsorted) // order.copies, order.copies)).sum(1)
+        return _reordered(rows, order, joins)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -60,8 +67,8 @@ class Reordered(torch.autograd.Function):
 class ExpertExchange:
     """Rows sorted by expert that travel to the ranks of their experts.
 
-    `counts_X` are this rank's rows of every expert. Afterwards `counts` are the rows of each expert here and
-    `experts` (Z) says for which each received row is. Collective; the host waits once, for the numbers.
+    `counts_X` are this rank's rows of every expert. Afterwards `experts` (Z) says for which expert here each
+    received row is. Collective; the host waits once, for the numbers.
     """
 
     def __init__(self, counts_X: Tensor, group: dist.ProcessGroup):
@@ -70,7 +77,6 @@ class ExpertExchange:
         theirs = torch.empty_like(mine)  # [rank, expert]: rows that the rank has for an expert of mine
         dist.all_to_all_single(theirs, mine.contiguous(), group=group)
         self._sent, self._received = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
-        self.counts = theirs.sum(0)
         numbers = torch.arange(theirs.shape[1], device=theirs.device).repeat(ranks)
         self.experts = numbers.repeat_interleave(theirs.flatten(), output_size=sum(self._received))
 
