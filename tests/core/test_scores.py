@@ -142,6 +142,7 @@ def test_a_users_function_is_a_metric(tmp_path):
         "def longer(answer, references, question):\n    return len(answer) > len(references[0])\n"
         "def both(answer, references, question):\n    return {'n': len(answer), 'q': len(question)}\n"
         "both.higher_is_better = False\ndef bad(*given):\n    return 'good'\n"
+        "def nan(*given):\n    return float('nan')\n"
     )
     metrics = {name: metric_of(f"{file}:{name}") for name in ("longer", "both")}
     given = Judged("why?", "because", ["so"], lambda text: [])
@@ -149,8 +150,10 @@ def test_a_users_function_is_a_metric(tmp_path):
     assert parts == {"longer": (1, 1), "n": (7, 1), "q": (4, 1)}
     assert missing == {"boxes": "its reference has no box"}
     assert higher == {"longer": True, "n": False, "q": False}
-    with pytest.raises(ConfigError, match="bad: it returned 'good'; return a number"):
-        parts_of({"bad": metric_of(f"{file}:bad")}, given)
+    for name, said in {"bad": "'good'", "nan": "nan"}.items():
+        told = f"{name}: it returned {said} for the answer 'because'; return a finite number, or a dict"
+        with pytest.raises(ConfigError, match=told):
+            parts_of({name: metric_of(f"{file}:{name}")}, given)
 
 
 @pytest.mark.parametrize(

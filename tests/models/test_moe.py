@@ -68,10 +68,12 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
             theirs.e_score_correction_bias.copy_(torch.randn(8) / 4)
             ours.expert_bias.copy_(theirs.e_score_correction_bias)
         tokens = torch.randn(50, 1, 64, dtype=ours.weight.dtype)
-        weights, _ = ours(tokens, torch.full((50, 1, 1, 1), FREE_ROUTE))
+        weights, experts = ours(tokens, torch.full((50, 1, 1, 1), FREE_ROUTE))
         _, chosen_weights, chosen = theirs(tokens)
+    trained = ours(tokens, torch.full((50, 1, 1, 1), FREE_ROUTE))
+    assert torch.equal(trained[0], weights) and torch.equal(trained[1], experts)
     expected = torch.zeros(50, 8, dtype=chosen_weights.dtype).scatter(1, chosen, chosen_weights)
-    return {"ours": weights.view(50, 8), "theirs": expected}
+    return {"ours": torch.zeros(50, 8, dtype=weights.dtype).scatter(1, experts, weights), "theirs": expected}
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +119,13 @@ def gemma4_routes(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
             ours.scale.copy_(theirs.scale)
             ours.per_expert_scale.copy_(theirs.per_expert_scale)
             tokens = torch.randn(50, 1, theirs.hidden_size, dtype=torch.bfloat16)
-            weights, _ = ours(tokens, torch.full((50, 1, 1, 1), FREE_ROUTE))
+            weights, experts = ours(tokens, torch.full((50, 1, 1, 1), FREE_ROUTE))
             _, chosen_weights, chosen = theirs(tokens[:, 0])
-        expected = torch.zeros(weights.shape, dtype=chosen_weights.dtype)
-        found.append((weights, expected.scatter(1, chosen, chosen_weights)))
+        trained, _ = ours(tokens, torch.full((50, 1, 1, 1), FREE_ROUTE))
+        assert torch.equal(trained, weights)
+        both = ((experts, weights), (chosen, chosen_weights))
+        none = torch.zeros(50, ours.config.num_moe_experts)
+        found.append([none.to(values.dtype).scatter(1, places, values) for places, values in both])
     return found
 
 

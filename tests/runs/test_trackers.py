@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import csv
 import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
 
 import pytest
+from slurm import wait_for
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_rows
@@ -143,10 +150,43 @@ def test_an_end_by_an_error_is_not_the_end(tmp_path):
     assert notes.heard == [("step", 3, 0.1)]
 
 
-def test_mlflow_has_rows_settings_and_one_run_also_after_a_resume(tmp_path, monkeypatch):
+@pytest.fixture(params=["file", pytest.param("server", marks=pytest.mark.long)])
+def mlflow_store(request, tmp_path, monkeypatch):
+    """The module, with a store of files or with a server over SQLite."""
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/store")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.7 asks for it
+    if request.param == "file":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/store")
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.7 asks for it
+        yield mlflow
+        return
+    pytest.importorskip("uvicorn")  # `mlflow-skinny` has no server
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{found.getsockname()[1]}"
+    command = [sys.executable, "-m", "mlflow", "server", "--port", address.rpartition(":")[2], "--workers=1"]
+    store = ["--backend-store-uri", f"sqlite:///{tmp_path}/store.db", "--artifacts-destination", tmp_path]
+    with open(tmp_path / "server.log", "w") as log:
+        server = subprocess.Popen(
+            [*command, *map(str, store)], stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        wait_for(lambda: is_healthy(f"{address}/health"), 200, "the server of MLflow")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        yield mlflow
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def is_healthy(address: str) -> bool:
+    try:
+        return urllib.request.urlopen(address, timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def test_mlflow_has_rows_settings_and_one_run_also_after_a_resume(tmp_path, mlflow_store):
+    mlflow = mlflow_store
     run(logger(tmp_path / "run", "mlflow"))
     run(logger(tmp_path / "run", "mlflow", first=3), first=3)
     client = mlflow.MlflowClient()

@@ -1,5 +1,6 @@
 """Metrics by name: what a sample's answer scores, and the score of all samples with its interval."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,12 +105,13 @@ def _users_metric(file: Path, name: str) -> Metric:
             score = function(given.answer, list(given.references), given.question)
         scores = score if isinstance(score, Mapping) else {name: score}
         try:
-            return {str(figure): (float(value), 1.0) for figure, value in scores.items()}
-        except (TypeError, ValueError) as error:
-            said = printable(repr(score))
-            raise ConfigError(
-                f"{place}: it returned {said}; return a number, or a dict of numbers."
-            ) from error
+            numbers = {str(figure): float(value) for figure, value in scores.items()}
+        except (TypeError, ValueError, OverflowError):
+            numbers = {"": math.nan}
+        if not all(map(math.isfinite, numbers.values())):
+            said = f"{printable(repr(score))} for the answer {printable(repr(given.answer))}"
+            raise ConfigError(f"{place}: it returned {said}; return a finite number, or a dict of them.")
+        return {figure: (number, 1.0) for figure, number in numbers.items()}
 
     return Metric(parts, getattr(function, "higher_is_better", True))
 

@@ -269,7 +269,7 @@ class EnergonSamples:
 
     def _opened(self, process: int) -> list[tuple[Any, Any, int, int]]:
         """(Energon's dataset, its reader, the first sample, the one after the last). Each forked process
-        opens its own: the place in an open file is that of all."""
+        opens its own: processes share the place in an open file."""
         how = {"training": False, "split_part": "val", "decoder": self.encoder.decoder}
         alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
         loaded = load_dataset(checked_source(self._read, "val")).get_datasets(worker_config=alone, **how)

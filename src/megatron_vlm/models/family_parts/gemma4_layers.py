@@ -141,8 +141,9 @@ class ScaledRouter(Router):
 
     def forward(self, hidden_SBD: Tensor, routes_SBLJ: Tensor) -> tuple[Tensor, Tensor]:
         scaled = self.norm(hidden_SBD) * self.scale * self.config.hidden_size**-0.5
-        weights_TX, experts_TJ = super().forward(scaled, routes_SBLJ)
-        return weights_TX * self.per_expert_scale, experts_TJ
+        weights_TJ, experts_TJ = super().forward(scaled, routes_SBLJ)
+        scale_TX = self.per_expert_scale.expand(len(experts_TJ), -1)  # its gradient is a sum in their order
+        return weights_TJ * scale_TX.gather(1, experts_TJ), experts_TJ
 
     def gating(self, hidden_SBD: Tensor) -> Tensor:
         """Logits in fp32, of which Megatron gives weights in fp32, as Transformers' are here."""
@@ -164,8 +165,8 @@ class DenseAndExperts(MoE):
             self.add_module(name, RMSNorm(config, config.hidden_size, config.layernorm_epsilon))
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
-        weights_TX, experts_TJ = self.router(hidden_SBD, padding_mask.transpose(0, 1))
+        weights_TJ, experts_TJ = self.router(hidden_SBD, padding_mask.transpose(0, 1))
         normed_TD = self.norm_of_experts(hidden_SBD).flatten(0, 1)
-        routed_SBD = self._routed(normed_TD, weights_TX, experts_TJ).view_as(hidden_SBD)
+        routed_SBD = self._routed(normed_TD, weights_TJ, experts_TJ).view_as(hidden_SBD)
         dense_SBD = self.shared_experts(self.norm_of_dense(hidden_SBD))
         return self.norm_after_dense(dense_SBD) + self.norm_after_experts(routed_SBD), None

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -63,7 +64,7 @@ class Router(TopKRouter):
         self.expert_tokens: Tensor | None = None  # (experts,) int64, if the tokens of each are to be counted
 
     def forward(self, hidden_SBD: Tensor, routes_SBLJ: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight of each expert for each token (T, X), and its chosen experts (T, J), see `Choice`.
+        """The chosen experts of each token (T, J), see `Choice`, after their weights.
 
         The routes are `Stream.routes`. They come to a layer as its tokens do, also when it is recomputed, and
         no module keeps them.
@@ -72,13 +73,35 @@ class Router(TopKRouter):
         routes_SBJ = routes_SBLJ[:, :, layer].long()
         self.router_replay = choice = Choice(routes_SBJ.flatten(0, 1))
         try:
-            weights_TX = super().forward(hidden_SBD, routes_SBJ[..., 0] == ROUTE_OF_PADDING)[0]
+            padding_SB = routes_SBJ[..., 0] == ROUTE_OF_PADDING if torch.is_grad_enabled() else None
+            weights_TJ = super().forward(hidden_SBD, padding_SB)[0]
         finally:
             self.router_replay = None
+        if torch.is_grad_enabled():
+            weights_TJ = weights_TJ.gather(1, choice.experts_TJ)
         if self.topk == 1:  # Transformers divides by the sum of one weight, too, and Megatron does not
             scale = self.config.moe_router_topk_scaling_factor or 1.0
-            weights_TX = weights_TX / (weights_TX.sum(-1, keepdim=True) + 1e-20) * scale
-        return weights_TX, choice.experts_TJ
+            weights_TJ = weights_TJ / (weights_TJ.sum(-1, keepdim=True) + 1e-20) * scale
+        return weights_TJ, choice.experts_TJ
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Megatron's method, which returns the weights of all experts (T, X); without gradients nothing is
+        counted, and the weights are the chosen experts' (T, J)."""
+        if torch.is_grad_enabled():
+            return super().routing(logits, padding_mask)
+        config = self.config
+        return topk_routing_with_score_function(
+            logits.flatten(0, 1),
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            router_replay=self.router_replay,
+            dense_output=True,
+        )
 
     def attach_and_log_load_balancing_loss(self, *args, **kwargs) -> Tensor:
         """Megatron's method, with the balance of a micro batch weighted by its trained tokens, like its loss.
@@ -191,20 +214,21 @@ class MoE(BaseMoELayer):
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
         """(S, B, D) → the same; the second is Megatron's bias, which there is not. What Megatron calls a
         padding mask are `Stream.routes`, which say more of each token."""
-        weights_TX, experts_TJ = self.router(hidden_SBD, padding_mask.transpose(0, 1))
-        output_SBD = self._routed(hidden_SBD.flatten(0, 1), weights_TX, experts_TJ).view_as(hidden_SBD)
+        weights_TJ, experts_TJ = self.router(hidden_SBD, padding_mask.transpose(0, 1))
+        output_SBD = self._routed(hidden_SBD.flatten(0, 1), weights_TJ, experts_TJ).view_as(hidden_SBD)
         if self.use_shared_expert:
             output_SBD = output_SBD + self.shared_experts(hidden_SBD)
         return output_SBD, None
 
-    def _routed(self, hidden_TD: Tensor, weights_TX: Tensor, experts_TJ: Tensor) -> Tensor:
+    def _routed(self, hidden_TD: Tensor, weights_TJ: Tensor, experts_TJ: Tensor) -> Tensor:
         experts = experts_TJ.flatten()
         by_expert = TokenOrder.by(experts, self.config.moe_router_topk)
         rows = reordered(hidden_TD, by_expert, False)
-        weights = weights_TX.gather(1, experts_TJ).flatten().index_select(0, by_expert.places)
+        weights = weights_TJ.flatten().index_select(0, by_expert.places)
         if self.ep_group.size() == 1:
             return reordered(self._computed(rows, by_expert, weights), by_expert, True)
-        counts_X = experts.new_zeros(weights_TX.shape[1]).scatter_add_(0, experts, torch.ones_like(experts))
+        counts_X = experts.new_zeros(self.config.num_moe_experts)
+        counts_X.scatter_add_(0, experts, torch.ones_like(experts))
         exchange = ExpertExchange(counts_X, self.ep_group)
         rows, weights = exchange.there(rows), exchange.there(weights)
         by_local = TokenOrder.by(exchange.experts)

@@ -39,7 +39,7 @@ class TokenOrder:
 
 
 def reordered(rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
-    """The copies of rows (N, D), sorted; if it `joins`, the sum of each row's sorted copies (N * copies, D)."""
+    """The copies of rows (N, D), sorted; if it `joins`, the sums of sorted copies (N * copies, D)."""
     return (Reordered.apply if torch.is_grad_enabled() else _reordered)(rows, order, joins)
 
 
