@@ -1,6 +1,7 @@
 """The model class of lmms-eval, which finds it by this package's entry point: `--model megatron_vlm`."""
 
 import json
+import re
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -103,11 +104,9 @@ class MegatronVLM(lmms):
         stop = stop_tokens(source.folder, source.description.hf_config)
         asked = list(prompts.values())
         replies = generate(self._chunks, asked, most, numbers=list(prompts), stop=stop, **drawn)
-        texts = {}
-        for number, [reply] in zip(prompts, replies, strict=True):
-            text = reply_text(source.processor, reply.reply, self._encoder.boxes.tokens)
-            ends = task.get("until") or []
-            for end in [ends] if isinstance(ends, str) else ends:
-                text = text.partition(end)[0] if end else text
-            texts[number] = text.strip()
-        return texts
+        until = task.get("until") or []
+        ends = "|".join(map(re.escape, filter(None, [until] if isinstance(until, str) else until)))
+        spoken = self._encoder.boxes.tokens
+        texts = [reply_text(source.processor, reply.reply, spoken) for [reply] in replies]
+        kept = [re.split(ends, text)[0].strip() if ends else text for text in texts]
+        return dict(zip(prompts, kept, strict=True))

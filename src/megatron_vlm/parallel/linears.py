@@ -91,8 +91,7 @@ def grouped_product(rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor) -> Ten
         rows_ZI, weights_XOI = pad(rows_ZI, (0, more_in)), pad(weights_XOI, (0, more_in, 0, more_out))
     most = MOST_NUMBERS // max(weights_XOI.shape[1:])
     if not torch.is_grad_enabled() and len(rows_ZI) <= most:
-        output = grouped_mm(rows_ZI, weights_XOI.mT, offs=ends_X)
-        return output[:, :out] if more_out else output
+        return grouped_mm(rows_ZI, weights_XOI.mT, offs=ends_X)[:, :out]
     parts = []
     for start, rows in zip(range(0, len(rows_ZI), most), rows_ZI.split(most), strict=True):
         ends = ends_X if len(rows) == len(rows_ZI) else (ends_X - start).clamp(0, len(rows))

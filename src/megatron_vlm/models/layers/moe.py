@@ -89,14 +89,13 @@ class Router(TopKRouter):
         counted, and the weights are the chosen experts' (T, J)."""
         if torch.is_grad_enabled():
             return super().routing(logits, padding_mask)
-        config = self.config
         return topk_routing_with_score_function(
             logits.flatten(0, 1),
             self.topk,
-            use_pre_softmax=config.moe_router_pre_softmax,
-            num_groups=config.moe_router_num_groups,
-            group_topk=config.moe_router_group_topk,
-            scaling_factor=config.moe_router_topk_scaling_factor,
+            use_pre_softmax=self.config.moe_router_pre_softmax,
+            num_groups=self.config.moe_router_num_groups,
+            group_topk=self.config.moe_router_group_topk,
+            scaling_factor=self.config.moe_router_topk_scaling_factor,
             score_function=self.score_function,
             expert_bias=self.expert_bias,
             router_replay=self.router_replay,
@@ -153,8 +152,9 @@ class Experts(MegatronModule):
                 init(weights)
         return weights
 
-    def forward(self, rows_ZD: Tensor, ends_X: Tensor, weights_Z: Tensor) -> Tensor:
-        """The experts' outputs (Z, D), times `weights_Z`. Rows are sorted by expert and end at `ends_X`."""
+    def forward(self, rows_ZD: Tensor, by_expert: TokenOrder, weights_Z: Tensor) -> Tensor:
+        """The experts' outputs (Z, D), times `weights_Z`. Rows are sorted by their expert's number here."""
+        ends_X = by_expert.ends(self.experts)
         gate_up = self._projected("linear_fc1", rows_ZD, ends_X)
         inner = gated(gate_up, self.config.activation_func, weights_Z)
         return self._projected("linear_fc2", inner, ends_X)
@@ -226,18 +226,15 @@ class MoE(BaseMoELayer):
         rows = reordered(hidden_TD, by_expert, False)
         weights = weights_TJ.flatten().index_select(0, by_expert.places)
         if self.ep_group.size() == 1:
-            return reordered(self._computed(rows, by_expert, weights), by_expert, True)
+            return reordered(self.experts(rows, by_expert, weights), by_expert, True)
         counts_X = experts.new_zeros(self.config.num_moe_experts)
         counts_X.scatter_add_(0, experts, torch.ones_like(experts))
         exchange = ExpertExchange(counts_X, self.ep_group)
         rows, weights = exchange.there(rows), exchange.there(weights)
         by_local = TokenOrder.by(exchange.experts)
         rows, weights = reordered(rows, by_local, False), weights[by_local.places]
-        output = reordered(self._computed(rows, by_local, weights), by_local, True)
+        output = reordered(self.experts(rows, by_local, weights), by_local, True)
         return reordered(exchange.back(output), by_expert, True)
-
-    def _computed(self, rows: Tensor, by_expert: TokenOrder, weights: Tensor) -> Tensor:
-        return self.experts(rows, by_expert.ends(self.num_local_experts), weights)
 
 
 def balancing_settings(config: RunConfig, architecture: dict) -> dict:

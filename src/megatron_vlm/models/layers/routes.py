@@ -44,10 +44,11 @@ def reordered(rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
 
 
 def _reordered(rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
+    copies = order.copies
     if not joins:
-        return rows.index_select(0, order.places // order.copies if order.copies > 1 else order.places)
+        return rows.index_select(0, order.places // copies if copies > 1 else order.places)
     unsorted = torch.empty_like(rows).index_copy_(0, order.places, rows)
-    return unsorted if order.copies == 1 else unsorted.unflatten(0, (-1, order.copies)).sum(1)
+    return unsorted if copies == 1 else unsorted.unflatten(0, (len(rows) // copies, copies)).sum(1)
 
 
 class Reordered(torch.autograd.Function):
