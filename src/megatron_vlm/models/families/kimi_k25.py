@@ -38,9 +38,11 @@ SECTIONS = keys.sections(
         patch_towers.TOP
         | keys.any_of("projection_layer_norm_eps")
         | {
+            # features are put in the place of what is embedded: the published one has no row
+            "video_token_id": keys.Values("0 or above", lambda token, _: token >= 0),
             "projection_hidden_size": keys.Values(
                 "hidden_size of the tower", lambda width, whole: width == whole.vision_config.hidden_size
-            )
+            ),
         },
         no_effect=("vision_start_token_id", "vision_end_token_id"),
     ),
