@@ -101,6 +101,10 @@ class Description(ABC):
         """The number of pieces that tower and projector work on, attention apart; here the features."""
         return sum(self.visual_tokens(visual))
 
+    def clip(self, image: GenericVisualInputs) -> GenericVisualInputs | None:
+        """The image as a clip of more frames with the features of one, if the tower makes such."""
+        return None
+
     def visual_kinds(self, input_ids: Any) -> Any:
         """For each token of a document whether it stands for text, an image or a video, see `positions`."""
         return kinds_by_token(

@@ -39,10 +39,10 @@ class Recipe:
         return build(self.defaults, changes)
 
 
-# What all sizes of a family set. Qwen and GLM make more tokens of an image the more pixels it has: these are
+# What all sizes of a family set. Qwen, GLM and Kimi make more tokens of an image the more pixels it has: these are
 # limits of 1,280 tokens. LLaVA-OneVision makes up to 7,371 of an image in tiles.
 OF_FAMILY: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe"), {"max_pixels": 1280 * 28**2}),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe", "kimi_k25"), {"max_pixels": 1280 * 28**2}),
     "glm4v": {"max_pixels": 1280 * 28**2, "tp": 2, "pp": 2},  # its attention has two key/value heads
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), {"max_pixels": 1280 * 32**2}),
     # no kernel has heads of 512 channels
@@ -78,6 +78,24 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             8,
             "Mistral-Small-3.2-24B-Instruct-2506",
             "tp=8",
+            "",
+        ),
+        (
+            "mistral_small_4_119b",
+            "Mistral Small 4 119B with 128 experts",
+            64,
+            "Mistral-Small-4-119B-2603",
+            "pp=4 ep=16 recompute=full",
+            "",
+        ),
+    ],
+    ("kimi_k25", "."): [  # in bf16, which has to be made of the hub's packed integers
+        (
+            "kimi_k25_1t_a32b",
+            "Kimi K2.5 and K2.6, 1,027B with 384 experts",
+            512,
+            "Kimi-K2.6-BF16",
+            "pp=16 ep=32 recompute=full",
             "",
         ),
     ],

@@ -190,8 +190,14 @@ class KimiK25(texts.HoldsTexts, towers.GridFamily):
         return [tokens // time for tokens, time in zip(of_frames, times, strict=True)]
 
     def tower_units(self, visual: GenericVisualInputs) -> int:
-        """All frames pass the tower. The projector takes whole clips, and is counted for each frame, too."""
+        """All frames pass the tower; the projector takes clips."""
         return sum(super().visual_tokens(visual))
+
+    def clip(self, image: GenericVisualInputs) -> GenericVisualInputs:
+        frames = torch.cat([image.pixel_values] * 2)
+        return GenericVisualInputs(
+            pixel_values_videos=frames, video_grid_thw=image.image_grid_thw * torch.tensor([2, 1, 1])
+        )
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
         """All patches of a clip see each other."""
