@@ -39,8 +39,8 @@ class Recipe:
         return build(self.defaults, changes)
 
 
-# What all sizes of a family set. Qwen, GLM and Kimi make more tokens of an image the more pixels it has: these are
-# limits of 1,280 tokens. LLaVA-OneVision makes up to 7,371 of an image in tiles.
+# What all sizes of a family set. Qwen, GLM and Kimi make more tokens of an image the more pixels it has: these
+# are limits of 1,280 tokens. LLaVA-OneVision makes up to 7,371 of an image in tiles.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe", "kimi_k25"), {"max_pixels": 1280 * 28**2}),
     "glm4v": {"max_pixels": 1280 * 28**2, "tp": 2, "pp": 2},  # its attention has two key/value heads
@@ -194,7 +194,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             8,
             "Qwen3.5-35B-A3B",
             "pp=2 ep=4 offload=true",
-            "offload=false",
+            "",
         ),
         ("qwen35_122b_a10b", "Qwen3.5 122B with 256 experts", 64, "Qwen3.5-122B-A10B", PP8_EP8, ""),
         ("qwen35_397b_a17b", "Qwen3.5 397B with 512 experts", 256, "Qwen3.5-397B-A17B", PP16_EP16, ""),
