@@ -84,7 +84,7 @@ def over(plan: MemoryPlan, stage: int, peak: int) -> float:
 
 
 def fewest_of(name: str) -> int:
-    """On how many GPUs a recipe begins; a file of recipes/ on those of a node, or as the recipe if on more."""
+    """On how many GPUs a recipe begins; a file of recipes/ on a node, unless its recipe needs more."""
     return max(NODE, RECIPES[LONG[name]].gpus) if name in LONG else RECIPES[name].gpus
 
 

@@ -39,8 +39,8 @@ class Recipe:
         return build(self.defaults, changes)
 
 
-# What all sizes of a family set. Qwen, GLM and Kimi make more tokens of an image the more pixels it has: these
-# are limits of 1,280 tokens. LLaVA-OneVision makes up to 7,371 of an image in tiles.
+# What all sizes of a family set. Qwen, GLM and Kimi make more tokens of an image the more pixels it has;
+# these are limits of 1,280 tokens. LLaVA-OneVision makes up to 7,371 of an image in tiles.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe", "kimi_k25"), {"max_pixels": 1280 * 28**2}),
     "glm4v": {"max_pixels": 1280 * 28**2, "tp": 2, "pp": 2},  # its attention has two key/value heads
@@ -95,7 +95,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             "Kimi K2.5 and K2.6, 1,027B with 384 experts",
             512,
             "Kimi-K2.6-BF16",
-            "tp=8 pp=8 vpp=2 ep=32 recompute=full",
+            "tp=8 pp=8 ep=32 recompute=full",
             "recompute=none",
         ),
     ],
