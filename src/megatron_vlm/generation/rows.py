@@ -46,13 +46,12 @@ class Request:
 
     def check(self, model: VLMModel) -> None:
         """Raises ValueError, as every rank does, for tokens, places or media that the model does not take."""
-        for prompt in self.prompts:
-            ids = prompt["input_ids"].numpy()
-            check_tokens(ids, model.visual_kinds(ids), model.config.vocab_size)
         last = max(prompt["position_ids"].max().item() for prompt in self.prompts)
         most = model.config.most_positions
         check_positions(last + self.max_new_tokens - 1, most, "a prompt with its answer")
         for number, prompt in enumerate(self.prompts):
+            ids = prompt["input_ids"].numpy()
+            check_tokens(ids, model.visual_kinds(ids), model.config.vocab_size)
             if why := model.misfit(prompt["input_ids"], prompt["visual_inputs"]):
                 raise ValueError(
                     f"prompt {number}: {why}; give all that the model's processor makes, and input_ids that "

@@ -66,8 +66,7 @@ def check_positions(last: int, most: int | None, whose: str = "a document") -> N
 
 
 def check_tokens(ids: np.ndarray, kinds: np.ndarray, vocabulary: int) -> None:
-    """Raises ValueError for a token of text without an embedding: tensor-parallel ranks would take it for
-    zeros. The token that stands for a feature may have none, as Kimi's for videos has none."""
+    """Raises ValueError for a token of text that has no embedding; one in a feature's place needs none."""
     if (largest := int((ids * (kinds == 0)).max(initial=0))) >= vocabulary:
         raise ValueError(
             f"batch: token {largest} is outside of the model's vocabulary of {vocabulary}: the tokenizer of "

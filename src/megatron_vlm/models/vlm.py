@@ -62,10 +62,7 @@ class VLMModel(MegatronModule):
         self.language_model = LanguageModel(megatron_config, rotary, pre_process, post_process, vp_stage)
 
     def layout(self, batch: Batch, ranks: int | None = None) -> StreamLayout:
-        """How the rows of `batch`, which is on the host, become a stream on so many `ranks`.
-
-        Without a number, they are those of context parallelism.
-        """
+        """How the rows of `batch`, on the host, become a stream on `ranks`, or all of context parallelism."""
         check_positions(int(batch["position_ids"].max()), self.config.most_positions)
         ranks = ranks or parallel_state.get_context_parallel_world_size()
         layout = StreamLayout(batch, self.visual_kinds, self.bidirectional_images, ranks)

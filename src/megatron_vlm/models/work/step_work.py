@@ -64,8 +64,9 @@ class StepWork:
             visual = GenericVisualInputs(**batch["visual_inputs"].normalized_for_model())
             tokens_N = self._description.visual_tokens(visual)
             images = len(tokens_N)
-            flops += self._per_unit * self._description.tower_units(visual)
-            flops += self._per_feature * sum(tokens_N)
+            flops += self._per_feature * sum(tokens_N) + self._per_unit * self._description.tower_units(
+                visual
+            )
             flops += self._per_tower_pair * self._description.tower_pairs(visual)
         return Work(float(flops), len(layout.real), batch["input_ids"].numel(), images)
 
@@ -100,9 +101,10 @@ def tower_flops(config: RunConfig, description: Description) -> tuple[float, flo
 
     products, attention = operations_of(visual)
     units = description.tower_units(image)
-    per_unit, per_feature = products / units, 0.0
-    if clip := description.clip(image):
+    per_unit = products / units
+    per_feature = 0.0
+    if description.clip:
         more, _ = operations_of(description.clip(visual))
-        per_unit = (more - products) / (description.tower_units(clip) - units)
+        per_unit = (more - products) / (description.tower_units(description.clip(image)) - units)
         per_feature = (products - per_unit * units) / sum(description.visual_tokens(image))
     return per_unit, per_feature, attention / max(1, description.tower_pairs(image))
