@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tokenizers import AddedToken
 from transformers import Kimi_K25Config, Kimi_K25ImageProcessor, Kimi_K25Processor, Kimi_K25VideoProcessor
 
 from tiny import qwen, texts
@@ -11,11 +12,11 @@ from tiny.family import DEMO_TEXT, DEMO_TOWER, TinyFamily
 
 MARKERS = {
     "image_token": "<|media_pad|>",
-    "video_token": "<|kimi_k25_video_placeholder|>",
     "media_begin_token": "<|media_begin|>",
     "media_content_token": "<|media_content|>",
     "media_end_token": "<|media_end|>",
 }
+VIDEO = "<|kimi_k25_video_placeholder|>"
 
 
 def processor(
@@ -25,7 +26,12 @@ def processor(
     most_patches: int = 48,
     vocab_size: int = 512,
 ) -> Kimi_K25Processor:
-    """`image_size` is the longest edge in pixels / 14 * 14; images are scaled down to `most_patches`."""
+    """`image_size` is the longest edge in pixels / 14 * 14; images are scaled down to `most_patches`.
+
+    The token of videos comes behind all others, as in the published tokenizer.
+    """
+    tokenizer = qwen.tokenizer(corpus, vocab_size, MARKERS)
+    tokenizer.add_tokens([AddedToken(VIDEO, special=True, normalized=False)])
     settings = {
         "max_patches": most_patches,
         "size": {"max_height": image_size // 14, "max_width": image_size // 14},
@@ -33,13 +39,14 @@ def processor(
     return Kimi_K25Processor(
         image_processor=Kimi_K25ImageProcessor(**settings),
         video_processor=Kimi_K25VideoProcessor(**settings),
-        tokenizer=qwen.tokenizer(corpus, vocab_size, MARKERS),
+        tokenizer=tokenizer,
         chat_template=template,
     )
 
 
 def config(processor: Kimi_K25Processor, text: dict, vision: dict) -> Kimi_K25Config:
-    """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model."""
+    """`text` and `vision` override the toy sizes; `tie_word_embeddings` of `text` is that of the model. The
+    token of videos has no row of the embedding, as published."""
     tower = {
         "hidden_size": 48,
         "intermediate_size": 96,
@@ -51,7 +58,7 @@ def config(processor: Kimi_K25Processor, text: dict, vision: dict) -> Kimi_K25Co
         **vision,
     }
     return Kimi_K25Config(
-        **texts.whole(processor.tokenizer, "deepseek_v3", text),
+        **texts.whole(processor.tokenizer, "deepseek_v3", {"vocab_size": processor.video_token_id} | text),
         vision_config=tower,
         projection_hidden_size=tower["hidden_size"],
         image_token_id=processor.image_token_id,
@@ -64,7 +71,7 @@ def config(processor: Kimi_K25Processor, text: dict, vision: dict) -> Kimi_K25Co
 FAMILY = TinyFamily(
     qwen.template(
         image="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\n",
-        video="<|kimi_k25_video_placeholder|>\n",
+        video=VIDEO + "\n",
     ),
     processor,
     config,

@@ -67,6 +67,9 @@ def text_config(family: str, vocabulary: int = VOCABULARY) -> dict[str, Any]:
         text["head_dim"] = 32
     if family.endswith("moe"):
         text["moe_intermediate_size"] = 512
+    if family == "kimi_k25":  # each head has its own keys and values, and its size says config.json otherwise
+        text |= {"num_key_value_heads": 8, "moe_intermediate_size": 512}
+        del text["head_dim"]
     if family in ROPE:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, **ROPE[family]}
     if family == "gemma3":

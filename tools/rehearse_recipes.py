@@ -34,7 +34,11 @@ GPUS = (NODE, 64, 1024)
 LONG = {
     "gemma3_vl_4b_64k": "gemma3_vl_4b",
     "qwen3_vl_8b_128k": "qwen3_vl_8b",
+    "qwen35_4b_64k": "qwen35_4b",
     "qwen35_9b_64k": "qwen35_9b",
+    "qwen35_27b_64k": "qwen35_27b",
+    "qwen35_35b_a3b_64k": "qwen35_35b_a3b",
+    "qwen35_122b_a10b_64k": "qwen35_122b_a10b",
 }  # files of recipes/ -> model
 REPORT = ROOT / "reports" / "rehearsal.json"
 
@@ -80,8 +84,8 @@ def over(plan: MemoryPlan, stage: int, peak: int) -> float:
 
 
 def fewest_of(name: str) -> int:
-    """On how many GPUs a recipe begins; a file of recipes/ on those of a node."""
-    return NODE if name in LONG else RECIPES[name].gpus
+    """On how many GPUs a recipe begins; a file of recipes/ on a node, unless its recipe needs more."""
+    return max(NODE, RECIPES[LONG[name]].gpus) if name in LONG else RECIPES[name].gpus
 
 
 def rehearsed(name: str, run: RunConfig, description: Description) -> Iterator[dict]:

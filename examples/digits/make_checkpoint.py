@@ -34,10 +34,18 @@ FOR_BOXES = {
 }
 
 
-def make_checkpoint(family: str, output: str, seed: int = 0) -> None:
-    """Write the checkpoint. Raises KeyError on an unknown family."""
+# other text models of a family: demo -> the family, and its tiny variant
+OF_PARTS = {"mistral4": ("mistral3", "mistral4"), "gemma4_e2b": ("gemma4", "small")}
+
+
+def make_checkpoint(demo: str, output: str, seed: int = 0) -> None:
+    """Write the checkpoint of a family, or of `OF_PARTS`. Raises KeyError on an unknown family."""
     disable_progress_bar()  # one file of a few megabytes
-    build_tiny_checkpoint(family, output, corpus=questions(), seed=seed, **TINY_FAMILIES[family].demo)
+    family, variant = OF_PARTS.get(demo, (demo, None))
+    parts = TINY_FAMILIES[family]
+    further = parts.variants[variant] if variant else {}
+    sizes = {key: {**value, **further.get(key, {})} for key, value in parts.demo.items() if key in further}
+    build_tiny_checkpoint(family, output, corpus=questions(), seed=seed, **parts.demo | further | sizes)
 
 
 def make_for_boxes(output: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
 from megatron_vlm.models.layers.delta_net import rule as delta_rule
-from megatron_vlm.models.layers.delta_net.plan import Documents
+from megatron_vlm.models.layers.delta_net.plan import Documents, recurrence
 
 
 def inputs_of(lengths: list[int], groups: int, heads: int, seed: int, gates: str) -> list[Tensor]:
@@ -185,3 +185,10 @@ def test_operations_are_those_of_the_products():
     stated = delta_rule_flops({"layer_windows": [RECURRENT], "delta_heads": heads}, 0)
     rule = stated - 2 * heads.taps * heads.convolved
     assert counter.get_total_flops() == pytest.approx(tokens * rule, rel=0.05)
+
+
+def test_a_rank_of_context_parallelism_may_hold_nothing_of_a_document_that_is_cut():
+    """As the last of four ranks of a row of three tokens."""
+    pieces = [[(0, 0, 1)], [(0, 1, 2)], [(0, 2, 3)], []]
+    found = recurrence(pieces, 3, 1, torch.device("cpu"))
+    assert found.cut.counts == [1, 1, 1, 0] and found.cut.others.tolist() == [0]

@@ -145,10 +145,7 @@ def test_rehearsed_memory_is_the_measured_one(ranks):
             assert ours["peak"] == pytest.approx(real["peak"], rel=WORST_MEMORY), cell
 
 
-def test_rehearsed_operations_are_those_of_a_step(ranks, request):
-    if "minicpmv4" in request.node.name:
-        reason = "12 small products of a step are counted that it does not make: 0.3 % of its operations"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
+def test_rehearsed_operations_are_those_of_a_step(ranks):
     for rank in ranks:
         for cell, (real, ours) in rank.items():
             assert ours["products"] == real["products"], cell

@@ -350,6 +350,7 @@ def encode(
     share_B1 = np.resize([0.9, 0.1, 0.5], (len(rows), 1))  # rows train very different numbers
     trained_BS = real_BS & torch.from_numpy(rng.random(real_BS.shape) < share_B1)
     trained_BS[:, 0] = False
+    trained_BS &= hf["input_ids"] < description.text.vocab_size  # Kimi's token of videos is none of it
     hf["labels"] = torch.where(trained_BS, hf["input_ids"], IGNORE_INDEX)
     hf["position_ids"] = _stack(position_ids)
     next_BS = torch.nn.functional.pad(hf["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()

@@ -46,6 +46,7 @@ def samples_of(family: str, path: Path | str) -> list[dict[str, torch.Tensor]]:
         ids = found["input_ids"][0]
         sample = {key: value[0] if key in parity.TEXT_KEYS else value for key, value in found.items()}
         sample["loss_mask"] = torch.from_numpy(numbers.random(len(ids)) < 0.6)
+        sample["loss_mask"] &= ids < description.text.vocab_size  # Kimi's token of videos is none of it
         samples.append(sample | {"advantage": torch.from_numpy(numbers.normal(size=len(ids))).float()})
     return samples
 
@@ -75,7 +76,8 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
         text["position_ids"] = positions(ids, inputs).unsqueeze(-2)
         logits = model(**text, **visual, use_cache=False).logits[0, :-1] / TEMPERATURE
         log_p = logits.log_softmax(-1)
-        mine, entropy = log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        scored = ids[1:, None].clamp(max=logits.shape[-1] - 1)
+        mine, entropy = log_p.gather(1, scored)[:, 0], -(log_p.exp() * log_p).sum(-1)
         wanted = sample["loss_mask"][1:]
         total = total - (mine * sample["advantage"][1:] + COEFFICIENT * entropy)[wanted].sum()
         found["log_probs"].append(mine.detach() * wanted)

@@ -12,6 +12,8 @@ PARAMETERS = {  # of the published models, tied output weights counted once
     "siglip2_llama31_8b": 8_465_209_072,
     "siglip2_qwen3_4b": 4_453_482_224,
     "mistral_small_3_24b": 24_011_361_280,
+    "mistral_small_4_119b": 119_401_298_944,
+    "kimi_k25_1t_a32b": 1_026_879_353_328,
     "llava15_7b": 7_063_427_072,
     "llava15_13b": 13_351_494_656,
     "llava_onevision_05b": 893_675_552,

@@ -28,7 +28,10 @@ OF_EXPERTS = dict.fromkeys(  # besides
 )
 OTHER_NAMES = {"kimi_k2"}  # Kimi_K25Config takes it for deepseek_v3
 SHARING = {("gemma4", "small")}  # no layout divides its layers; recomputation must not lose what they share
-NOT_PIPED = ["TP2+SP", "CP2"], ["TP2+SP, adapter", "TP2+SP, adapter, recomputed"]
+NOT_PIPED = (
+    ["TP2+SP", "CP2"],
+    ["TP2+SP, adapter", "TP2+SP, adapter, recomputed", "TP2+SP, adapter with DoRA", "CP2, adapter with DoRA"],
+)
 CUT = ("TP2", "PP2")  # layouts of test_weights
 IN_TURN = (["DP2 dist. optimizer", "CP2"], ADAPTED)  # of these, every second variant has the one or the other
 
@@ -71,8 +74,9 @@ def of_variants(request, tmp_path_factory) -> dict[tuple[str, str], dict]:
         cases = {name: reference.case(rows) for name, rows in INPUTS.items()}
         cases |= {name: parity.packed(reference.case(rows)) for name, rows in PACKED.items()}
         torch.save(cases, work / "cases.pt")
-        torch.save(adapter_parity.cases(family, path, ["adapter"]), work / "adapter.pt")
         layouts, adapted = layouts_of(family, name, request.param)
+        adapters = {adapter_parity.LAYOUTS[layout][3] for layout in adapted}
+        torch.save(adapter_parity.cases(family, path, sorted(adapters)), work / "adapter.pt")
         wanted = inputs_of(request.param, number, layouts + adapted)
         whole = {layout: wanted[layout] for layout in layouts}
         of_adapter = {layout: wanted[layout] for layout in adapted}

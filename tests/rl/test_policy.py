@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tiny.checkpoints import build_tiny_checkpoint
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 
@@ -29,10 +29,27 @@ def rows_of(request, tmp_path_factory):
 def test_scores_and_gradients_are_those_of_transformers(rows_of, family, layout):
     rows = rows_of(parity.LAYOUTS[layout][0])
     found = [row for row in rows if (row["family"], row["layout"]) == (family, layout)]
-    assert [row["max_tokens"] for row in found] == [1, 300]
-    for row in found:
+    assert_alike(found)
+
+
+def assert_alike(rows: list[dict]) -> None:
+    assert [row["max_tokens"] for row in rows] == [1, 300]
+    for row in rows:
         assert row["wrong"] == 0, "a first ratio is not 1, or a token is of another sample"
         assert row["log_probs"] <= 1e-5 and row["gradient"][0] <= 1e-4 and row["loss"] <= 1e-4, row
+
+
+@pytest.mark.long
+def test_layers_with_inputs_of_their_own_and_shared_keys_have_the_gradients_of_transformers(tmp_path):
+    """Gemma 4 E2B's parts; the tests above have 26B-A4B's."""
+    sizes = TINY_FAMILIES["gemma4"].variants["small"]
+    path = build_tiny_checkpoint("gemma4", tmp_path / "checkpoint", **sizes)
+    torch.save(held("gemma4", path), tmp_path / "held.pt")
+    for layout in ("TP2+SP", "CP2"):
+        measured = run_distributed(
+            2, policy_in_ranks.measure, [layout], str(path), str(tmp_path / "held.pt"), timeout=600
+        )
+        assert_alike(measured[0])
 
 
 @pytest.fixture(scope="module")

@@ -46,12 +46,12 @@ class Request:
 
     def check(self, model: VLMModel) -> None:
         """Raises ValueError, as every rank does, for tokens, places or media that the model does not take."""
-        largest = max(int(prompt["input_ids"].max()) for prompt in self.prompts)
-        check_tokens(largest, model.config.vocab_size)
         last = max(prompt["position_ids"].max().item() for prompt in self.prompts)
         most = model.config.most_positions
         check_positions(last + self.max_new_tokens - 1, most, "a prompt with its answer")
         for number, prompt in enumerate(self.prompts):
+            ids = prompt["input_ids"].numpy()
+            check_tokens(ids, model.visual_kinds(ids), model.config.vocab_size)
             if why := model.misfit(prompt["input_ids"], prompt["visual_inputs"]):
                 raise ValueError(
                     f"prompt {number}: {why}; give all that the model's processor makes, and input_ids that "
@@ -88,7 +88,7 @@ class AnswerRows:
     def layout_of_prompts(self, first: int, count: int) -> StreamLayout:
         """The prompts of `count` pieces as a stream to be, for `prompt_stream`."""
         asked = [self.request.prompts[piece.prompt] for piece in self.pieces[first : first + count]]
-        return StreamLayout(batch_of(asked), self.model.visual_kinds, self.model.bidirectional_images, 1)
+        return self.model.layout(batch_of(asked), ranks=1)
 
     def prompt_stream(self, layout: StreamLayout, first: int, length: int) -> Stream:
         """Prompts whose last tokens' logits are wanted and whose keys go into the cache."""

@@ -33,10 +33,11 @@ class Description(ABC):
         "language_model": ("language_model.",),
     }
     has_experts = False
-    # a sample (in Transformers even a batch) holds either images or videos
-    images_or_videos = False
-    # the frames of a video are images to the model, and to its tokens
-    frames_as_images = False
+    images_or_videos = False  # a sample (in Transformers even a batch) holds either of them
+    frames_as_images = False  # the frames of a video are images to the model, and to its tokens
+    clip: Any = (
+        None  # a method: an image → a clip of more frames, with as many features; if the tower has such
+    )
     # how the family writes boxes: a name of `data.grounding.CONVENTIONS`; None: it publishes no way
     box_format: str | None = None
     # tokens of one image see each other in both directions; "windows": only in layers with a sliding window;

@@ -65,14 +65,9 @@ def check_positions(last: int, most: int | None, whose: str = "a document") -> N
         )
 
 
-def largest_token(batch: Batch) -> int:
-    """The largest token of a batch on the host; padding has no embedding and does not count."""
-    return int((batch["input_ids"] * (batch["attention_mask"] > 0)).max())
-
-
-def check_tokens(largest: int, vocabulary: int) -> None:
-    """Raises ValueError for a token without an embedding: tensor-parallel ranks would take it for zeros."""
-    if largest >= vocabulary:
+def check_tokens(ids: np.ndarray, kinds: np.ndarray, vocabulary: int) -> None:
+    """Raises ValueError for a token of text that has no embedding; one in a feature's place needs none."""
+    if (largest := int((ids * (kinds == 0)).max(initial=0))) >= vocabulary:
         raise ValueError(
             f"batch: token {largest} is outside of the model's vocabulary of {vocabulary}: the tokenizer of "
             "model.hf_path has more tokens than the weights have rows. Add these with Transformers "
@@ -89,10 +84,10 @@ class StreamLayout:
 
     def __init__(self, batch: Batch, kinds: Kinds, bidirectional_images: bool | str, ranks: int):
         self.batch = batch
-        ids, documents = batch["input_ids"].numpy().ravel(), document_spans(batch["attention_mask"])
+        self.ids, documents = batch["input_ids"].numpy().ravel(), document_spans(batch["attention_mask"])
         self.real = np.flatnonzero(batch["attention_mask"])  # places of the stream -> indices into B * S
         # of each place; of one document at a time, as what opens in one closes there
-        self.kinds = np.concatenate([np.empty(0, np.int64), *(kinds(ids[each]) for each in documents)])
+        self.kinds = np.concatenate([np.empty(0, np.int64), *(kinds(self.ids[each]) for each in documents)])
         lengths = [each.stop - each.start for each in documents]
         blocks = _blocks(lengths, self.kinds > 0) if bidirectional_images else []
         self.placement = Placement(lengths, blocks, ranks, bidirectional_images)
@@ -138,7 +133,7 @@ class StreamLayout:
             return on_device(numbers, device)
 
         return Stream(
-            input_ids=here(self.batch["input_ids"].flatten()[None, taken]),
+            input_ids=here(self.ids[None, taken]),
             position_ids=here(self.batch["position_ids"].flatten(-2)[..., None, taken]),
             plan=plan,
             visual_inputs=self.batch["visual_inputs"],

@@ -17,7 +17,7 @@ from megatron_vlm.models.description import Description
 from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig
 from megatron_vlm.models.pixels import PixelNormalizer
-from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens, largest_token
+from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
 from megatron_vlm.models.vision_parallel import spread_over_ranks
 from megatron_vlm.parallel.transfer import on_device
 
@@ -61,12 +61,14 @@ class VLMModel(MegatronModule):
         rotary = description.rotary()
         self.language_model = LanguageModel(megatron_config, rotary, pre_process, post_process, vp_stage)
 
-    def layout(self, batch: Batch) -> StreamLayout:
-        """How the rows of `batch`, which is on the host, become a stream."""
+    def layout(self, batch: Batch, ranks: int | None = None) -> StreamLayout:
+        """How the rows of `batch`, on the host, become a stream on `ranks`, or all of context parallelism."""
         check_positions(int(batch["position_ids"].max()), self.config.most_positions)
-        check_tokens(largest_token(batch), self.config.vocab_size)
-        ranks = parallel_state.get_context_parallel_world_size()
-        return StreamLayout(batch, self.visual_kinds, self.bidirectional_images, ranks)
+        ranks = ranks or parallel_state.get_context_parallel_world_size()
+        layout = StreamLayout(batch, self.visual_kinds, self.bidirectional_images, ranks)
+        check_tokens(layout.ids[layout.real], layout.kinds, self.config.vocab_size)
+        layout.ids = layout.ids.clip(max=self.config.vocab_size - 1)
+        return layout
 
     def forward(self, stream: Stream, head: Callable[..., Tensor] = output_losses) -> Tensor:
         """On the last stage, the losses (n,) of the stream's outputs, or what another `head` makes of them.

@@ -39,10 +39,10 @@ class Recipe:
         return build(self.defaults, changes)
 
 
-# What all sizes of a family set. Qwen and GLM make more tokens of an image the more pixels it has: these are
-# limits of 1,280 tokens. LLaVA-OneVision makes up to 7,371 of an image in tiles.
+# What all sizes of a family set. Qwen, GLM and Kimi make more tokens of an image the more pixels it has;
+# these are limits of 1,280 tokens. LLaVA-OneVision makes up to 7,371 of an image in tiles.
 OF_FAMILY: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe"), {"max_pixels": 1280 * 28**2}),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v_moe", "kimi_k25"), {"max_pixels": 1280 * 28**2}),
     "glm4v": {"max_pixels": 1280 * 28**2, "tp": 2, "pp": 2},  # its attention has two key/value heads
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), {"max_pixels": 1280 * 32**2}),
     # no kernel has heads of 512 channels
@@ -79,6 +79,24 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             "Mistral-Small-3.2-24B-Instruct-2506",
             "tp=8",
             "",
+        ),
+        (
+            "mistral_small_4_119b",
+            "Mistral Small 4 119B with 128 experts",
+            64,
+            "Mistral-Small-4-119B-2603",
+            "tp=2 pp=4 ep=16",
+            "",
+        ),
+    ],
+    ("kimi_k25", "."): [  # in bf16, which has to be made of the hub's packed integers
+        (
+            "kimi_k25_1t_a32b",
+            "Kimi K2.5 and K2.6, 1,027B with 384 experts",
+            512,
+            "Kimi-K2.6-BF16",
+            "tp=8 pp=8 ep=32 recompute=full",
+            "recompute=none",
         ),
     ],
     ("lighton_ocr", "."): [  # saved by Transformers: on the hub its config.json says mistral3
@@ -167,10 +185,17 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
         ("qwen35_2b", "Qwen3.5 2B", 1, "Qwen3.5-2B", "", ""),
         ("qwen35_4b", "Qwen3.5 4B", 4, "Qwen3.5-4B", "", ""),
         ("qwen35_9b", "Qwen3.5 9B", 8, "Qwen3.5-9B", "tp=2", "tp=1"),
-        ("qwen35_27b", "Qwen3.5 27B", 16, "Qwen3.5-27B", "tp=4 pp=4 recompute=full", ""),
+        ("qwen35_27b", "Qwen3.5 27B", 8, "Qwen3.5-27B", "tp=4 offload=true", "offload=false"),
     ],
     ("qwen3_5_moe", "Qwen"): [
-        ("qwen35_35b_a3b", "Qwen3.5 35B with 256 experts", 16, "Qwen3.5-35B-A3B", PP2_EP8, ""),
+        (
+            "qwen35_35b_a3b",
+            "Qwen3.5 35B with 256 experts",
+            8,
+            "Qwen3.5-35B-A3B",
+            "pp=2 ep=4 offload=true",
+            "",
+        ),
         ("qwen35_122b_a10b", "Qwen3.5 122B with 256 experts", 64, "Qwen3.5-122B-A10B", PP8_EP8, ""),
         ("qwen35_397b_a17b", "Qwen3.5 397B with 512 experts", 256, "Qwen3.5-397B-A17B", PP16_EP16, ""),
     ],
@@ -178,10 +203,12 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
 
 TP2 = {"tp": 2, "micro_batch_size": 32}  # two processes share every layer
 EP2 = {"ep": 2, "micro_batch_size": 16}  # two processes share the experts and the data
+OF_PARTS = ("mistral4", "gemma4_e2b")  # demos of a family's other text models
 DEMOS: dict[str, dict[str, Any]] = {  # the others: TP2
     "gemma4": {**EP2, "seq_length": 256},  # its processor makes at least 64 tokens of a digit
     # as many tokens as for Gemma 4, and twice the steps, as there is no tower that learns to see
     "gemma4_unified": {**TP2, "seq_length": 256, "steps": 1000},
+    "gemma4_e2b": {**TP2, "seq_length": 256, "steps": 1000},  # at 500, its loss still falls
     "glm4v_moe": {**EP2, "lr": 1e-3},  # at 2e-3 it learns more slowly
     "qwen3_vl_moe": EP2,
 }
@@ -221,7 +248,7 @@ def _published() -> Iterator[Recipe]:
             yield Recipe(name, f"{title}, for {cards}.", defaults, gpus=gpus, roomy=roomy)
 
 
-RECIPES = {one.name: one for one in (*_published(), *map(_demo, SUPPORTED))}
+RECIPES = {one.name: one for one in (*_published(), *map(_demo, (*SUPPORTED, *OF_PARTS)))}
 
 
 def shipped_config(hf_path: str) -> Path | None:

@@ -38,9 +38,11 @@ SECTIONS = keys.sections(
         patch_towers.TOP
         | keys.any_of("projection_layer_norm_eps")
         | {
+            # features are put in the place of what is embedded: the published one has no row
+            "video_token_id": keys.Values("0 or above", lambda token, _: token >= 0),
             "projection_hidden_size": keys.Values(
                 "hidden_size of the tower", lambda width, whole: width == whole.vision_config.hidden_size
-            )
+            ),
         },
         no_effect=("vision_start_token_id", "vision_end_token_id"),
     ),
@@ -188,8 +190,14 @@ class KimiK25(texts.HoldsTexts, towers.GridFamily):
         return [tokens // time for tokens, time in zip(of_frames, times, strict=True)]
 
     def tower_units(self, visual: GenericVisualInputs) -> int:
-        """All frames pass the tower. The projector takes whole clips, and is counted for each frame, too."""
+        """All frames pass the tower; the projector takes clips."""
         return sum(super().visual_tokens(visual))
+
+    def clip(self, image: GenericVisualInputs) -> GenericVisualInputs:
+        frames = torch.cat([image.pixel_values] * 2)
+        return GenericVisualInputs(
+            pixel_values_videos=frames, video_grid_thw=image.image_grid_thw * torch.tensor([2, 1, 1])
+        )
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
         """All patches of a clip see each other."""

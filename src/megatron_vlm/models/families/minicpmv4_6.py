@@ -4,7 +4,8 @@ An image is a whole and slices, each with its own number of patches; each is an 
 """
 
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn import functional
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6Merger, MiniCPMV4_6VisionModel
 from transformers.vision_utils import get_vision_nearest_position_ids
@@ -80,7 +81,8 @@ class SlicedVision(patch_towers.PatchVision):
             project(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        seen = scaled_dot_product_attention(q, k, v, scale=attention.scaling)
+        # by its module: a rehearsal has another one there, which is one kernel
+        seen = functional.scaled_dot_product_attention(q, k, v, scale=attention.scaling)
         windows_W4E = windows_W4E + attention.out_proj(seen.transpose(1, 2).flatten(2))
         merged = merger.act(merger.linear_1(merger.pre_norm(windows_W4E.flatten(1))))
         return (merger.linear_2(merged) + windows_W4E.mean(1))[None]

@@ -49,7 +49,7 @@ class StepWork:
         self._per_pair: Counter[int | None] = Counter()  # by window, over its layers
         for layer, window in enumerate(windows):
             self._per_pair[window] += (3 + reference) * costs.pair_flops(architecture, layer)
-        self._per_unit, self._per_tower_pair = tower_flops(config, description)
+        self._per_unit, self._per_feature, self._per_tower_pair = tower_flops(config, description)
 
     def of(self, batch: Batch) -> Work:
         """The work of a micro batch on the first pipeline stage, which has the images."""
@@ -64,7 +64,9 @@ class StepWork:
             visual = GenericVisualInputs(**batch["visual_inputs"].normalized_for_model())
             tokens_N = self._description.visual_tokens(visual)
             images = len(tokens_N)
-            flops += self._per_unit * self._description.tower_units(visual)
+            flops += self._per_feature * sum(tokens_N) + self._per_unit * self._description.tower_units(
+                visual
+            )
             flops += self._per_tower_pair * self._description.tower_pairs(visual)
         return Work(float(flops), len(layout.real), batch["input_ids"].numel(), images)
 
@@ -82,15 +84,27 @@ class StepWork:
         return sum(flops * pairs(window) for window, flops in self._per_pair.items())
 
 
-def tower_flops(config: RunConfig, description: Description) -> tuple[float, float]:
-    """Operations of tower and projector for each of `Description.tower_units`; and of the tower's attention
-    for a pair of patches. Both come from passes of an image of shapes alone, with what the run freezes."""
+def tower_flops(config: RunConfig, description: Description) -> tuple[float, float, float]:
+    """Operations of tower and projector for each of `Description.tower_units`; of what works on features
+    alone, for each of them; and of the tower's attention for a pair of patches. They come from passes of an
+    image of shapes alone, with what the run freezes, and of the same image as a `Description.clip`."""
     image, vision, visual = costs.tower_of_shapes(config, description, 0)
-    with costs.counted() as operations:
-        features = vision(**visual.as_model_kwargs())
-        if features.requires_grad:
-            features.sum().backward()
-        for _ in range(costs.reference_passes(config)):
-            vision(**visual.as_model_kwargs())
-    products, attention = operations()
-    return products / description.tower_units(image), attention / max(1, description.tower_pairs(image))
+
+    def operations_of(visual: GenericVisualInputs) -> tuple[int, int]:
+        with costs.counted() as operations:
+            features = vision(**visual.as_model_kwargs())
+            if features.requires_grad:
+                features.sum().backward()
+            for _ in range(costs.reference_passes(config)):
+                vision(**visual.as_model_kwargs())
+        return operations()
+
+    products, attention = operations_of(visual)
+    units = description.tower_units(image)
+    per_unit = products / units
+    per_feature = 0.0
+    if description.clip:
+        more, _ = operations_of(description.clip(visual))
+        per_unit = (more - products) / (description.tower_units(description.clip(image)) - units)
+        per_feature = (products - per_unit * units) / sum(description.visual_tokens(image))
+    return per_unit, per_feature, attention / max(1, description.tower_pairs(image))

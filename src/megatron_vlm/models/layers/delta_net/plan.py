@@ -91,7 +91,11 @@ def recurrence(pieces: list[list[Piece]], rank: int, length: int, device: torch.
     whole = Documents(np.array([*lengths, *[padding] * bool(padding)], np.int64), device)
     if not shared:
         return Recurrence(whole, None)
-    is_cut = [np.repeat([d in shared for d, _, _ in held], [b - a for _, a, b in held]) for held in pieces]
+    is_cut = [
+        # a rank may hold nothing: of no list numpy would make numbers
+        np.repeat(np.array([d in shared for d, _, _ in held], bool), [b - a for _, a, b in held])
+        for held in pieces
+    ]
     # (document, place) of each token in what all ranks send
     sent = [
         np.stack((np.full(stop - start, document), np.arange(start, stop)))
