@@ -1,7 +1,6 @@
 """The model class of lmms-eval, which finds it by this package's entry point: `--model megatron_vlm`."""
 
 import json
-import re
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -105,8 +104,8 @@ class MegatronVLM(lmms):
         asked = list(prompts.values())
         replies = generate(self._chunks, asked, most, numbers=list(prompts), stop=stop, **drawn)
         until = task.get("until") or []
-        ends = "|".join(map(re.escape, filter(None, [until] if isinstance(until, str) else until)))
         spoken = self._encoder.boxes.tokens
         texts = [reply_text(source.processor, reply.reply, spoken) for [reply] in replies]
-        kept = [re.split(ends, text)[0].strip() if ends else text for text in texts]
-        return dict(zip(prompts, kept, strict=True))
+        for end in filter(None, [until] if isinstance(until, str) else until):
+            texts = [text.partition(end)[0].strip() for text in texts]
+        return dict(zip(prompts, texts, strict=True))
