@@ -19,7 +19,7 @@ import compose_demo
 import rl_demo
 import tables
 from evaluate import without_thoughts
-from make_checkpoint import make_checkpoint
+from make_checkpoint import OF_PARTS, make_checkpoint
 from make_digits import make_digits, make_documents
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.config_rules.settings import validate
@@ -109,7 +109,8 @@ def test_equal_arguments_give_equal_files(digits, tmp_path):
 
 
 def test_every_family_has_a_demo():
-    assert [f"{name}_tiny_digits" for name in FAMILIES] == [name for name in RECIPES if "digits" in name]
+    demos = [f"{name}_tiny_digits" for name in (*FAMILIES, *OF_PARTS)]
+    assert demos == [name for name in RECIPES if "digits" in name]
 
 
 @pytest.fixture(scope="module", params=OF_DATA)
@@ -184,7 +185,7 @@ def test_transformers_answers_with_the_model_of_a_demo(demo, tmp_path):
 
 def test_demo_names_the_families_it_knows(tmp_path):
     ended = run_program(ROOT / "examples" / "digits" / "demo.py", cwd=tmp_path, FAMILY="gemma5")
-    known = ", ".join(FAMILIES)
+    known = ", ".join((*FAMILIES, *OF_PARTS))
     assert ended.stderr == f"FAMILY=gemma5: the demo has no such family; take one of {known}.\n"
     assert (ended.returncode, list(tmp_path.iterdir())) == (1, [])
 
