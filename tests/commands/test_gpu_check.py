@@ -116,6 +116,7 @@ class Blocked:
             raise ModuleNotFoundError(name + " is for those who read", name=name)
 
 sys.meta_path.insert(0, Blocked())
+sys.modules["boto3"] = None  # as where it is not installed: where it is, accelerate imports it
 for name in {modules!r}:
     importlib.import_module(name)
 """
