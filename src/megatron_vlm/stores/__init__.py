@@ -17,7 +17,7 @@ from megatron_vlm.messages import printable
 
 PATIENCE = 60.0  # seconds for which `patiently` asks a store that does not answer
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the file of MSC_CONFIG"
-_ADDRESS = re.compile(r"((?:s3|msc)://[^/]+)/*(.*)")
+_ADDRESS = re.compile(r"((?:s3|msc)://[^/]+)/*(.*)", re.DOTALL)
 
 
 class StoreError(OSError):
@@ -47,9 +47,11 @@ def parent(path: str | Path) -> str | Path:
 
 
 def inside(url: str, name: str) -> str:
-    """The address of what a name, relative or whole, means in a folder. Raises ValueError if it leads out."""
+    """The address of what a name, relative or whole, means in a folder. Raises ValueError if it leads out, or
+    is no UTF-8."""
     path = posixpath.normpath(name.removeprefix(f"{url}/"))
-    if path.startswith(("/", "..")):
+    path.encode()
+    if path == ".." or path.startswith(("/", "../")):
         raise ValueError(f"{printable(name)} leads out of {printable(url)}")
     return f"{url}/{path}"
 
