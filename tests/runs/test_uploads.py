@@ -17,7 +17,9 @@ pytest.importorskip("moto", reason="moto is not installed")
 from store_server import BUCKET, KEY, SECRET, Line, forget, leaked, put, store  # noqa: E402
 
 from megatron_vlm import stores  # noqa: E402
+from megatron_vlm.config import ConfigError, RunConfig  # noqa: E402
 from megatron_vlm.report.history import read_history  # noqa: E402
+from megatron_vlm.run_folder import uploads  # noqa: E402
 
 STEPS = 40
 pytestmark = pytest.mark.long
@@ -75,6 +77,40 @@ def test_a_run_from_a_store_is_the_run_from_disk_and_its_copy_is_a_run_folder(fo
     again = run_program(COMMAND, *export)
     said = f"{AT}/exported exists; give a new name or remove it."
     assert again.returncode == 2 and again.stderr.strip().endswith(said)
+
+
+def in_the_store(address: str, files: dict[str, str]) -> None:
+    with stores.at(address) as (client, path):
+        for name, text in files.items():
+            client.write(f"{path}/{name}", text.encode())
+
+
+def test_what_is_no_file_of_a_run_is_not_fetched(folder, tmp_path):
+    """Nothing is written outside the run folder, nor taken for a checkpoint, also with a slash at the end."""
+    step = "checkpoints/step_00000010"
+    in_the_store(
+        f"{AT}/odd", {f"{step}/state.json": "{}", f"{step}_bak/state.json": "{}", "b/state.json": ""}
+    )
+    in_the_store(
+        f"{AT}/odd", {"a/config.yaml/../../../evil/config.yaml": "", f"{step}/../../../evil.json": ""}
+    )
+    config = RunConfig(run_dir=str(tmp_path / "run"))
+    config.train.upload_to = f"{AT}/odd/"
+    uploads.restore(config)
+    found = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
+    assert found == {f"run/{step}/state.json", "run/checkpoints/latest"}
+
+
+def test_another_runs_copy_is_not_replaced(folder, tmp_path):
+    config = RunConfig(run_dir=str(tmp_path))
+    config.train.upload_to = f"{AT}/theirs"
+    in_the_store(config.train.upload_to, {"starts.jsonl": "theirs", "config.yaml": "theirs"})
+    (tmp_path / "checkpoints/step_00000040").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_00000040/state.json").write_text("{}")
+    (tmp_path / "starts.jsonl").write_text("mine\n")
+    with pytest.raises(ConfigError, match="holds another run"):
+        uploads.restore(config)
+    assert stores.read(f"{AT}/theirs/config.yaml", 99) == b"theirs"
 
 
 def test_a_run_killed_while_it_copies_goes_on_from_the_copy_before(folder, train, tmp_path):

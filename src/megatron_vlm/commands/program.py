@@ -152,24 +152,24 @@ def torchrun(
 
 
 class _PassesOn:
-    """A launcher's handler, which passes signals on to its ranks. SIGTERM ends the job as torchrun does where
-    no rank heeds it, and when it comes again."""
+    """A launcher's handler, which passes signals on to the ranks of this machine that are alive. SIGTERM ends
+    the job as torchrun does where none of them heeds it, and when it comes again."""
 
     def __init__(self, said: Callable[[], dict[int, dict[str, Any]]]):
         self._said = said
         self._first = math.inf
 
     def __call__(self, number: int, frame: Any) -> None:
-        contents = [content for content in self._said().values() if ranks.state(content) != "?"]  # of here
+        alive = [content for content in self._said().values() if ranks.state(content) not in ("", "Z", "?")]
         if number == signal.SIGTERM:
             now = time.monotonic()
             self._first = min(self._first, now)
             again = now - self._first > AGAIN_AFTER
-            if again or not any(content["heeds"] for content in contents):
+            if again or not any(content["heeds"] for content in alive):
                 from torch.distributed.elastic.multiprocessing import SignalException
 
                 raise SignalException("", signal.SIGTERM)
-        for content in contents:
+        for content in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(content["pid"], number)
 

@@ -4,6 +4,7 @@ A folder there is whole if it has its state.json or config.json, which comes las
 as config.yaml and metrics.jsonl, is as it was at the last copy; so a copy of all is a run folder.
 """
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,14 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.run_folder import folder as run_folder
+from megatron_vlm.run_folder import starts
 from megatron_vlm.run_folder.checkpoint_files import STATE
 
 BESIDE = ("config.yaml", "metrics.jsonl", "starts.jsonl", "checkpoints/adapter_start/*")
+# the files that are fetched
+OF_A_RUN = re.compile(
+    r"checkpoints/(step_\d{8}|adapter_start)/[\w.-]*\w|config\.yaml|(metrics|starts)\.jsonl"
+)
 MAKE_WHOLE = (STATE, "config.json", "adapter_config.json")
 LOOKS_EVERY, AGAIN_AFTER = 1.0, 30.0  # seconds; the latter after a failure
 
@@ -25,16 +31,25 @@ LOOKS_EVERY, AGAIN_AFTER = 1.0, 30.0  # seconds; the latter after a failure
 def restore(config: RunConfig) -> None:
     """Fetches the newest whole checkpoint of the store into a run folder that has none.
 
-    The run holds its folder's lock. Raises ConfigError if the store is ahead of the folder, and StoreError,
-    also if nothing can be written there.
+    The run holds its folder's lock. Raises ConfigError if the store is ahead of the folder or holds another
+    run, and StoreError, also if nothing can be written there.
     """
-    if (url := config.train.upload_to) is None:
+    if config.train.upload_to is None:
         return
+    url = stores.folder(config.train.upload_to)
     run_dir = Path(config.run_dir)
     watchdog.beat(f"fetching the last checkpoint of {printable(url)}", files=True)
-    there = stores.names(url)
+    there = [name for name in stores.names(url) if OF_A_RUN.fullmatch(name)]
     newest = max((Path(name).parent for name in there if Path(name).name == STATE), default=None)
     mine = run_folder.complete_checkpoints(run_dir)
+    begun = run_dir / starts.FILE
+    if mine and begun.is_file() and starts.FILE in there:
+        theirs = stores.read(f"{url}/{starts.FILE}", MOST_TEXT)
+        if theirs.partition(b"\n")[0] != read_file(begun).partition(b"\n")[0]:
+            raise ConfigError(
+                f"train.upload_to: {printable(url)} holds another run than {printable(run_dir)}; "
+                "give another upload_to."
+            )
     if newest and mine and mine[-1] < newest.name:
         raise ConfigError(
             f"train.upload_to: {printable(url)} has {newest.name}, and {printable(run_dir)} only {mine[-1]}; "
@@ -42,7 +57,7 @@ def restore(config: RunConfig) -> None:
         )
     if newest and not mine:
         wanted = [Path(name) for name in there if Path(name).parent == newest]
-        wanted += [Path(name) for name in there if any(map(Path(name).match, BESIDE))]
+        wanted += [Path(name) for name in there if not name.startswith("checkpoints/step_")]
         for name in sorted(wanted, key=lambda name: name.name == STATE):
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
             with stores.at(f"{url}/{name}") as (client, path):
@@ -61,7 +76,7 @@ class Uploads:
 
     def __init__(self, config: RunConfig, is_writer: bool, tell: Callable[[str], None]):
         self._run_dir = Path(config.run_dir)
-        self._to = config.train.upload_to
+        self._to = config.train.upload_to and stores.folder(config.train.upload_to)
         self._tell = tell
         self._there: dict[str, int] = {}  # folders, each with the time of its last file
         self._said: set[str] = set()
