@@ -95,6 +95,9 @@ def batches(path: Path, hf_config: Any) -> tuple[dict, dict[str, Batch]]:
     made = iter([conversation(rng, words) for words in REPLY_WORDS])
     rows = ["it"] * len(REPLY_WORDS)
     hf, padded, single = parity.encode(load_processor(path), description, rows, lambda *_: next(made))
+    if description.model_type == "kimi_k25":  # Transformers' convolution takes each patch as an image
+        side = hf_config.vision_config.patch_size
+        hf["pixel_values"] = hf["pixel_values"].reshape(-1, 3, side, side)
     lengths = [int((row["attention_mask"] > 0).sum()) for row in single]
     names = ("input_ids", "labels", "loss_mask", "position_ids")
     packed: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from logged_figures import figures
 from places import HELPERS, ROOT
-from programs import COMMAND, TYPED, ask, run_anew, run_program, start_ranks
+from programs import COMMAND, OUTSIDE_TORCHRUN, ask, run_anew, run_program, start_ranks
 from sources import write_hf_folder, write_sharegpt
 from two_machines import IS_THERE, Machine, start_on, start_one, two_machines, wait_until
 
@@ -167,12 +167,49 @@ def test_ranks_start_again_only_after_one_was_lost(fault, starts_again, code, la
         assert "rank 1 sums 16" in job.stdout
 
 
-def test_restarts_of_machines_that_cannot_meet_again_are_refused():
-    given = ["train", "--recipe=gemma3_tiny_digits", "--nproc=1", "--restarts=1", "--help"]
-    assert "--restarts" in ask(*TYPED, *given).stdout
-    code = "from megatron_vlm.commands.program import torchrun; torchrun(1, [], restarts=1)"
-    refused = ask(sys.executable, "-c", code, PET_NNODES="2", PET_MASTER_ADDR="a", PET_NODE_RANK="0")
-    assert "ConfigError: --restarts: machines meet again only" in refused.stderr
+FIRST = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_NODE_RANK": "0"}
+ELASTIC = {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "127.0.0.1:0"}
+
+
+def test_machines_that_cannot_meet_are_refused():
+    refused = [
+        ({"PET_NNODES": "2"}, 0, "PET_MASTER_ADDR is not set: at it 2 machines meet"),
+        ({**ELASTIC, "PET_RDZV_ENDPOINT": ""}, 0, "PET_RDZV_ENDPOINT is not set"),
+        ({**FIRST, "PET_NNODES": "3:2"}, 0, "PET_NNODES: '3:2' is no number of machines"),
+        ({**FIRST, "PET_NODE_RANK": "2"}, 0, "PET_NODE_RANK: '2' is no machine's number"),
+        ({**ELASTIC, "PET_RDZV_BACKEND": "etcd"}, 0, "PET_RDZV_BACKEND: 'etcd' is not supported"),
+        (
+            {**FIRST, "PET_MASTER_PORT": "x"},
+            0,
+            "argument --master-port/--master_port: invalid int value: 'x'",
+        ),
+        ({**FIRST, "PET_RDZV_CONF": "x"}, 0, "The rendezvous configuration option 'x' must have a value"),
+        (FIRST, 1, "--restarts: machines meet again only where the first"),
+    ]
+    given = json.dumps([(environment, restarts) for environment, restarts, _ in refused])
+    said = ask(sys.executable, HELPERS / "meet.py", given).stdout.splitlines()
+    assert len(said) == len(refused)
+    for line, (*_, expected) in zip(said, refused, strict=True):
+        assert line.startswith("ConfigError") and expected in line, line
+
+
+@pytest.mark.parametrize(
+    ("environment", "number"),
+    [(FIRST, signal.SIGTERM), pytest.param(ELASTIC, signal.SIGINT, marks=pytest.mark.long)],
+)
+def test_a_machine_that_waits_for_others_says_so_and_hears_signals(environment, number, tmp_path):
+    """torch waits in compiled code; the other machine never comes."""
+    given = {**OUTSIDE_TORCHRUN, **environment, "PET_MASTER_PORT": "29578", "TMPDIR": str(tmp_path)}
+    path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, HELPERS / "small_job.py", tmp_path, "none"]
+    waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**given, "PYTHONPATH": path})
+    assert "waiting for 2 machines at 127.0.0.1:" in waiting.stderr.readline()
+    time.sleep(1)
+    waiting.send_signal(number)
+    assert waiting.wait(10) == 128 + number
+    last = f"megatron-vlm: stopped by {number.name}, waiting for other machines."
+    assert waiting.stderr.read().splitlines()[-1] == last
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.soak
@@ -207,6 +244,21 @@ def test_a_machine_that_comes_back_goes_on_bit_equal(whole, machines, tiny_gemma
     back = start_one(machines[1], given, run_dir, elastic=True)
     assert launcher.wait(180) == 0 and back.wait(60) == 0, log(run_dir, machines[0])
     assert figures(run_dir) == whole
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_waits_for_a_lost_machine_hears_signals(
+    number, machines, tiny_gemma3, dataset, tmp_path
+):
+    run_dir, given = tmp_path / "run", words(tmp_path / "run", tiny_gemma3, dataset, "steps=100000")
+    launcher, _ = start_on(machines, [*given, "--nproc=1", "--restarts=1"], run_dir, elastic=True)
+    wait_until(lambda: logged(run_dir) >= SAVED + 2, 120, f"{SAVED + 2} steps")
+    machines[1].die()
+    wait_until(lambda: "starting again" in log(run_dir, machines[0]), WITHIN, "restart")
+    launcher.send_signal(number)
+    assert launcher.wait(15) == 128 + number, log(run_dir, machines[0])
+    assert "start again: a run goes on from" in log(run_dir, machines[0]).splitlines()[-1]
 
 
 @pytest.mark.soak

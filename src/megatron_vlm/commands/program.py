@@ -1,18 +1,23 @@
 """How the commands run: as programs with short errors, and in several processes."""
 
+import argparse
 import contextlib
 import functools
 import logging
 import math
 import os
 import re
+import shutil
 import signal
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -23,7 +28,7 @@ from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.failures import LastWords
 from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, START_AGAIN, interrupted, last_words, say
 from megatron_vlm.job.stops import AGAIN_AFTER, WARNINGS
-from megatron_vlm.messages import PrintableRecord, printable_lines
+from megatron_vlm.messages import PrintableRecord, printable, printable_lines
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -76,9 +81,10 @@ def world_size() -> int | None:
 def machines() -> int:
     """The most machines on which this command is started: torchrun's PET_NNODES, `2` or `1:2`."""
     given = os.environ.get("PET_NNODES", "1")
-    if not re.fullmatch(r"(\d+:)?[1-9]\d*", given):
+    numbers = [int(number) for number in given.split(":")] if re.fullmatch(r"(\d+:)?\d+", given) else [0]
+    if not 0 < numbers[0] <= numbers[-1]:
         raise ConfigError(f"PET_NNODES: {given!r} is no number of machines; write 2, or 1:2 for one or two.")
-    return int(given.rpartition(":")[2])
+    return numbers[-1]
 
 
 def processes(nproc: int | None) -> int | None:
@@ -122,13 +128,15 @@ def torchrun(
     logging.disable(logging.ERROR)  # this process only starts others and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
-        os.environ[LAUNCHER_SPEAKS] = str(os.getpid())
         said = functools.partial(_said, folder, nproc * machines())
         command = [f"--nproc_per_node={nproc}", f"--log-dir={folder}", *_meeting(restarts, said)]
-        command += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"]
+        command += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", "-m", module, *arguments]
+        parsed = _parsed(launcher, command)
         before = [signal.signal(number, _PassesOn(said)) for number in WARNINGS]
+        os.environ[LAUNCHER_SPEAKS] = str(os.getpid())
         try:
-            launcher.run(launcher.parse_args([*command, "-m", module, *arguments]))
+            with _ends_while_waiting(folder):
+                launcher.run(parsed)
         except SignalException as stop:
             by = "Ctrl-C" if stop.sigval == signal.SIGINT else signal.Signals(stop.sigval).name
             message = interrupted(list(said().values()), by)
@@ -138,15 +146,15 @@ def torchrun(
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             code, message = last_words(said(), codes)
         except (RendezvousError, DistError):
-            where = os.environ.get("PET_RDZV_ENDPOINT") or os.environ.get("PET_MASTER_ADDR")
-            lost = f"{where}, where the machines meet, is lost or unreachable.\n{START_AGAIN.capitalize()}."
-            code, message = last_words(said(), {}, f"megatron-vlm: {lost}")
+            where = _where() if machines() > 1 else "a port of this machine"
+            lost = f"megatron-vlm: {where}, where ranks meet, is lost, unreachable or taken."
+            code, message = last_words(said(), {}, f"{lost}\n{START_AGAIN.capitalize()}.")
         else:
             return 0
         finally:
+            del os.environ[LAUNCHER_SPEAKS]
             for number, handler in zip(WARNINGS, before, strict=True):
                 signal.signal(number, handler)
-    os.environ.pop(LAUNCHER_SPEAKS)
     say(message)
     return code
 
@@ -174,6 +182,56 @@ class _PassesOn:
                 os.kill(content["pid"], number)
 
 
+def _parsed(launcher: ModuleType, words: list[str]) -> argparse.Namespace:
+    """torchrun's arguments, of which PET_ variables are the defaults. Raises ConfigError if one is wrong."""
+    parser = launcher.get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(message)
+
+    parser.error = refuse
+    try:
+        parsed = parser.parse_args(words)
+        launcher.config_from_args(copy(parsed))
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"torchrun's PET_ variables: {error}; correct that variable.") from error
+    return parsed
+
+
+@contextlib.contextmanager
+def _ends_while_waiting(folder: str) -> Iterator[None]:
+    """Within the block, a signal ends a launcher that waits for other machines, and removes its `folder`.
+
+    torch waits in compiled code, where no handler of Python runs; so a thread hears of the signal.
+    """
+    heard, tells = os.pipe()
+    os.set_blocking(tells, False)
+
+    def listen() -> None:
+        while number := int.from_bytes(os.read(heard, 1)):
+            time.sleep(1)  # where a handler can run, it has ended all by then
+            if number in (signal.SIGINT, signal.SIGTERM) and not any(Path(folder).glob("*/attempt_*")):
+                shutil.rmtree(folder, ignore_errors=True)
+                guard.dismiss()
+                os.environ.pop(LAUNCHER_SPEAKS)
+                say(f"megatron-vlm: stopped by {signal.Signals(number).name}, waiting for other machines.")
+                os._exit(128 + number)
+
+    if machines() > 1:
+        typer.echo(f"waiting for {os.environ['PET_NNODES']} machines at {printable(_where())}", err=True)
+    listener = threading.Thread(target=listen, daemon=True)
+    before = signal.set_wakeup_fd(tells)
+    listener.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(tells, b"\0")
+        listener.join()
+        for end in (heard, tells):
+            os.close(end)
+
+
 def _said(folder: str, count: int) -> dict[int, dict[str, Any]]:
     """The ranks' words of the last attempt: in torchrun's folder, or where that has a link to."""
     attempts = sorted(Path(folder).glob("*/attempt_*"), key=os.path.getctime)
@@ -188,13 +246,15 @@ def _meeting(restarts: int, said: Callable[[], dict[int, dict[str, Any]]]) -> li
     They do not meet again after what would only repeat itself: an error that a rank has named, or a hang; nor
     after a run was asked to end, except by torchrun for a machine that waits to join.
     """
+    if machines() > 1:
+        _where()
+        if restarts and os.environ.get("PET_RDZV_BACKEND") != "c10d":
+            raise ConfigError(
+                "--restarts: machines meet again only where the first, HOST, waits for them; set "
+                "PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT=HOST:PORT on each."
+            )
     if not restarts:
         return ["--standalone"] if machines() == 1 else []
-    if machines() > 1 and os.environ.get("PET_RDZV_BACKEND") != "c10d":
-        raise ConfigError(
-            "--restarts: machines meet again only where the first, HOST, waits for them; set "
-            "PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT=HOST:PORT on each."
-        )
     from torch.distributed.elastic import rendezvous
 
     def handler_of(parameters: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
@@ -222,3 +282,24 @@ def _meeting(restarts: int, said: Callable[[], dict[int, dict[str, Any]]]) -> li
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     here = ["--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"] if machines() == 1 else []
     return ["--rdzv-backend=again", f"--max-restarts={restarts}", *here]
+
+
+def _where() -> str:
+    """Where several machines meet. Raises ConfigError if that, or this machine's number, is not said."""
+    given = os.environ.get
+    backend = given("PET_RDZV_BACKEND", "static")
+    if backend not in ("static", "c10d"):
+        raise ConfigError(
+            f"PET_RDZV_BACKEND: {backend!r} is not supported; give static, the default, or c10d."
+        )
+    first = f"{given('PET_MASTER_ADDR')}:{given('PET_MASTER_PORT', '29500')}"
+    where = given("PET_RDZV_ENDPOINT") or (backend == "static" and given("PET_MASTER_ADDR") and first)
+    if not where:
+        name = "PET_MASTER_ADDR" if backend == "static" else "PET_RDZV_ENDPOINT"
+        raise ConfigError(f"{name} is not set: at it {machines()} machines meet; set it on each.")
+    if backend == "static" and given("PET_NODE_RANK") not in map(str, range(machines())):
+        raise ConfigError(
+            f"PET_NODE_RANK: {given('PET_NODE_RANK')!r} is no machine's number; give each its own, from 0 "
+            f"to {machines() - 1}."
+        )
+    return where

@@ -31,6 +31,10 @@ INTERRUPTED_CODE = 130
 _STOPS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
+class _Signalled(SystemExit):
+    """A signal has asked this process to end."""
+
+
 class LastWords:
     """A context manager around a command: it says what ended the command, and exits with the matching code.
 
@@ -55,7 +59,7 @@ class LastWords:
             _end("interrupt", error.code, f"{self._name}: {error.text}", error)
         code = error.code if isinstance(error, SystemExit) else INTERRUPTED_CODE
         by = _STOPS.get(code - 128) if isinstance(code, int) else None
-        if isinstance(error, KeyboardInterrupt | SystemExit) and by:
+        if isinstance(error, KeyboardInterrupt | _Signalled) and by:
             message = interrupted([watched.record.content] if watched else [], by)
             _end("interrupt", code, message and f"{self._name}: {message}", error)
         if error is None or (isinstance(error, SystemExit) and watched is None):
@@ -91,7 +95,7 @@ def _stop(owner: int, number: int, frame: Any) -> None:
     signal.signal(number, signal.SIG_DFL)
     if os.getpid() != owner:
         os.kill(os.getpid(), number)
-    sys.exit(128 + number)
+    raise _Signalled(128 + number)
 
 
 # ---- how a rank ends -------------------------------------------------------------------------------------
