@@ -117,6 +117,7 @@ def documents_alone(hf: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]
     """Each row of the arguments of Transformers without its padding, and with its own image."""
     rows, length = hf["input_ids"].shape
     axes = {name: 1 if tensor.shape[1:] == (rows, length) else 0 for name, tensor in hf.items()}
+    axes |= {name: -1 for name, tensor in hf.items() if tensor.shape[0] == 1}  # images side by side
     parts = {name: tensor.chunk(rows, axes[name]) for name, tensor in hf.items()}
     lengths = hf["attention_mask"].sum(1).tolist()
     return [

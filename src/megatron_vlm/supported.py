@@ -13,11 +13,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm import hub
+from megatron_vlm import hub, stores
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import odd_fields, printable
 from megatron_vlm.signatures import what_file
+from megatron_vlm.stores.fetched import fetched
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
@@ -28,7 +29,7 @@ PARTS = ("text_config", "vision_config")
 SIZES = ("hidden_size", "num_attention_heads", "patch_size", "image_size", "mm_tokens_per_image")
 MOST_LAYERS = 10_000  # for each, Transformers' configs make an entry of a list
 HELD = {"model_type": str | None, "architectures": list[str] | None, **dict.fromkeys(PARTS, dict | None)}
-FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch from a repository of the hub
+FETCHED = ["*.safetensors", "*.json", "*.jinja", "*.model"]  # files to fetch from the hub or a store
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,13 @@ def any_config(path: str | Path) -> dict[str, Any]:
 
 
 def config_file(path: str | Path) -> Path:
-    """The config.json of a folder; of a hub name, fetched from the hub; or `path` itself."""
+    """The config.json of a folder; of a store or a hub name, fetched from there; or `path` itself."""
     if Path(path).is_file():
         return Path(path)
-    if Path(path).is_dir():
-        refuse_odd(Path(path), links=True)  # Transformers would wait for a pipe
-        file = Path(path) / CONFIG_FILE
+    if stores.is_store(path) or Path(path).is_dir():
+        folder = fetched(path, (CONFIG_FILE, ADAPTER_FILE)) if stores.is_store(path) else Path(path)
+        refuse_odd(folder, links=True)  # Transformers would wait for a pipe
+        file = folder / CONFIG_FILE
         if not file.is_file():
             raise FileNotFoundError(
                 f"checkpoint {printable(path)}: no {CONFIG_FILE} in this folder; give the folder of a "
@@ -155,15 +157,17 @@ def config_file(path: str | Path) -> Path:
 
 
 def resolve(path: str | Path, check: Callable[[str | Path], Any] = read_config) -> Path:
-    """The folder of a checkpoint; a name that is not a folder is fetched from the Hugging Face hub.
+    """The folder of a checkpoint; one in a store, and a name that is not a folder, from the hub, is fetched.
 
-    For a hub name, config.json is checked first: raises as `check` before anything else is fetched.
+    Of those, config.json is checked first: raises as `check` before anything else is fetched.
     """
     if Path(path).is_dir():
         return Path(path)
+    check(path)
+    if stores.is_store(path):
+        return fetched(path, FETCHED)
     from huggingface_hub import snapshot_download
 
-    check(path)
     ignored = "consolidated*"  # Mistral's repositories hold the weights twice
     return Path(_fetched(path, partial(snapshot_download, allow_patterns=FETCHED, ignore_patterns=ignored)))
 

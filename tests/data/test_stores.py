@@ -18,6 +18,7 @@ from store_server import BUCKET, KEY, SECRET, Line, forget, put, store  # noqa: 
 
 from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.checks.data_on_disk import data_problems  # noqa: E402
+from megatron_vlm.checks.model_on_disk import checkpoint_problems  # noqa: E402
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig  # noqa: E402
 from megatron_vlm.data.accounts.bad_sample import BadSample  # noqa: E402
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder  # noqa: E402
@@ -25,6 +26,7 @@ from megatron_vlm.data.media.files import read_media  # noqa: E402
 from megatron_vlm.data.on_disk.plain import on_disk  # noqa: E402
 from megatron_vlm.messages import printable  # noqa: E402
 from megatron_vlm.overrides import apply_overrides  # noqa: E402
+from megatron_vlm.supported import resolve  # noqa: E402
 
 ROWS = 23
 AT = f"s3://{BUCKET}/data"
@@ -143,6 +145,34 @@ def test_a_store_that_fails_is_told_in_a_line_before_a_run(folder, kind, name, m
         assert "AWS_ENDPOINT_URL or MSC_CONFIG cannot be used" in problem_of(kind, f"{AT}/{name}")
     with anew(monkeypatch, AWS_ACCESS_KEY_ID=None, AWS_SECRET_ACCESS_KEY=None):
         assert "the store refuses the keys (NoCredentialsError); see AWS" in problem_of(kind, f"{AT}/{name}")
+
+
+def test_a_checkpoint_may_lie_in_a_store(folder, tiny_gemma3, monkeypatch, tmp_path):
+    """Each version is fetched once; what is no checkpoint is told in a line."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    put(tiny_gemma3, f"{AT}/model")
+    put(folder / "rows", f"{AT}/model/deeper")
+    assert list(checkpoint_problems(f"{AT}/model")) == []
+    there = resolve(f"{AT}/model/")
+    names = {
+        file.name for file in tiny_gemma3.iterdir() if file.suffix in (".json", ".safetensors", ".jinja")
+    }
+    assert {file.name: file.read_bytes() for file in there.iterdir()} == {
+        name: (tiny_gemma3 / name).read_bytes() for name in names
+    }
+    assert resolve(f"{AT}/model") == there
+    with stores.at(f"{AT}/model/config.json") as (client, path):
+        client.write(path, b"{}")
+    assert list(checkpoint_problems(f"{AT}/model")) == [
+        f"model.hf_path: checkpoint {AT}/model: config.json has no model_type; give the folder of a "
+        "Hugging Face checkpoint."
+    ]
+    [said] = checkpoint_problems(f"{AT}/rows")
+    assert said.startswith(f"model.hf_path: checkpoint {AT}/rows: no config.json in this folder; give")
+    with anew(monkeypatch, AWS_ENDPOINT_URL="http://127.0.0.1:1"):
+        [said] = checkpoint_problems(f"{AT}/model")
+        assert "the store does not answer" in said
+    assert not list(tmp_path.glob("*/.*"))
 
 
 def test_refused_keys_are_told(folder, monkeypatch):

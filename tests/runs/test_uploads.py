@@ -42,8 +42,15 @@ def train(folder, tiny_gemma3):
         run_dir: Path, data: str, *settings: str, until: Callable[[], bool] | None = None
     ) -> subprocess.CompletedProcess:
         kind = "hf" if data.endswith(".jsonl") else "energon"
-        paths = [f"--hf_path={tiny_gemma3}", f"--train_data_path={data}", f"--dataset_type={kind}"]
-        words = ["tp=1", f"steps={STEPS}", "micro_batch_size=1", "global_batch_size=2", "train.save_every=10"]
+        paths = [f"--train_data_path={data}", f"--dataset_type={kind}"]
+        words = [
+            f"model.hf_path={tiny_gemma3}",
+            "tp=1",
+            f"steps={STEPS}",
+            "micro_batch_size=1",
+            "global_batch_size=2",
+            "train.save_every=10",
+        ]
         words += ["data.num_workers=1", f"--run_dir={run_dir}", *paths, *settings]
         ended = run_program(COMMAND, "train", "--recipe=gemma3_tiny_digits", *words, until=until)
         assert not leaked(run_dir) and KEY not in (said := ended.stdout + ended.stderr) and SECRET not in said
@@ -52,10 +59,14 @@ def train(folder, tiny_gemma3):
     return train
 
 
-def test_a_run_from_a_store_is_the_run_from_disk_and_its_copy_is_a_run_folder(folder, train, tmp_path):
+def test_a_run_from_a_store_is_the_run_from_disk_and_its_copy_is_a_run_folder(
+    folder, train, tiny_gemma3, tmp_path
+):
     local, there, copy = tmp_path / "local", tmp_path / "there", f"{AT}/runs/first"
     assert train(local, f"{folder}/data/rows/data.jsonl").returncode == 0
-    ended = train(there, f"{AT}/data/rows/data.jsonl", f"train.upload_to={copy}", "train.export_every=20")
+    put(tiny_gemma3, f"{AT}/model")
+    settings = [f"model.hf_path={AT}/model", f"train.upload_to={copy}", "train.export_every=20"]
+    ended = train(there, f"{AT}/data/rows/data.jsonl", *settings)
     assert (ended.returncode, figures(there)) == (0, figures(local))
     kept = [f"checkpoints/step_000000{step}" for step in (30, 40)]
     kept += [f"exports/step_000000{step}" for step in (20, 40)]

@@ -96,11 +96,17 @@ def checkpoint_problems(
         yield from description_problems(path)
 
 
-def folder_problems(setting: str, given: str, refuse: Callable[[Path], Any]) -> Iterator[str]:
-    """Messages about a folder, or a hub name in the cache, that is no checkpoint for a setting.
-    `refuse` raises ConfigError if its config.json does not fit."""
+def folder_problems(setting: str, given: str, refuse: Callable[[str | Path], Any]) -> Iterator[str]:
+    """Messages about a folder, on disk or in a store, or a hub name in the cache, that is no checkpoint for a
+    setting. `refuse` raises ConfigError if its config.json does not fit."""
     path = Path(given).expanduser()
     shown = f"{setting}: {printable(given)}"
+    if stores.is_store(given):
+        try:
+            refuse(given)
+        except (ConfigError, OSError) as error:
+            yield f"{setting}: {error}"
+        return
     if not path.exists():
         if not is_hub_name(given):
             yield f"{shown} does not exist; give a checkpoint folder or a Hugging Face hub name."
