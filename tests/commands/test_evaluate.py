@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +209,23 @@ def test_a_killed_evaluation_goes_on_and_another_is_refused(asked, evaluated, tm
     assert answers(output) == answers(tmp_path / "whole")
     assert answers(output) != answers(evaluated[0])
     assert "cer" in json.loads((output / "scores.json").read_text())["scores"]
+
+
+@pytest.mark.parametrize(
+    ("by", "ranks"), [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 2, marks=pytest.mark.long)]
+)
+def test_a_stopped_evaluation_says_what_goes_on(asked, by, ranks, tmp_path):
+    file = tmp_path / "out/answers.jsonl"
+    flags = ["--batch-size", 1, *(["--nproc", ranks] if ranks > 1 else [])]
+    stopped = evaluate(asked, tmp_path / "out", *flags, until=file.exists, by=by)
+    assert stopped.returncode == 128 + by, stopped.stderr
+    who = "Ctrl-C" if by == signal.SIGINT else "SIGTERM"
+    assert re.fullmatch(
+        rf"megatron-vlm: stopped by {who} while answering question \d of {len(rows())}; start again: "
+        r"the same command keeps the answers that are in its output folder, and goes on\.",
+        stopped.stderr.splitlines()[-1],
+    )
+    assert "Traceback" not in stopped.stderr
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.failures import LastWords
-from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, START_AGAIN, interrupted, last_words, say
+from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, again, interrupted, last_words, say
 from megatron_vlm.job.stops import AGAIN_AFTER, WARNINGS
 from megatron_vlm.messages import PrintableRecord, printable_lines
 
@@ -139,7 +139,8 @@ def torchrun(
             code, message = last_words(said(), codes)
         except (RendezvousError, DistError):
             where = os.environ.get("PET_RDZV_ENDPOINT") or os.environ.get("PET_MASTER_ADDR")
-            lost = f"{where}, where the machines meet, is lost or unreachable.\n{START_AGAIN.capitalize()}."
+            lost = f"{where}, where the machines meet, is lost or unreachable.\n"
+            lost += f"{again(said().values()).capitalize()}."
             code, message = last_words(said(), {}, f"megatron-vlm: {lost}")
         else:
             return 0
