@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -226,6 +227,26 @@ def test_a_stopped_evaluation_says_what_goes_on(asked, by, ranks, tmp_path):
         stopped.stderr.splitlines()[-1],
     )
     assert "Traceback" not in stopped.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("settings.json", lambda text: text[:1], "settings.json is not what an evaluation wrote; remove"),
+        ("settings.json", lambda text: f"[{text}]", "settings.json is not what an evaluation wrote; remove"),
+        ("answers.jsonl", lambda text: f"5\n{text}", "answers.jsonl: line 1 is not what an evaluation wrote"),
+        (
+            "answers.jsonl",
+            lambda text: text * 2,
+            f"answers.jsonl: {2 * len(rows())} lines for {len(rows())} q",
+        ),
+    ],
+)
+def test_a_file_that_was_changed_is_named(asked, evaluated, name, change, said, tmp_path):
+    shutil.copytree(evaluated[0], tmp_path / "out")
+    (tmp_path / "out" / name).write_text(change((evaluated[0] / name).read_text()))
+    refused = evaluate(asked, tmp_path / "out")
+    assert refused.returncode == 2 and said in refused.stderr, refused.stderr
 
 
 @pytest.fixture(scope="module")
