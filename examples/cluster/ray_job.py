@@ -1,8 +1,11 @@
 """One command on several machines of a Ray cluster; its exit code is the command's. See docs/clusters.md.
 
-ray job submit -- python examples/cluster/ray_job.py 2 train --nproc 8 --config /shared/run.yaml
+ray job submit --working-dir examples/cluster -- python ray_job.py 2 train --nproc 8 --config /shared/run.yaml
+
+Every machine has the package installed and sees /shared; paths in run.yaml are whole ones, as /shared/data.
 """
 
+import argparse
 import os
 import socket
 import subprocess
@@ -29,9 +32,9 @@ def launch(words: list[str], environment: dict[str, str]) -> int:
     return subprocess.run(command, env={**os.environ, **environment}).returncode
 
 
-def main(machines: int, words: list[str]) -> int:
+def main(machines: int, processes: int, words: list[str]) -> int:
     ray.init()
-    gpus = int(words[words.index("--nproc") + 1]) if "GPU" in ray.cluster_resources() else 0
+    gpus = processes if "GPU" in ray.cluster_resources() else 0
     group = placement_group([{"CPU": 1, "GPU": gpus}] * machines, strategy="STRICT_SPREAD")
     options = [
         {"num_gpus": gpus, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle)}
@@ -45,5 +48,17 @@ def main(machines: int, words: list[str]) -> int:
     return max(ray.get(launched))
 
 
+def number(text: str) -> int:
+    if (found := int(text)) < 1:
+        raise ValueError
+    return found
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    usage = "ray_job.py MACHINES COMMAND --nproc PROCESSES_OF_EACH [...]"
+    parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
+    parser.add_argument("machines", type=number)
+    parser.add_argument("command")
+    parser.add_argument("--nproc", type=number, required=True)
+    given, others = parser.parse_known_args()
+    sys.exit(main(given.machines, given.nproc, [given.command, f"--nproc={given.nproc}", *others]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +210,43 @@ def test_a_killed_evaluation_goes_on_and_another_is_refused(asked, evaluated, tm
     assert answers(output) == answers(tmp_path / "whole")
     assert answers(output) != answers(evaluated[0])
     assert "cer" in json.loads((output / "scores.json").read_text())["scores"]
+
+
+@pytest.mark.parametrize(
+    ("by", "ranks"), [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 2, marks=pytest.mark.long)]
+)
+def test_a_stopped_evaluation_says_what_goes_on(asked, by, ranks, tmp_path):
+    file = tmp_path / "out/answers.jsonl"
+    flags = ["--batch-size", 1, *(["--nproc", ranks] if ranks > 1 else [])]
+    stopped = evaluate(asked, tmp_path / "out", *flags, until=file.exists, by=by)
+    assert stopped.returncode == 128 + by, stopped.stderr
+    who = "Ctrl-C" if by == signal.SIGINT else "SIGTERM"
+    assert re.fullmatch(
+        rf"megatron-vlm: stopped by {who} while answering question \d of {len(rows())}; start again: "
+        r"the same command keeps the answers that are in its output folder, and goes on\.",
+        stopped.stderr.splitlines()[-1],
+    )
+    assert "Traceback" not in stopped.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("settings.json", lambda text: text[:1], "settings.json is not what an evaluation wrote; remove"),
+        ("settings.json", lambda text: f"[{text}]", "settings.json is not what an evaluation wrote; remove"),
+        ("answers.jsonl", lambda text: f"5\n{text}", "answers.jsonl: line 1 is not what an evaluation wrote"),
+        (
+            "answers.jsonl",
+            lambda text: text * 2,
+            f"answers.jsonl: {2 * len(rows())} lines for {len(rows())} q",
+        ),
+    ],
+)
+def test_a_file_that_was_changed_is_named(asked, evaluated, name, change, said, tmp_path):
+    shutil.copytree(evaluated[0], tmp_path / "out")
+    (tmp_path / "out" / name).write_text(change((evaluated[0] / name).read_text()))
+    refused = evaluate(asked, tmp_path / "out")
+    assert refused.returncode == 2 and said in refused.stderr, refused.stderr
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,11 @@ def run_program(
     timeout: float = 300,
     cwd: Path | str = ".",
     until: Callable[[], bool] | None = None,
+    by: int = signal.SIGKILL,
     **environment: str,
 ) -> subprocess.CompletedProcess:
     """`python PATH ARGUMENTS...` in the folder `cwd`, with these changes to the environment. As soon as
-    `until` is true, it is killed with all its children."""
+    `until` is true, it gets the signal `by`, with all its children."""
     words = [str(path), *map(str, arguments)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
@@ -52,7 +53,8 @@ def run_program(
         while until and process.is_alive() and time.monotonic() < ends:
             if until():
                 with suppress(ProcessLookupError):  # it may just have ended
-                    os.killpg(process.pid, signal.SIGKILL)
+                    os.killpg(process.pid, by)
+                break
             process.join(0.005)
         process.join(max(0.0, ends - time.monotonic()))
         in_time = process.exitcode is not None

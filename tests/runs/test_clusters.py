@@ -126,12 +126,23 @@ def test_a_ray_job_runs_the_command_on_each_node(whole, tiny_gemma3, dataset, tm
     try:
         cluster.add_node(num_cpus=1)
         given = words(tmp_path / "run", tiny_gemma3, dataset)
-        job = run_anew(CLUSTER / "ray_job.py", 2, *given, "--nproc", 1, RAY_ADDRESS=cluster.address)
+        job = run_anew(CLUSTER / "ray_job.py", 2, *given, "--nproc=1", RAY_ADDRESS=cluster.address)
     finally:
         cluster.shutdown()
         os.sched_setaffinity(0, cores)
     assert job.returncode == 0, job.stdout + job.stderr
     assert figures(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize(
+    "given", ["", "2 train", "2 train --nproc", "x train --nproc 8", "2 --nproc=0 train"]
+)
+def test_a_ray_job_without_its_numbers_says_how_it_is_used(given):
+    pytest.importorskip("ray")
+    refused = ask(sys.executable, str(CLUSTER / "ray_job.py"), *given.split())
+    usage, error = refused.stderr.splitlines()
+    assert refused.returncode == 2 and usage.startswith("usage: ray_job.py MACHINES COMMAND --nproc ")
+    assert error.startswith("ray_job.py: error: ")
 
 
 def test_the_files_are_what_kubernetes_takes():
@@ -146,6 +157,9 @@ def test_the_file_is_what_skypilot_takes():
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
     jsonschema.validate(task, schemas.get_task_schema())
     jsonschema.validate(task["resources"], schemas.get_resources_schema())
+    volume = yaml.safe_load((CLUSTER / "skypilot_volume.yaml").read_text())
+    jsonschema.validate(volume, schemas.get_volume_schema())
+    assert task["volumes"] == {"/shared": volume["name"]}
 
 
 @pytest.mark.long

@@ -71,7 +71,7 @@ LONG_CASES = [
         "full",
         1,
         2,
-        r"saving step 3 in .*: No space left on device; make room on that disk and start again; .*",
+        r"saving step 3 in .*: No space left on device; make room on that disk and start again: a run ",
     ),
     (
         "hang",

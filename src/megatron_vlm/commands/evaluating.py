@@ -57,8 +57,14 @@ def evaluate_model(
             if first:
                 files.append(output, records)
             bar.update(len(records))
+    watchdog.beat("scoring the answers")
     if first:
         records = files.read_answers(output)
+        if len(records) > len(questions):
+            raise ConfigError(
+                f"{printable(output)}/answers.jsonl: {len(records)} lines for {len(questions)} questions are "
+                "not what an evaluation wrote; remove the folder, or give another one."
+            )
         result = scored(records, metrics, questions.boxes, how.seed)
         write_whole(output / "scores.json", scores_text(result, records))
         page = _page(config, questions, source, records, result, shown)

@@ -26,7 +26,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.job import guard, ranks
 from megatron_vlm.job.failures import LastWords
-from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, START_AGAIN, interrupted, last_words, say
+from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, again, interrupted, last_words, say
 from megatron_vlm.job.stops import AGAIN_AFTER, WARNINGS
 from megatron_vlm.messages import PrintableRecord, printable, printable_lines
 
@@ -148,7 +148,7 @@ def torchrun(
         except (RendezvousError, DistError):
             where = _where() if machines() > 1 else "a port of this machine"
             lost = f"megatron-vlm: {where}, where ranks meet, is lost, unreachable or taken."
-            code, message = last_words(said(), {}, f"{lost}\n{START_AGAIN.capitalize()}.")
+            code, message = last_words(said(), {}, f"{lost}\n{again(said().values()).capitalize()}.")
         else:
             return 0
         finally:

@@ -7,12 +7,12 @@ from megatron_vlm import stores
 from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import cook_chatml_sample, place_media
-from megatron_vlm.data.generation_prompt import encode_prompt, reply_text, stop_tokens
+from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import beside, write_whole
-from megatron_vlm.generation.generate import generate
+from megatron_vlm.generation.generate import generate, reply_text
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.adapters.model import merge
 from megatron_vlm.models.hf import Source, open_source

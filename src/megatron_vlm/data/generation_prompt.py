@@ -1,7 +1,7 @@
 """A conversation that ends with the user's turn, as the model sees it before it answers; special tokens."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,6 @@ def processor_outputs(
         return_tensors="pt",
         add_special_tokens=not (bos and text.startswith(bos)),
     )
-
-
-def reply_text(processor: ProcessorMixin, ids: Sequence[int], spoken: Sequence[str] = ()) -> str:
-    """A reply as text, without special tokens except those that are `spoken`: the tags around boxes."""
-    tokenizer = processor.tokenizer
-    added = tokenizer.added_tokens_decoder
-    silent = {token for token, of in added.items() if of.special and of.content not in spoken}
-    return tokenizer.decode([token for token in ids if token not in silent]).strip()
 
 
 @reading("folder")

@@ -12,12 +12,12 @@ from torch import distributed as dist
 
 from megatron_vlm.data.conversation.turns import between_thinking
 from megatron_vlm.data.encode.questions import Question
-from megatron_vlm.data.generation_prompt import reply_text, stop_tokens
+from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.load.limits import close_loader
 from megatron_vlm.data.load.rows import loader_of
 from megatron_vlm.evaluation.questions import Problem, Questions
-from megatron_vlm.generation.generate import generate
+from megatron_vlm.generation.generate import generate, reply_text
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup

@@ -47,7 +47,7 @@ def begin(folder: str | Path, settings: Mapping[str, Any]) -> int:
     file = folder / "answers.jsonl"
     settings = json.loads(json.dumps(settings))
     if kept.exists():
-        theirs = json.loads(read_text(kept))
+        theirs = _object_of(read_text(kept), folder, "settings.json")
         different = [name for name in {**theirs, **settings} if theirs.get(name) != settings.get(name)]
         if different:
             raise ConfigError(
@@ -73,14 +73,18 @@ def append(folder: str | Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 def read_answers(folder: str | Path) -> list[dict[str, Any]]:
     """All records, in order. Raises ConfigError that names a line that is none."""
-    records = []
     lines = read_file(Path(folder, "answers.jsonl"), MOST_BYTES).splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ConfigError(
-                f"{printable(folder)}/answers.jsonl: line {number} is not what an evaluation wrote; remove "
-                "the folder, or give another one."
-            ) from error
-    return records
+    return [_object_of(line, folder, f"answers.jsonl: line {n}", "key") for n, line in enumerate(lines, 1)]
+
+
+def _object_of(text: str | bytes, folder: str | Path, place: str, *keys: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= {*keys}:
+        raise ConfigError(
+            f"{printable(folder)}/{place} is not what an evaluation wrote; remove the folder, or give "
+            "another one."
+        )
+    return found

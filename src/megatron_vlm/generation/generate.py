@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch import distributed as dist
+from transformers import ProcessorMixin
 
 from megatron_vlm.batch import Prompt
 from megatron_vlm.generation.cache import bytes_per_row
@@ -84,7 +85,7 @@ def generate(
     prompt and answer, 2 * layers * key/value heads / tp * head width * bytes of a number. Layers with a
     sliding window keep no more tokens than that. The memory is given back at the end.
     """
-    _check(max_new_tokens, temperature, top_p, answers)
+    check_settings(max_new_tokens, temperature, top_p, answers)
     if not prompts:
         return []
     sampling = Sampling(temperature, top_p, seed)
@@ -106,7 +107,24 @@ def generate(
     ]
 
 
-def _check(max_new_tokens: int, temperature: float, top_p: float, answers: int) -> None:
+def reply_text(
+    processor: ProcessorMixin, ids: Sequence[int], spoken: Sequence[str] = (), until: Sequence[str] = ()
+) -> str:
+    """A reply as text, without special tokens except those that are `spoken`: the tags around boxes.
+
+    It ends before the first of the texts `until`, and has no white space around it.
+    """
+    tokenizer = processor.tokenizer
+    added = tokenizer.added_tokens_decoder
+    silent = {token for token, of in added.items() if of.special and of.content not in spoken}
+    text = tokenizer.decode([token for token in ids if token not in silent])
+    for end in until:
+        text = text.partition(end)[0]
+    return text.strip()
+
+
+def check_settings(max_new_tokens: int, temperature: float, top_p: float, answers: int = 1) -> None:
+    """Raises ValueError for settings that `generate` does not take."""
     words = f"a whole number from 1 to {MOST_NEW_TOKENS}"
     check_number(
         "generate: max_new_tokens", max_new_tokens, lambda n: 1 <= index(n) <= MOST_NEW_TOKENS, words

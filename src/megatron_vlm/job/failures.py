@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from megatron_vlm.files import NotAFile, open_to_write, write_whole
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.ranks import START_AGAIN, interrupted, say
+from megatron_vlm.job.ranks import again, interrupted, say
 from megatron_vlm.job.reasons import BUG_CODE, explain, is_anothers_end, is_for_users, without_traceback
 from megatron_vlm.job.stops import Stopped
 
@@ -142,7 +142,7 @@ def _end_after_others(name: str, error: BaseException) -> NoReturn:
         place = "" if gone else f" on {one['host']}"
         who = f"rank {one['rank']} (pid {one['pid']}{place}) ended without a word while {one['doing']}"
     said = without_traceback(str(error)).splitlines()[0]
-    text = f"{who}; rank {ranks.rank()} lost it: {said}\n{START_AGAIN.capitalize()}."
+    text = f"{who}; rank {ranks.rank()} lost it: {said}\n{again([record.content]).capitalize()}."
     _end("lost", BUG_CODE, f"{name}: {text}", error)
 
 

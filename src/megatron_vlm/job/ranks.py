@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ LAUNCHER_SPEAKS = "MEGATRON_VLM_LAUNCHER_SPEAKS"  # the process of --nproc, set 
 LOST_CODE = 1  # the exit code when a rank or a machine is lost, and nobody says why
 HANG_CODE = 3  # the exit code when no rank makes progress
 STACKS = "errors/ of the run folder"
-START_AGAIN = "start again: a run goes on from its last checkpoint, if it has saved one"
+AGAIN = "start again"  # the remedy of a command that begins anew
+RUN_GOES_ON = f"{AGAIN}: a run goes on from its last checkpoint, if it has saved one"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 _WHY = dict.fromkeys(
     _FROM_OUTSIDE,
@@ -79,7 +81,7 @@ def shared_folder(run_dir: str | Path | None = None) -> Path | None:
 class RankFile:
     """This rank's file; without a folder, it is in memory, which processes forked from this one share."""
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path | None, again: str = AGAIN):
         self.folder = folder
         self.content: dict[str, Any] = {
             "rank": rank(),
@@ -90,6 +92,7 @@ class RankFile:
             "beats": 0,
             "looked": time.time(),  # when the watchdog last did
             "heeds": False,  # whether SIGTERM asks it to save and end, see `stops`
+            "again": again,  # what to do if it did not end by itself
             "beside": [],  # process groups that its guard ends after it
             "hang": None,
             "lost": False,  # whether it has lost another rank, and waits for that one's reason
@@ -214,6 +217,11 @@ def last_words(
     return code, message
 
 
+def again(contents: Iterable[dict[str, Any] | None]) -> str:
+    """The remedy of the command whose ranks these are, after it did not end by itself."""
+    return next((content["again"] for content in contents if content), AGAIN)
+
+
 def _reason(who: str, content: dict[str, Any] | None, code: int) -> tuple[int, float, int, str] | None:
     """(place in _BEST_FIRST, time, exit code of the job, message) for a rank; None if it says nothing."""
     ended = content["ended"] if content else None
@@ -230,20 +238,22 @@ def _reason(who: str, content: dict[str, Any] | None, code: int) -> tuple[int, f
     return _BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {said}"
 
 
-def by_signal(who: str, number: int | None, content: dict[str, Any] | None, place: str = STACKS) -> str:
+def by_signal(
+    who: str, number: int | None, content: dict[str, Any] | None, place: str = STACKS, remedy: str = ""
+) -> str:
     """The last words of a process that a signal has ended; None: nobody knows which signal."""
     signalled = f"was ended by signal {number} ({signal.Signals(number).name})" if number else "is no more"
     doing = f" while {content['doing']}" if content else ""
     stacks = f"; its stacks are in {place}" if number not in (None, *_FROM_OUTSIDE) else ""
     why = _WHY.get(number or signal.SIGKILL, "it crashed in compiled code")
-    return f"{who} {signalled}{doing}: {why}{stacks}.\n{START_AGAIN.capitalize()}."
+    return f"{who} {signalled}{doing}: {why}{stacks}.\n{(remedy or again([content])).capitalize()}."
 
 
 def held(content: dict[str, Any], seconds: float) -> str:
     """The last words of a process that its guard ends, as its interpreter could not run for too long."""
     who = f"rank {content['rank']}" if world_size() > 1 else f"process {content['pid']}"
     where = f"{who} let no other code run for {seconds:g} s while {content['doing']}"
-    return f"{where}; its stacks are in {STACKS}.\n{START_AGAIN.capitalize()}."
+    return f"{where}; its stacks are in {STACKS}.\n{again([content]).capitalize()}."
 
 
 def interrupted(contents: list[dict[str, Any]], by: str) -> str:
@@ -251,7 +261,8 @@ def interrupted(contents: list[dict[str, Any]], by: str) -> str:
     if not contents:
         return "" if by == "Ctrl-C" else f"stopped by {by}."
     step = max(content["step"] for content in contents)
-    return f"stopped by {by} after step {step}; {START_AGAIN}."
+    when = f"after step {step}" if step else f"while {contents[0]['doing']}"
+    return f"stopped by {by} {when}; {again(contents)}."
 
 
 def hung(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path) -> str:
@@ -265,7 +276,7 @@ def hung(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path)
         texts.append(f"rank {number} (pid {content['pid']}) {worst} while {content['doing']}{where}")
     who = listed(texts, 3, "; ")
     may_be_slow = worst in _WORST_FIRST[3:]
-    remedy = "raise train.hang_seconds if it only needs longer" if may_be_slow else START_AGAIN
+    remedy = "raise train.hang_seconds if it only needs longer" if may_be_slow else again(contents.values())
     return (
         f"megatron-vlm: no rank came further for {hang_seconds:g} s: {who}.\n"
         f"The stacks of all ranks and workers are in {errors}; {remedy}."

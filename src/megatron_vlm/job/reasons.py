@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.ranks import STACKS, START_AGAIN, by_signal
+from megatron_vlm.job.ranks import AGAIN, STACKS, by_signal
 from megatron_vlm.messages import printable
 
 USERS_CODE, BUG_CODE = 2, 1
@@ -23,8 +23,8 @@ _OTHERS_END = re.compile(
     re.IGNORECASE,
 )
 _MEMORY_REMEDY = (
-    "Lower train.micro_batch_size, data.seq_length, data.max_pixels or a policy's max_tokens, or set "
-    "model.recompute=full."
+    "Lower train.micro_batch_size, data.seq_length, data.max_pixels, a policy's max_tokens or evaluate's "
+    "--batch-size, or set model.recompute=full."
 )
 _REMEDIES = {
     errno.ENOSPC: "make room on that disk and start again",
@@ -49,7 +49,7 @@ def explain(error: BaseException, file: Path) -> tuple[int, str]:
     text, what = without_traceback(str(error)), _what_was_read(error)
     # from the surest sign of what it is to the weakest: only what nothing here explains is a bug
     if is_worker_death(error):
-        return USERS_CODE, text if _raised_by_us(error) else f"{text}\n{START_AGAIN.capitalize()}."
+        return USERS_CODE, text if _raised_by_us(error) else f"{text}\n{watchdog.again().capitalize()}."
     if isinstance(error, OSError) and error.errno is not None:
         return USERS_CODE, _os_error(error)
     if "EADDRINUSE" in text:
@@ -117,7 +117,7 @@ def worker_death(workers: Iterable[BaseProcess]) -> str:
     which = f" (pid {died.pid})" if died else ""
     number = -died.exitcode if died and died.exitcode < 0 else None
     stacks = STACKS if watchdog.watch() else "the lines above"
-    return by_signal(f"data: a DataLoader worker{which}", number, None, stacks)
+    return by_signal(f"data: a DataLoader worker{which}", number, None, stacks, watchdog.again())
 
 
 def without_traceback(text: str) -> str:
@@ -141,9 +141,8 @@ def named(error: BaseException) -> str:
 def _os_error(error: OSError) -> str:
     watched = watchdog.watch()
     names = [printable(name) for name in (error.filename, error.filename2) if name is not None]
-    remedy = _REMEDIES.get(error.errno, "look at that path, then start again")
-    if watched and remedy.endswith("make room on that disk and start again"):
-        remedy += "; the last complete checkpoint stays as it was"
+    remedy = _REMEDIES.get(error.errno, "").replace(AGAIN, watchdog.again())
+    remedy = remedy or f"look at that path, then {AGAIN}"
     where = ": " + (" → ".join(names) or raised_in(error)) if names or not watched else ""
     return f"{error.strerror}{where}; {remedy}."
 

@@ -43,17 +43,20 @@ _watch: Watch | None = None
 
 
 @contextlib.contextmanager
-def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -> Iterator[None]:
+def watching(
+    run_dir: str | Path, hang_seconds: float, errors: str = "errors", again: str = ranks.RUN_GOES_ON
+) -> Iterator[None]:
     """Watches this rank for the time of a command, from before anything heavy is imported. After an error the
     watch stays on, so that `failures` can say where.
 
-    The files of errors lie in the run's folder, or in a new one if that may only be read, as for an export.
+    `again` is the remedy, said last, where no error of the command's own ends it. The files of errors lie in
+    the run's folder, or in a new one if that may only be read, as for an export.
     """
     global _watch
     folder = Path(run_dir)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
-    _watch = Watch(folder / errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir)))
+    _watch = Watch(folder / errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir), again))
     yield
     _watch.finish()
     _watch = None
@@ -70,6 +73,11 @@ def claim_files() -> None:
 def watch() -> Watch | None:
     """The watch of this process; None if nothing is watched."""
     return _watch
+
+
+def again() -> str:
+    """The remedy of this process's command, as `watching` was told."""
+    return ranks.again([_watch.record.content] if _watch else [])
 
 
 def beat(doing: str | None = None, *, step: int | None = None, files: bool = False) -> None:
@@ -219,7 +227,7 @@ class Watch:
 
     def _end_without(self, host: str) -> NoReturn:
         said = f"megatron-vlm: no rank on {host} was heard of for {SILENCE} s: it, or the way to it, is lost"
-        self.record.end("lost", f"{said}.\n{ranks.START_AGAIN.capitalize()}.", code=LOST_CODE)
+        self.record.end("lost", f"{said}.\n{again().capitalize()}.", code=LOST_CODE)
         if self.record.claim():
             say(self.record.content["ended"]["message"])
         end_now(LOST_CODE)
