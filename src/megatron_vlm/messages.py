@@ -23,15 +23,20 @@ def printable(text: object, longest: int = LONGEST) -> str:
     More than `longest` characters are cut in the middle, as both ends of a path are useful. Keys in an
     address (`s3://key:secret@bucket`) are left out.
     """
-    text = re.sub(r"://[^/\s@]*@", "://…@", str(text))
-    shown = "".join(_shown(character) for character in _cut(text, longest))
+    shown = "".join(_shown(character) for character in _cut(_addresses(text), longest))
     return _cut(shown, 3 * longest)  # an escape takes up to ten characters
 
 
 def printable_lines(text: object) -> str:
     """A whole text that no terminal obeys: as by `printable`, but nothing is cut, and newlines, tabs, all
     spaces and what joins characters of scripts and emojis are kept."""
-    return "".join(c if _is_of_text(c) else _shown(c) for c in str(text))
+    return "".join(c if _is_of_text(c) else _shown(c) for c in _addresses(text))
+
+
+def _addresses(text: object) -> str:
+    """The text with its addresses as users write them: without keys, and buckets not by Energon's name."""
+    text = str(text).replace("msc://_s3-", "s3://")
+    return re.sub(r"(?i)((?:s3|msc):/+)[^/\s:@]*:\S*@|(://)[^/\s@]*@", r"\1\2…@", text)
 
 
 class PrintableRecord(logging.LogRecord):

@@ -141,7 +141,7 @@ def checked(name: str, value: Any) -> Any:
     """The value of a setting in the setting's type. Raises ConfigError if it has another or breaks a rule."""
     if "${" in str(value):  # other programs would fill it in
         raise ConfigError(f"{name}: {value!r}: ${{…}} is not filled in; write the value out.")
-    if re.search(r"(s3|msc)://[^/\s]*@", str(value)):
+    if re.search(r"(?i)(s3|msc):/+[^/\s,]*[:@]", str(value)):
         raise ConfigError(
             f"{name}: an address with keys, which files of the run would show; give them by {KEYS}."
         )

@@ -44,7 +44,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     """
     setup.init_distributed(config.parallel, config.train.seed, config.train.deterministic)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
-    fetch(config)
+    mark = fetch(config)
     saved = checkpoint.saved(config.run_dir)
     asked_for = config
     config = setup.on_first_rank(begun, asked_for)  # a resumed run keeps the adapter that it began with
@@ -65,7 +65,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
         log.message(message)
     writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
     evaluations = Evaluations(config, source, model, step_loss, best)
-    exports = Exports(config, source, model, log)
+    exports = Exports(config, source, model, log, mark)
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, evaluations, log, writer)
     profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
     with closing(writer, exports, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:

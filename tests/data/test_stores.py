@@ -18,13 +18,16 @@ from store_server import BUCKET, KEY, SECRET, Line, forget, put, store  # noqa: 
 
 from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.checks.data_on_disk import data_problems  # noqa: E402
-from megatron_vlm.checks.model_on_disk import checkpoint_problems  # noqa: E402
+from megatron_vlm.checks.model_on_disk import checkpoint_problems, upload_problems  # noqa: E402
+from megatron_vlm.commands.arguments import refuse_existing_output  # noqa: E402
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig  # noqa: E402
 from megatron_vlm.data.accounts.bad_sample import BadSample  # noqa: E402
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder  # noqa: E402
+from megatron_vlm.data.load.energon import EnergonProvider  # noqa: E402
+from megatron_vlm.data.load.energon_safety import check_dataset  # noqa: E402
 from megatron_vlm.data.media.files import read_media  # noqa: E402
 from megatron_vlm.data.on_disk.plain import on_disk  # noqa: E402
-from megatron_vlm.messages import printable  # noqa: E402
+from megatron_vlm.messages import printable, printable_lines  # noqa: E402
 from megatron_vlm.overrides import apply_overrides  # noqa: E402
 from megatron_vlm.supported import resolve  # noqa: E402
 
@@ -109,12 +112,24 @@ def test_prepare_reads_rows_and_images_of_a_store(folder, tmp_path):
         ("/etc/passwd", "leads out of"),
         (f"s3://{BUCKET}/other/a.jpg", "an address"),
         ("images/a.lmdb::key", "is not in the store"),
+        ("images", "is not in the store"),
+        ("new\nline.jpg", "is not in the store"),
+        ("no 100%.jpg", "is not in the store"),
+        ("\ud800.jpg", "surrogates"),
+        ("zero\0.jpg", "is no name of a file"),
+        ("é" * 600, "is no name of a file"),
     ],
 )
 def test_a_medium_that_is_not_there_is_counted_as_missing(folder, name, said):
     with pytest.raises(BadSample, match=said) as bad:
         read_media(name, f"{AT}/rows")
     assert bad.value.reason == "missing_media"
+
+
+@pytest.mark.parametrize("name", ["..name.jpg", "...", "100%.jpg", "%2e%41.jpg", "a b+c.jpg", "ü/日本?#.jpg"])
+def test_a_medium_may_have_any_name(folder, name):
+    stores.write(f"{AT}/rows/{name}", name.encode())
+    assert read_media(name, f"{AT}/rows") == name.encode()
 
 
 def test_a_medium_may_be_named_by_its_whole_address(folder):
@@ -175,6 +190,27 @@ def test_a_checkpoint_may_lie_in_a_store(folder, tiny_gemma3, monkeypatch, tmp_p
     assert not list(tmp_path.glob("*/.*"))
 
 
+@pytest.mark.parametrize("kind", ["hf", "energon"])
+@pytest.mark.parametrize("address", ["s3:///x.jsonl", f"S3://{BUCKET}/data", f"s3:/{BUCKET}/data", "s3://"])
+def test_what_is_no_address_is_told_in_a_line(address, kind):
+    said = "is no address; give s3://BUCKET/PATH or msc://PROFILE/PATH."
+    assert problem_of(kind, address).startswith("data.train_data_path: ")
+    assert problem_of(kind, address).endswith(said)
+    assert list(upload_problems(address)) == [f"train.upload_to: {address} {said}"]
+    with pytest.raises(stores.StoreError, match="is no address"):
+        refuse_existing_output(address)
+
+
+def test_an_address_is_shown_as_it_was_written(folder, encoder):
+    """Energon has another name for a bucket, which is in its own errors."""
+    data = DataConfig(train_data_path=f"{AT}/energon", num_workers=0)
+    assert EnergonProvider(data).valid_samples(encoder).name == f"data: the 'val' split of {AT}/energon"
+    with pytest.raises(ValueError) as error:
+        check_dataset(f"{AT}/none")
+    assert f"data: {AT}/none is not a prepared" in printable(error.value)
+    assert "data: s3://b/none is" in printable_lines("data: msc://_s3-b/none is")
+
+
 def test_refused_keys_are_told(folder, monkeypatch):
     """moto checks keys from a number of requests on; those of the test are of no user."""
     with store(INITIAL_NO_AUTH_ACTION_COUNT="1"):
@@ -211,7 +247,7 @@ def test_no_sample_is_lost_while_a_store_is_away(folder, encoder, name, workers,
         there = open_loader(kind, f"{AT}/{name}", encoder, **options)
         line.cut()
         monkeypatch.setattr(stores.patiently, "__defaults__", (1.0,))
-        said = "the store does not answer .EndpointConnectionError.; see AWS_ENDPOINT_URL"
+        said = r"the store does not answer \(\w*(Connection|Timeout)\w*\); see AWS_ENDPOINT_URL"
         with pytest.raises((RuntimeError, stores.NoAnswer), match=said):
             take(there, 12)
     local.close()
@@ -219,9 +255,12 @@ def test_no_sample_is_lost_while_a_store_is_away(folder, encoder, name, workers,
 
 def test_keys_in_an_address_are_refused_and_never_shown():
     address = f"s3://{KEY}:{SECRET}@bucket/data.jsonl"
+    others = [f"S3:/{KEY}:a/{SECRET}@bucket/x", f"msc://{KEY}:a/{SECRET}@bucket/x"]
     for setting in ("data.train_data_path", "data.media_dir", "train.upload_to", "model.hf_path"):
-        for value in (address, f"[{address}]"):
+        for value in (address, f"[{address}]", *others):
             with pytest.raises(ConfigError, match="an address with keys") as error:
                 apply_overrides(RunConfig(), [f"{setting}={value}"])
             assert KEY not in str(error.value) and SECRET not in str(error.value)
     assert printable(address) == "s3://…@bucket/data.jsonl"
+    assert [printable(other) for other in others] == ["S3:/…@bucket/x", "msc://…@bucket/x"]
+    assert printable("s3://bucket/a:b@c/x") == "s3://bucket/a:b@c/x"

@@ -24,7 +24,7 @@ def commands_of(folder: Path, text: str, first_step: int = 9) -> Exports:
     (folder / "command.sh").write_text(text)
     train = TrainConfig(on_export=f"sh {folder}/command.sh")
     config = RunConfig(run_dir=str(folder), train=train, logging=LoggingConfig(tensorboard=False))
-    return Exports(config, None, [], RunLogger(folder, config, 10, first_step))
+    return Exports(config, None, [], RunLogger(folder, config, 10, first_step), b"")
 
 
 def export(commands: Exports, step: int) -> None:

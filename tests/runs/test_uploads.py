@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from logged_figures import figures
@@ -20,6 +23,7 @@ from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.config import ConfigError, RunConfig  # noqa: E402
 from megatron_vlm.report.history import read_history  # noqa: E402
 from megatron_vlm.run_folder import uploads  # noqa: E402
+from megatron_vlm.run_folder.folder import check_start, complete_checkpoints, latest_checkpoint  # noqa: E402
 
 STEPS = 40
 pytestmark = pytest.mark.long
@@ -72,7 +76,7 @@ def test_a_run_from_a_store_is_the_run_from_disk_and_its_copy_is_a_run_folder(
     kept += [f"exports/step_000000{step}" for step in (20, 40)]
     files = {str(file.relative_to(there)) for name in kept for file in (there / name).iterdir()}
     files |= {"config.yaml", "starts.jsonl", "checkpoints/latest"}
-    assert set(stores.names(copy)) == files | {"metrics.jsonl"}
+    assert set(stores.names(copy)) == files | {"metrics.jsonl", "copied_by.txt"}
     for name in files:
         assert stores.read(f"{copy}/{name}", 1 << 30) == (there / name).read_bytes()
 
@@ -90,10 +94,114 @@ def test_a_run_from_a_store_is_the_run_from_disk_and_its_copy_is_a_run_folder(
     assert again.returncode == 2 and again.stderr.strip().endswith(said)
 
 
+def test_an_export_that_fails_leaves_nothing(folder, train, tmp_path):
+    """The line is cut when the folder for the store is there, and written."""
+    run_dir = tmp_path / "run"
+    assert train(run_dir, f"{folder}/data/rows/data.jsonl").returncode == 0
+
+    def cut_when_written() -> bool:
+        if list(run_dir.glob("exports/.for_store.*.partial/config.json")):
+            line.cut()
+        return False
+
+    with through_a_line(0.05) as line:
+        ended = run_program(COMMAND, "export", run_dir, f"{AT}/cut", until=cut_when_written)
+    assert ended.returncode == 2 and "the store does not answer (" in ended.stderr.splitlines()[-1]
+    assert not (run_dir / "exports").exists()
+
+
 def in_the_store(address: str, files: dict[str, str]) -> None:
-    with stores.at(address) as (client, path):
-        for name, text in files.items():
-            client.write(f"{path}/{name}", text.encode())
+    for name, text in files.items():
+        stores.write(f"{address}/{name}", text.encode())
+
+
+@contextmanager
+def through_a_line(seconds: float = 0.0) -> Iterator[Line]:
+    """What is started meanwhile asks the store through a line, as slow as that; so does who forgets."""
+    address = os.environ["AWS_ENDPOINT_URL"]
+    line = Line(int(address.rpartition(":")[2]), seconds)
+    try:
+        os.environ["AWS_ENDPOINT_URL"] = line.address
+        yield line
+    finally:
+        os.environ["AWS_ENDPOINT_URL"] = address
+        line.cut()
+        forget()
+
+
+def start_in(run_dir: Path, copy: str, files: int = 3) -> tuple[bytes, Callable[[], list[str]]]:
+    """A start, with the files of a checkpoint: its mark, and what copies them and returns what was told."""
+    config = RunConfig(run_dir=str(run_dir))
+    config.train.upload_to = copy
+    mark = uploads.restore(config)
+    (run_dir / "checkpoints/step_00000010").mkdir(parents=True)
+    for name in [*(f"{number}.pt" for number in range(files)), "state.json"]:
+        (run_dir / "checkpoints/step_00000010" / name).write_text(f"{name} of {run_dir}")
+
+    def copied() -> list[str]:
+        told: list[str] = []
+        uploads.Uploads(config, mark, True, told.append).wait()
+        return told
+
+    return mark, copied
+
+
+def test_of_two_starts_at_once_one_copies_and_the_other_says_so(folder, tmp_path):
+    copy, whole = f"{AT}/two", "checkpoints/step_00000010/state.json"
+    _, first_copies = start_in(tmp_path / "first", copy)
+    _, second_copies = start_in(tmp_path / "second", copy)
+    [said] = first_copies()
+    assert said.startswith(f"train.upload_to: {copy} is now the copy of {tmp_path}/second on ")
+    assert list(stores.names(copy)) == ["copied_by.txt"]
+    assert second_copies() == [] and stores.read(f"{copy}/{whole}", 99).endswith(b"second")
+
+
+def test_who_copies_stops_when_another_start_takes_over(folder, tmp_path):
+    copy, step = f"{AT}/taken", "checkpoints/step_00000010"
+    _, copies = start_in(tmp_path / "first", copy, files=40)
+    told: list[str] = []
+    with through_a_line(0.05):
+        forget()
+        thread = Thread(target=lambda: told.extend(copies()))
+        thread.start()
+        while not (there := stores.names(f"{copy}/{step}")):
+            time.sleep(0.1)
+        start_in(tmp_path / "second", copy)
+        thread.join()
+    assert len(there) < 30 and "is now the copy of" in told[0]
+    assert 0 < len(names := stores.names(f"{copy}/{step}")) < 40 and "state.json" not in names
+
+
+def test_a_copy_that_was_removed_is_made_again(folder, tmp_path):
+    """Nobody else has the address, so its mark is made again, too."""
+    copy = f"{AT}/removed"
+    mark, copies = start_in(tmp_path / "run", copy)
+    stores.remove(copy, list(stores.names(copy)))
+    assert copies() == [] and stores.read(f"{copy}/copied_by.txt", 999) == mark
+
+
+def test_a_fetch_that_fails_leaves_no_checkpoint(folder, tmp_path):
+    copy, step = f"{AT}/fetched", "checkpoints/step_00000010"
+    in_the_store(copy, {f"{step}/state.json": "{}", f"{step}/a.pt": "a", "checkpoints/adapter_start/a": ""})
+    config = RunConfig(run_dir=str(tmp_path))
+    config.train.upload_to = copy
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/adapter_start").touch()
+    with pytest.raises(FileExistsError):
+        uploads.restore(config)
+    assert complete_checkpoints(tmp_path) == [] and check_start(tmp_path, "") is None
+    (tmp_path / "checkpoints/adapter_start").unlink()
+    uploads.restore(config)
+    assert latest_checkpoint(tmp_path) == tmp_path / step
+    assert sorted(os.listdir(tmp_path / step)) == ["a.pt", "state.json"]
+
+
+def test_copies_end_where_the_run_folder_cannot_be_read(folder, tmp_path):
+    _, copies = start_in(tmp_path, f"{AT}/unread")
+    (tmp_path / "checkpoints").rename(tmp_path / "aside")
+    (tmp_path / "checkpoints").touch()
+    [said] = copies()
+    assert "is not a folder" in said
 
 
 def test_what_is_no_file_of_a_run_is_not_fetched(folder, tmp_path):
@@ -121,7 +229,19 @@ def test_another_runs_copy_is_not_replaced(folder, tmp_path):
     (tmp_path / "starts.jsonl").write_text("mine\n")
     with pytest.raises(ConfigError, match="holds another run"):
         uploads.restore(config)
-    assert stores.read(f"{AT}/theirs/config.yaml", 99) == b"theirs"
+    assert list(stores.names(f"{AT}/theirs")) == ["config.yaml", "starts.jsonl"]
+
+
+@pytest.mark.parametrize("written", ["model: {hf_path: theirs}", "no: config"])
+def test_a_copy_of_another_model_is_refused_before_it_is_fetched(folder, tmp_path, written):
+    copy = f"{AT}/other/{written[:2]}"
+    in_the_store(copy, {"config.yaml": written, "checkpoints/step_00000010/state.json": "{}"})
+    there = stores.names(copy)
+    config = RunConfig(run_dir=str(tmp_path))
+    config.train.upload_to, config.model.hf_path = copy, "mine"
+    with pytest.raises(ConfigError, match=f"^train.upload_to: {copy}.*ive another train.upload_to"):
+        uploads.restore(config)
+    assert list(tmp_path.iterdir()) == [] and stores.names(copy) == there
 
 
 def test_a_run_killed_while_it_copies_goes_on_from_the_copy_before(folder, train, tmp_path):
@@ -129,22 +249,15 @@ def test_a_run_killed_while_it_copies_goes_on_from_the_copy_before(folder, train
     local, killed, moved = (tmp_path / name for name in ("local", "killed", "moved"))
     copy = f"{AT}/runs/killed"
     assert train(local, f"{folder}/data/energon").returncode == 0
-    address = os.environ["AWS_ENDPOINT_URL"]
-    line = Line(int(address.rpartition(":")[2]), seconds=0.02)
 
     def half_there() -> bool:
         names = stores.names(f"{copy}/checkpoints")
         later = [name for name in names if "step_00000010" < name.split("/")[0] < "step_9"]
         return "step_00000010/state.json" in names and len(later) > 1
 
-    try:
-        os.environ["AWS_ENDPOINT_URL"] = line.address
-        settings = [f"{AT}/data/energon", f"train.upload_to={copy}", "train.keep_checkpoints=4"]
+    settings = [f"{AT}/data/energon", f"train.upload_to={copy}", "train.keep_checkpoints=4"]
+    with through_a_line(0.02):
         assert train(killed, *settings, until=half_there).returncode == -9
-    finally:
-        os.environ["AWS_ENDPOINT_URL"] = address
-        line.cut()
-        forget()
     names = stores.names(f"{copy}/checkpoints")
     [newest] = [name for name in names if name.endswith("state.json")]
     assert newest == "step_00000010/state.json" and len({name.split("/")[0] for name in names}) > 1
@@ -159,8 +272,6 @@ def test_a_run_killed_while_it_copies_goes_on_from_the_copy_before(folder, train
 
 def test_a_store_that_goes_away_is_told_and_gets_all_later(folder, train, tmp_path):
     copy, run_dir = f"{AT}/runs/away", tmp_path / "run"
-    address = os.environ["AWS_ENDPOINT_URL"]
-    line = Line(int(address.rpartition(":")[2]))
     settings = [f"{folder}/data/rows/data.jsonl", f"train.upload_to={copy}"]
 
     def cut_after_the_first() -> bool:
@@ -168,20 +279,17 @@ def test_a_store_that_goes_away_is_told_and_gets_all_later(folder, train, tmp_pa
             line.cut()
         return False
 
-    try:
-        os.environ["AWS_ENDPOINT_URL"] = line.address
+    with through_a_line() as line:
         ended = train(run_dir, *settings, until=cut_after_the_first)
         assert ended.returncode == 0
-        said = f"train.upload_to: checkpoints/step_00000040 is not copied: {copy}/checkpoints/step_00000040"
-        assert ended.stdout.count(said) == 1 and "the store does not answer (" in ended.stdout
+        said = (
+            f"train.upload_to: checkpoints/step_00000040 is not copied: {copy}/copied_by.txt: the store does"
+        )
+        assert ended.stdout.count(said) == 1
         refused = train(run_dir, *settings)
         assert refused.returncode == 2 and "train.upload_to: " + copy in refused.stderr.splitlines()[-1]
         line.mend()
         assert train(run_dir, *settings).returncode == 0
-    finally:
-        os.environ["AWS_ENDPOINT_URL"] = address
-        line.cut()
-        forget()
     assert {name.split("/")[0] for name in stores.names(f"{copy}/checkpoints")} == {
         "latest",
         "step_00000030",

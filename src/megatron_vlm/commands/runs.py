@@ -1,6 +1,7 @@
 """Operations on a run folder besides training: import into it, export from it, ask its model."""
 
 import io
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_vlm import stores
@@ -76,15 +77,20 @@ def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> 
     url = output if stores.is_store(output) else None
     if url:
         output = setup.on_first_rank(beside, Path(config.run_dir, "exports", "for_store"))
-    if adapter:
-        save_adapters(chunks, output, begun(config).adapter, config.model.hf_path)
-    else:
-        for chunk in chunks if config.adapter.used else ():
-            merge(chunk)
-        export_hf(chunks, output, source.folder, source.weight_map)
-    if url and setup.is_first_rank():
-        stores.upload(output, url, ADAPTER_FILE if adapter else CONFIG_FILE)
-        run_folder.remove(output)
+    try:
+        if adapter:
+            save_adapters(chunks, output, begun(config).adapter, config.model.hf_path)
+        else:
+            for chunk in chunks if config.adapter.used else ():
+                merge(chunk)
+            export_hf(chunks, output, source.folder, source.weight_map)
+        if url and setup.is_first_rank():
+            stores.upload(output, url, ADAPTER_FILE if adapter else CONFIG_FILE)
+    finally:
+        if url and setup.is_first_rank():
+            run_folder.remove(output)
+            with suppress(OSError):  # it holds exports
+                output.parent.rmdir()
     setup.shutdown()
 
 

@@ -165,22 +165,28 @@ def refuse_links(run_dir: str | Path) -> None:
 
 def check_owner(run_dir: Path, hf_path: str) -> None:
     """Raises ConfigError for the folder of another model's run; one without training or import is free."""
-    file = run_dir / "config.yaml"
-    text = read_file(file).decode(errors="replace") if file.exists() else ""
+    if (run_dir / "config.yaml").exists():
+        check_model("run_dir", run_dir, read_file(run_dir / "config.yaml"), hf_path, is_used(run_dir))
+
+
+def check_model(setting: str, place: str | Path, content: bytes, hf_path: str, is_used: bool = True) -> None:
+    """Raises ConfigError if a run's config.yaml, which has this content, names another model, or is none."""
+    file = f"{place}/config.yaml"
+    text = content.decode(errors="replace")
     if not text.strip():
         return
     try:
         theirs = str(load_yaml(text)["model"]["hf_path"])
     except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"run_dir: {printable(file)} is not the configuration of a run; give another run_dir, or move "
-            "that file away."
+            f"{setting}: {printable(file)} is not the configuration of a run; give another {setting}, or "
+            "move that file away."
         ) from error
-    if is_used(run_dir) and theirs != hf_path and _absolute(theirs) != _absolute(hf_path):
+    if is_used and theirs != hf_path and _absolute(theirs) != _absolute(hf_path):
         raise ConfigError(
-            f"run_dir: {printable(run_dir)} holds a run of {printable(theirs)}, and model.hf_path is "
-            f"{printable(hf_path)}. Give another run_dir; or, where the same model only moved, write its new "
-            f"path into {printable(file)}."
+            f"{setting}: {printable(place)} holds a run of {printable(theirs)}, and model.hf_path is "
+            f"{printable(hf_path)}. Give another {setting}; or, where the same model only moved, write its "
+            f"new path into {printable(file)}."
         )
 
 
@@ -215,10 +221,16 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
 
     `state["files"]` is what `checksums` returned for them. An older checkpoint of the same step is removed.
     """
+    with naming(partial):
+        write_whole(partial / STATE, state_text(state))
+    return make_latest(partial)
+
+
+def make_latest(partial: Path) -> Path:
+    """Lets a folder that has all files, on disk, be a checkpoint, which `latest` names."""
     folder = partial.parent
     final = partial.with_suffix("")
     with naming(partial):
-        write_whole(partial / STATE, state_text(state))
         sync(partial)
         if os.path.lexists(final):
             os.rename(final, beside(final))

@@ -3,6 +3,7 @@
 What its libraries say may hold keys, so messages name only the path and the kind of an error.
 """
 
+import errno
 import logging
 import posixpath
 import re
@@ -18,6 +19,8 @@ from megatron_vlm.messages import printable
 PATIENCE = 60.0  # seconds for which `patiently` asks a store that does not answer
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the file of MSC_CONFIG"
 _ADDRESS = re.compile(r"((?:s3|msc)://[^/]+)/*(.*)", re.DOTALL)
+LONGEST_KEY = 1024  # bytes of a file's path in a bucket, as S3 allows; longer ones are asked for in vain
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # of ours, where a file is fetched
 
 
 class StoreError(OSError):
@@ -33,7 +36,8 @@ class NoAnswer(StoreError):
 
 
 def is_store(path: object) -> bool:
-    return isinstance(path, str) and _ADDRESS.fullmatch(path) is not None
+    """Whether a path is an address, or is meant as one (`S3://x`, `s3:/x`) and is refused by `at`."""
+    return isinstance(path, str) and re.match(r"(?i)(s3|msc):/", path) is not None
 
 
 def folder(path: str | Path) -> str | Path:
@@ -47,10 +51,11 @@ def parent(path: str | Path) -> str | Path:
 
 
 def inside(url: str, name: str) -> str:
-    """The address of what a name, relative or whole, means in a folder. Raises ValueError if it leads out, or
-    is no UTF-8."""
+    """The address of what a name, relative or whole, means in a folder. Raises ValueError if it leads out, is
+    no UTF-8, or cannot be a file's."""
     path = posixpath.normpath(name.removeprefix(f"{url}/"))
-    path.encode()
+    if len(path.encode()) > LONGEST_KEY or "\0" in path:
+        raise ValueError(f"{printable(name)} is no name of a file")
     if path == ".." or path.startswith(("/", "../")):
         raise ValueError(f"{printable(name)} leads out of {printable(url)}")
     return f"{url}/{path}"
@@ -64,8 +69,10 @@ def for_energon(path: str) -> str:
 @contextmanager
 def at(url: str) -> Iterator[tuple[Any, str]]:
     """multi-storage-client's client, and its name for a path. What it raises inside becomes a StoreError."""
-    home, path = _ADDRESS.fullmatch(url).groups()
     shown = printable(url)
+    if (parts := _ADDRESS.fullmatch(url)) is None:
+        raise StoreError(f"{shown} is no address; give s3://BUCKET/PATH or msc://PROFILE/PATH.")
+    home, path = parts.groups()
     logging.getLogger("multistorageclient").setLevel(logging.CRITICAL)  # what it logs is in its errors
     try:
         from multistorageclient import resolve_storage_client
@@ -82,6 +89,8 @@ def at(url: str) -> Iterator[tuple[Any, str]]:
     except (StoreError, ValueError, tarfile.TarError):
         raise
     except Exception as error:  # noqa: BLE001  libraries raise what they like, and their words may hold keys
+        if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+            raise
         raise _in_short(shown, error) from None
 
 
@@ -121,12 +130,17 @@ def is_file(url: str) -> bool:
         return client.is_file(path)
 
 
-def names(url: str) -> list[str]:
-    """The files in a folder and in those within it, each by its name from there."""
+def write(url: str, content: bytes) -> None:
+    with at(url) as (client, path):
+        client.write(path, content)
+
+
+def names(url: str) -> dict[str, int]:
+    """The files in a folder and in those within it, each by its name from there, with their bytes."""
     with at(url) as (client, path):
         start = f"{path}/" if path else ""
-        keys = [each.key.lstrip("/") for each in client.list_recursive(start)]
-        return [key.removeprefix(start) for key in keys if key.startswith(start)]
+        sizes = {each.key.lstrip("/"): each.content_length for each in client.list_recursive(start)}
+        return {key.removeprefix(start): size for key, size in sizes.items() if key.startswith(start)}
 
 
 def remove(url: str, gone: list[str]) -> None:
@@ -135,9 +149,14 @@ def remove(url: str, gone: list[str]) -> None:
             client.delete(f"{path}/{name}")
 
 
-def upload(folder: Path, url: str, makes_whole: str) -> None:
-    """Copies a folder's files in place of what is there. What makes it whole goes first and comes last."""
+def upload(folder: Path, url: str, makes_whole: str, check: Callable[[], None] = lambda: None) -> None:
+    """Copies a folder's files in place of what is there. What makes it whole goes first and comes last.
+
+    `check` is called before each change, and stops it by an error.
+    """
+    check()
     remove(url, sorted(names(url), key=lambda name: name != makes_whole))
-    with at(url) as (client, path):
-        for file in sorted(folder.iterdir(), key=lambda file: file.name == makes_whole):
-            client.upload_file(f"{path}/{file.name}", str(file))
+    for file in sorted(folder.iterdir(), key=lambda file: file.name == makes_whole):
+        check()
+        with at(f"{url}/{file.name}") as (client, path):
+            client.upload_file(path, str(file))

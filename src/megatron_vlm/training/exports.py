@@ -50,10 +50,11 @@ class Exports:
     source: Source
     model: list[Module]
     log: RunLogger
+    mark: bytes  # as `fetch` gave it
     commands: dict[int, subprocess.Popen] = field(default_factory=dict)  # by the step of the export
 
     def __post_init__(self) -> None:
-        self._copies = uploads.Uploads(self.config, self.log.is_writer, self.log.message)
+        self._copies = uploads.Uploads(self.config, self.mark, self.log.is_writer, self.log.message)
 
     def after(self, step: int, milestones: Milestones, replace: bool = True) -> None:
         """Exports the model if that is due; logs what has ended, and starts the commands that are due."""
@@ -123,9 +124,9 @@ class Exports:
         self.log.message(f"train.on_export: {printable(words)}: {printable(problem)}")
 
 
-def fetch(config: RunConfig) -> None:
+def fetch(config: RunConfig) -> bytes:
     """`uploads.restore` for all ranks; collective."""
-    setup.on_first_rank(uploads.restore, config)
+    return setup.on_first_rank(uploads.restore, config)
 
 
 def scores_in(line: str) -> dict[str, float]:

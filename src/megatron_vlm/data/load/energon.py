@@ -29,9 +29,8 @@ from megatron.energon import (
 from megatron.energon.metadataset import load_dataset
 from torch.utils.data import DataLoader
 
-from megatron_vlm import stores
 from megatron_vlm.batch import Batch
-from megatron_vlm.config import DataConfig, DataPaths
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
 from megatron_vlm.data.conversation.chatml import ChatMLSample
@@ -80,7 +79,7 @@ class EnergonProvider:
         workers, FileNotFoundError for a missing shard, and AssertionError for an encoder whose buffers could
         not be restored.
         """
-        data, sources = self._data, _sources(self._data.train_data_path)
+        data, sources = self._data, sources_of(self._data.train_data_path)
         packing_buffer_size = data.packing_buffer_size if data.packing == "stream" else None
         encoder = with_limited_drops(encoder, data)
         encoder.sizes_seed = seed if data.resize_jitter else None
@@ -131,7 +130,7 @@ class EnergonProvider:
 
     def _valid_sources(self) -> list[DataSource]:
         data = self._data
-        given = _sources(data.valid_data_path or data.train_data_path)
+        given = sources_of(data.valid_data_path or data.train_data_path)
         sources = [replace(one, share=None) for one in given]
         if data.valid_data_path is None:
             for one in sources:
@@ -239,10 +238,6 @@ class EnergonValidLoader(ValidLoader):
         dataset = self._dataset(_with_ranks_as_workers(self._mine, per_rank * world_size))
         lengths = [dataset.len_worker(worker) for worker in range(per_rank * world_size)]
         return max(sum(lengths[rank * per_rank :][:per_rank]) for rank in range(world_size))
-
-
-def _sources(paths: DataPaths) -> list[DataSource]:
-    return [replace(one, path=stores.for_energon(one.path)) for one in sources_of(paths)]
 
 
 class EnergonSamples:

@@ -51,7 +51,7 @@ def check_dataset(path: str | EPath) -> None:
     function to call. Here it may only name CrudeWebdataset and metadatasets of it. Local shards must exist
     and be as long as their index says. No description may stand for more than its dataset has.
     """
-    waiting = [EPath(path)]
+    waiting = [_path(path)]
     read = 0
     while waiting:
         dataset = waiting.pop()
@@ -72,7 +72,7 @@ def check_dataset(path: str | EPath) -> None:
 
 def split_names(path: str | EPath) -> list[str]:
     """The splits of a dataset or metadataset."""
-    path = EPath(path)
+    path = _path(path)
     if _is_metadataset(path):
         return sorted(_read_description(path).get("splits") or {})
     file = path / META / "split.yaml"
@@ -81,7 +81,7 @@ def split_names(path: str | EPath) -> list[str]:
 
 def blends_by_weight(path: str | EPath) -> bool:
     """Whether `path` is, or holds, a metadataset that draws by weights and so has no epochs."""
-    path = EPath(path)
+    path = _path(path)
     if not _is_metadataset(path):
         return False
     description = _read_description(path)
@@ -89,6 +89,10 @@ def blends_by_weight(path: str | EPath) -> bool:
         isinstance(split, dict) and "blend" in split for split in description["splits"].values()
     )
     return by_weight or any(blends_by_weight(path.parent / inner) for inner in _references(description))
+
+
+def _path(path: str | EPath) -> EPath:
+    return EPath(stores.for_energon(path))
 
 
 def _check_folder(path: EPath) -> None:
@@ -254,7 +258,7 @@ def checked_source(sources: list[DataSource], split: str) -> str | dict:
                 f"data: {path} has no {split!r} split, only {names}; prepare it as {split}=PATH."
             )
     if len(paths) == 1:
-        return paths[0]
+        return str(_path(paths[0]))
     for path in paths:
         if blends_by_weight(path):
             raise ValueError(
@@ -262,7 +266,7 @@ def checked_source(sources: list[DataSource], split: str) -> str | dict:
                 "blend_epochized, or name its datasets in the list."
             )
     blend = [
-        {"path": str(EPath(one.path)), "repetitions": int(one.share or 1), "subflavors": {SOURCE: name}}
+        {"path": str(_path(one.path)), "repetitions": int(one.share or 1), "subflavors": {SOURCE: name}}
         for one, name in zip(sources, path_names(sources), strict=True)
     ]
     description = {"path": EPath("/"), "splits": {split: {"blend_epochized": blend}}}
