@@ -59,7 +59,8 @@ class LastWords:
             _end("interrupt", error.code, f"{self._name}: {error.text}", error)
         code = error.code if isinstance(error, SystemExit) else INTERRUPTED_CODE
         by = _STOPS.get(code - 128) if isinstance(code, int) else None
-        if isinstance(error, KeyboardInterrupt | _Signalled) and by:
+        made_by_typer = isinstance(error, SystemExit) and code == INTERRUPTED_CODE  # of a KeyboardInterrupt
+        if by and (made_by_typer or isinstance(error, KeyboardInterrupt | _Signalled)):
             message = interrupted([watched.record.content] if watched else [], by)
             _end("interrupt", code, message and f"{self._name}: {message}", error)
         if error is None or (isinstance(error, SystemExit) and watched is None):
