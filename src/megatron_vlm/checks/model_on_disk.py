@@ -97,8 +97,8 @@ def checkpoint_problems(
 
 
 def folder_problems(setting: str, given: str, refuse: Callable[[str | Path], Any]) -> Iterator[str]:
-    """Messages about a folder, on disk or in a store, or a hub name in the cache, that is no checkpoint for a
-    setting. `refuse` raises ConfigError if its config.json does not fit."""
+    """Messages about a folder, here or in a store, or a cached hub name, that is no checkpoint for a setting.
+    `refuse` raises ConfigError if its config.json does not fit."""
     path = Path(given).expanduser()
     shown = f"{setting}: {printable(given)}"
     if stores.is_store(given):
