@@ -453,7 +453,7 @@ def clip_by_clip(model: torch.nn.Module) -> torch.nn.Module:
         return model
 
     def features(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **_) -> BaseModelOutputWithPooling:
-        pixels, grids = pixel_values, image_grid_thw  # `generate` reads the names
+        pixels, grids = pixel_values.to(whole.dtype), image_grid_thw  # `generate` reads the names
         side = whole.config.vision_config.patch_size
         patches = pixels.reshape(-1, 3, side, side).split(grids.prod(-1).tolist())
         towers = [
