@@ -16,6 +16,7 @@ import stat
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 from megatron_vlm.config import ConfigError
@@ -272,6 +273,15 @@ def object_of(place: str, file: Path, name: str) -> Any:
     with calling(place, file):
         spec.loader.exec_module(module)
     return getattr(module, name, None)
+
+
+def optional_package(name: str, needed_by: str) -> ModuleType:
+    """A package that an extra of the same name installs. Raises ImportError that says so."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        wanted = f"{needed_by} needs the package {name} ({error})"
+        raise ImportError(f"{wanted}; run `pip install 'megatron-vlm[{name}]'`.") from error
 
 
 @contextlib.contextmanager

@@ -16,20 +16,20 @@ from rooms import SOURCE, modules, uses
 
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 50
 ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 41_061
+LINES = 41_018
 # Figures of `tools/check_house.py`: each may only fall. Lower it with what was won.
 HOUSE = {
-    "lines of the core path": 11_561,
+    "lines of the core path": 11_556,
     "lines of rl that train imports": 0,
-    "signatures with hf_config": 23,
+    "signatures with hf_config": 21,
     "signatures with family and hf_config": 0,
-    "files of data that name a kind of image": 2,
+    "files of data that name a kind of image": 1,
     "calls of build_model": 2,
     "calls of import_hf": 1,
     "forward steps": 1,
     "class names with several meanings": 0,
     "calls that unpack a local tuple": 18,
-    "parallel tuple assignments": 329,
+    "parallel tuple assignments": 328,
 }
 ROOMS = rooms.read()  # from the ground up
 # at module level, and with them what they import; each line after what the lines above it imported

@@ -93,21 +93,19 @@ def _weights(policy) -> dict[str, torch.Tensor]:
 
 def left(policy) -> dict[str, int]:
     """Bytes that are there, by an own way to all tensors."""
-    from megatron_vlm.training.optimizer import parts
-
     tensors = {
         "weights": [param for chunk in policy.chunks for param in chunk.parameters()],
         "buffers": [each.param_data for each in _buffers(policy) if each.param_data is not None],
         "gradients": [each.grad_data for each in _buffers(policy)],
         "moments": [
             state[name]
-            for part in parts(policy.optimizer)
+            for part in policy.optimizer.chained_optimizers
             for state in part.optimizer.state.values()
             for name in ("exp_avg", "exp_avg_sq")
         ],
         "main weights": [
             param
-            for part in parts(policy.optimizer)
+            for part in policy.optimizer.chained_optimizers
             for group in part.optimizer.param_groups
             for param in group["params"]
         ],

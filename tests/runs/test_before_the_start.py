@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sources import write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.checks.data_on_disk import record_problems, too_few_records
+from megatron_vlm.checks.data_on_disk import record_problems
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import ConfigError, DataConfig, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.layout import misfit, sizes_in
@@ -190,12 +190,6 @@ def test_pairs_of_validation_are_looked_at_like_those_of_training(folder):
     assert problem.startswith(
         f"data.valid_data_path: {folder}/source/data.jsonl: its first 12 records have no"
     )
-
-
-def test_an_energon_blend_is_no_file_of_records(tmp_path):
-    (tmp_path / "blend.yaml").write_text("__module__: megatron.energon\n")
-    data = DataConfig(dataset_type="energon", train_data_path=f"{tmp_path}/blend.yaml")
-    assert list(too_few_records(data, 2)) == []
 
 
 # ---- files of a checkpoint --------------------------------------------------------------------------------

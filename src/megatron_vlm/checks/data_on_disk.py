@@ -11,7 +11,7 @@ from megatron_vlm.config import DataConfig, DataPaths, RunConfig
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.on_disk.named import is_path, meant, no_name
-from megatron_vlm.data.on_disk.paths import FILMS, PICTURES, ROWS, paths_of, sources_of
+from megatron_vlm.data.on_disk.paths import FILMS, PICTURES, ROWS, paths_of
 from megatron_vlm.data.on_disk.plain import TABULAR, on_disk, plain_file
 from megatron_vlm.messages import printable
 from megatron_vlm.objectives import objective_of
@@ -23,7 +23,6 @@ MEDIA_FILES = {*PICTURES, *FILMS}
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".txt", ".tar", ".zip")
 DESCRIBE = ("metadata.jsonl", "metadata.json", "dataset_info.json", "dataset_infos.json", "state.json")
 _SPLIT = re.compile(r"(^|[-._ 0-9])(train|valid|val|dev|test|eval)[a-z]*[-._ 0-9]")  # words of file names
-FIRST_RECORDS, FIRST_BYTES = 20, 1 << 20
 RECORD_KEYS = {"messages", "conversations", "prompt"}  # a record that has one is none of a meta file
 
 
@@ -154,25 +153,6 @@ def _file_problems(
         f"{shown}: none of the first {len(names)} media paths in it leads to a file under {printable(root)}, "
         f"such as {printable(names[0])}; give {setting}FOLDER, where these paths start, or download them."
     )
-
-
-def too_few_records(data: DataConfig, ranks: int) -> Iterator[str]:
-    """Whether small files, whose records are counted here, hold fewer than there are ranks to read them."""
-    if data.dataset_type != "hf" or data.streaming or data.validation_share:
-        return
-    count = 0
-    for source in sources_of(data.train_data_path):
-        file = Path(source.path).expanduser()
-        records = list(first_records(file, FIRST_RECORDS)) if file.is_file() else []
-        known = all(each.keys() & RECORD_KEYS for each in records)  # no meta file
-        if not (source.whole and known and 0 < len(records) < FIRST_RECORDS):
-            return
-        count += len(records) if file.stat().st_size <= FIRST_BYTES else ranks
-    if count < ranks:
-        yield (
-            f"data.train_data_path: {printable(data.train_data_path)} has {count} of the {ranks} records "
-            "that as many data-parallel ranks need; use fewer ranks or more data."
-        )
 
 
 def record_problems(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_vlm.checks.data_on_disk import data_problems, record_problems, too_few_records
+from megatron_vlm.checks.data_on_disk import data_problems, record_problems
 from megatron_vlm.checks.model_on_disk import (
     checkpoint_problems,
     read_json,
@@ -14,12 +14,12 @@ from megatron_vlm.checks.model_on_disk import (
     start_problems,
     upload_problems,
 )
-from megatron_vlm.config import ConfigError, RunConfig, fewest_processes
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.layout import misfit, sizes_in
 from megatron_vlm.objectives import objective_of
 
 
-def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int | None = None) -> None:
+def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
     """Check what the configuration names on disk; remote names are only looked up in the caches.
 
     Raises ConfigError with every problem found, one a line.
@@ -27,12 +27,10 @@ def validate_paths(config: RunConfig, needs_data: bool = True, world_size: int |
     problems = list(model_problems(config, needs_data, objective_of(config).reference_passes > 0))
     if needs_data:
         data = config.data
-        ranks = (world_size or fewest_processes(config.parallel)) // config.parallel.model_size
         for key in ("train_data_path", "valid_data_path"):
             problems += data_problems(data, f"data.{key}", getattr(data, key))
         rows = replace(data, dataset_type="hf")
         problems += data_problems(rows, "data.score_path", data.score_path)
-        problems += [] if problems else too_few_records(data, ranks)
         problems += record_problems(config)
     problems += [*run_dir_problems(config.run_dir), *upload_problems(config.train.upload_to)]
     word = re.match(r"\s*([\w./-]+)(\s|$)", config.train.on_export or "")

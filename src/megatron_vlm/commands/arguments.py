@@ -96,7 +96,7 @@ def check(config: RunConfig, nproc: int | None, needs_data: bool = True, restart
     if not needs_data:
         config = _with_some_data(config)
     validate(config, processes(nproc) or 1)
-    validate_paths(config, needs_data, processes(nproc))
+    validate_paths(config, needs_data)
 
 
 def prepare_cuda(parallel: ParallelConfig) -> None:

@@ -13,7 +13,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 from megatron_vlm.parallel import setup
-from megatron_vlm.training.optimizer import parts
 
 MODEL, OPTIMIZER, GRADS = KINDS = ("model", "optimizer", "grads")
 SMALLEST, LARGEST = 2**20, 2**28  # bytes of a part of pinned memory
@@ -68,7 +67,7 @@ class Memory:
         """Each once, of the device; what the optimizer shares with the model belongs to the model."""
         modules = [chunk.module for chunk in self._chunks]
         buffers = [each for chunk in self._chunks for each in chunk.buffers + chunk.expert_parallel_buffers]
-        adams = [each.optimizer for each in parts(self._optimizer) if each.optimizer is not None]
+        adams = [each.optimizer for each in self._optimizer.chained_optimizers if each.optimizer is not None]
         states = [state for adam in adams for state in adam.state.values()]
         tensors = {
             MODEL: [

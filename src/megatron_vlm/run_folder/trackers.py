@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.files import calling, object_of, read_rows, read_text, write_whole
+from megatron_vlm.files import calling, object_of, optional_package, read_rows, read_text, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import flatten, load_yaml, to_yaml
 
@@ -53,14 +53,7 @@ class WeightsAndBiases(Tracker):
     """A run of the project `logging.wandb_project`."""
 
     def __init__(self, config: RunConfig, first_step: int):
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                "logging.wandb_project is set but wandb is not installed; "
-                "`pip install 'megatron-vlm[wandb]'`, or set logging.wandb_project=null."
-            ) from error
-        self._run = wandb.init(
+        self._run = optional_package("wandb", "logging.wandb_project").init(
             project=config.logging.wandb_project,
             name=config.name,
             dir=config.run_dir,
@@ -84,13 +77,7 @@ class MLflow(Tracker):
 
     def __init__(self, config: RunConfig, first_step: int):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run tells nobody that it runs
-        try:
-            import mlflow
-        except ImportError as error:
-            raise ValueError(
-                "logging.trackers names mlflow, which is not installed; "
-                "`pip install 'megatron-vlm[mlflow]'`, or take it out of logging.trackers."
-            ) from error
+        mlflow = optional_package("mlflow", "logging.trackers: mlflow")
         self._client = mlflow.MlflowClient()
         file = Path(config.run_dir) / "mlflow_run"
         if file.exists():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -30,7 +30,7 @@ def build_optimizer(
     config: RunConfig,
     steps: int | None = None,
     own: ByPart | None = None,
-) -> tuple[MegatronOptimizer, Schedule]:
+) -> tuple[ChainedOptimizer, Schedule]:
     """AdamW over all trainable parameters of `model_chunks`, and its schedule over a run of `steps` steps.
 
     `steps` None: `train.steps`, or else a schedule without an end, for what trains no run. `own` says which
@@ -57,8 +57,9 @@ def build_optimizer(
             "leave one part out of model.freeze."
         )
     # Megatron's for dense weights is empty if experts alone are trained, and cannot be saved
-    optimizer.chained_optimizers = [part for part in parts(optimizer) if not part.is_stub_optimizer]
-    for part in parts(optimizer):
+    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    optimizer.chained_optimizers = parts
+    for part in parts:
         if isinstance(part, DistributedOptimizer):
             part.__class__ = ShardedOptimizer  # Megatron has no option for the class
             part.number_parameters()
@@ -116,21 +117,17 @@ def _overrides(config: RunConfig, own: ByPart) -> dict[ParamKey, dict[str, float
     return overrides
 
 
-def fuse(optimizer: MegatronOptimizer) -> None:
+def fuse(optimizer: ChainedOptimizer) -> None:
     """Lets torch's Adams update all parameters in one kernel; again after loading, which replaces groups."""
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
             group.update(fused=True, foreach=False)
 
 
-def torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Adam]:
+def torch_adams(optimizer: ChainedOptimizer) -> list[torch.optim.Adam]:
     """torch's own Adams inside `optimizer`; none if the Adam is Transformer Engine's or Apex's."""
-    adams = [part.optimizer for part in parts(optimizer)]
+    adams = [part.optimizer for part in optimizer.chained_optimizers]
     return [adam for adam in adams if isinstance(adam, torch.optim.Adam)]
-
-
-def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _optimizer_config(config: RunConfig) -> MegatronOptimizerConfig:
@@ -162,7 +159,7 @@ def _warmup(config: RunConfig, steps: int) -> int:
     return warmup
 
 
-def _scheduler(optimizer: MegatronOptimizer, config: RunConfig, warmup: int, steps: int) -> Schedule:
+def _scheduler(optimizer: ChainedOptimizer, config: RunConfig, warmup: int, steps: int) -> Schedule:
     adam = config.optimizer
     schedule = Schedule(
         optimizer,

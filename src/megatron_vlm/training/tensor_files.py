@@ -41,7 +41,7 @@ from megatron_vlm.files import free_bytes, naming, open_file
 from megatron_vlm.messages import printable, readable_size
 from megatron_vlm.models.adapters import model as adapters
 from megatron_vlm.run_folder import folder as run_folder
-from megatron_vlm.training.optimizer import fuse, parts, torch_adams
+from megatron_vlm.training.optimizer import fuse, torch_adams
 
 _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # by parameter, so that TP and PP may change
@@ -219,8 +219,9 @@ def _give_state(adam: torch.optim.Adam) -> None:
 
 def _load_optimizer(optimizer, loaded) -> None:
     # as Megatron's ChainedOptimizer takes them apart
-    states = [loaded] if len(parts(optimizer)) == 1 else [state for _, state in sorted(loaded.items())]
-    for part, state in zip(parts(optimizer), states, strict=True):
+    parts = optimizer.chained_optimizers
+    states = [loaded] if len(parts) == 1 else [state for _, state in sorted(loaded.items())]
+    for part, state in zip(parts, states, strict=True):
         _follow_config(part, state.get("optimizer", state))
     optimizer.load_state_dict(loaded)
     fuse(optimizer)

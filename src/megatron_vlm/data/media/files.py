@@ -12,7 +12,7 @@ from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.images import to_rgb
 from megatron_vlm.data.on_disk.named import is_base64, meant, no_name
-from megatron_vlm.files import MOST_BYTES, check_file, read_file
+from megatron_vlm.files import MOST_BYTES, check_file, optional_package, read_file
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
 
@@ -95,10 +95,7 @@ def _inline(address: str) -> bytes:
 
 
 def _from_lmdb(database: Path, key: str) -> bytes | None:
-    try:
-        import lmdb
-    except ImportError as error:
-        raise ImportError(f"data: {database} needs the package lmdb; run `pip install lmdb`.") from error
+    lmdb = optional_package("lmdb", f"data: {database}")
     try:
         with _open_lmdb(database).begin() as transaction:
             return transaction.get(key.encode())

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.files import open_to_write
+from megatron_vlm.files import open_to_write, optional_package
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,7 @@ def run_on_ray(jobs: Iterator[ShardJob], workers: int | None) -> Iterator[ShardR
     All machines of the cluster must have this package, and see source and output under the same paths.
     `workers` None: every core of the cluster. Raises ImportError if the package `ray` is not installed.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(
-            f"prepare: --engine ray needs the package ray ({error}); run `pip install ray`."
-        ) from error
+    ray = optional_package("ray", "prepare: --engine ray")
     started = not ray.is_initialized()
     if started and "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)

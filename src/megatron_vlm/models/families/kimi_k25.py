@@ -159,18 +159,7 @@ class KimiK25(texts.HoldsTexts, towers.GridFamily):
     @property
     def rules(self) -> list[Rule]:
         turned = PairsOfHeads(self.vision.num_attention_heads)
-        layer = "vision_tower.layers.*.attn."
-        fused = [
-            Rule(
-                f"vision.{layer}{x}_proj.{kind}",
-                (f"model.{layer}wqkv.{kind}",),
-                operation,
-                rows=3,
-                block=place,
-            )
-            for kind in ("weight", "bias")
-            for place, (x, operation) in enumerate({"q": turned, "k": turned, "v": Whole()}.items())
-        ]
+        fused = towers.fused_qkv("vision_tower.layers.*.attn", "wqkv", turned, turned, Whole())
         return [*super().rules, *fused]
 
     @property

@@ -8,12 +8,11 @@ in training, by chance, is off.
 from torch import nn
 
 from megatron_vlm.models.families import internvl
-from megatron_vlm.models.family_parts import llama
+from megatron_vlm.models.family_parts import llama, towers
 from megatron_vlm.models.weights.rules import Rule, Whole
 
 _LAYER = r"^(model\.vision_tower\.layers\.\d+\.)"
 _EMBEDDINGS = r"^(model\.vision_tower\.embeddings\.)"
-QKV = ("q", "k", "v")
 
 
 class QianfanOcr(internvl.InternVL):
@@ -46,18 +45,7 @@ class QianfanOcr(internvl.InternVL):
 
     @property
     def rules(self) -> list[Rule]:
-        layer = "vision_tower.layers.*.attention."
-        fused = [
-            Rule(
-                f"vision.{layer}{x}_proj.{kind}",
-                (f"model.{layer}qkv.{kind}",),
-                Whole(),
-                rows=len(QKV),
-                block=place,
-            )
-            for kind in ("weight", "bias")
-            for place, x in enumerate(QKV)
-        ]
+        fused = towers.fused_qkv("vision_tower.layers.*.attention", "qkv", Whole(), Whole(), Whole())
         return [*super().rules, *fused]
 
     def build_vision(self) -> nn.Module:

@@ -18,6 +18,7 @@ from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import keys
 from megatron_vlm.models.layers.tower_attention import uses_segments
+from megatron_vlm.models.weights.rules import Operation, Rule
 from megatron_vlm.parallel.transfer import on_device
 
 TOWER = keys.VISION | {
@@ -83,6 +84,21 @@ def joined_grids(visual: GenericVisualInputs) -> Tensor:
     """(N, 3): the grids of images, then of videos."""
     grids = (visual.image_grid_thw, visual.video_grid_thw)
     return torch.cat([grid for grid in grids if grid is not None]).cpu()
+
+
+def fused_qkv(attention: str, fused: str, q: Operation, k: Operation, v: Operation) -> list[Rule]:
+    """The rules of a tower's queries, keys and values, of which the HF tensors `fused` hold all three."""
+    return [
+        Rule(
+            f"vision.{attention}.{of}_proj.{kind}",
+            (f"model.{attention}.{fused}.{kind}",),
+            operation,
+            rows=3,
+            block=row,
+        )
+        for kind in ("weight", "bias")
+        for row, (of, operation) in enumerate({"q": q, "k": k, "v": v}.items())
+    ]
 
 
 def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
