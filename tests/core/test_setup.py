@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from programs import OUTSIDE_TORCHRUN, ask, run_program
 
 from megatron_vlm import cli
@@ -138,6 +139,23 @@ def _facts(layouts: list[ParallelConfig]) -> list[dict]:
         facts.append({**ranks, "draws": draws, "device": str(setup.device())})
     setup.shutdown()
     return facts
+
+
+def of_another_machine() -> str:
+    """Why this rank, on a machine of its own, is refused: its layout, then its seed, is another."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    rank = int(os.environ["RANK"])
+    with pytest.raises(ConfigError) as error:
+        setup.init_distributed(ParallelConfig(tp=1 + rank), seed=1)
+    dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="the machines differ in seed=0, seed=1; start the same"):
+        setup.init_distributed(ParallelConfig(), seed=rank)
+    return str(error.value)
+
+
+def test_machines_whose_commands_differ_are_refused():
+    said = "the machines differ in tp=1, tp=2; start the same command on each."
+    assert run_distributed(2, of_another_machine) == [said, said]
 
 
 def test_layouts_follow_one_another_in_the_same_processes():

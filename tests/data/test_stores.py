@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
@@ -29,6 +31,7 @@ from megatron_vlm.data.media.files import read_media  # noqa: E402
 from megatron_vlm.data.on_disk.plain import on_disk  # noqa: E402
 from megatron_vlm.messages import printable, printable_lines  # noqa: E402
 from megatron_vlm.overrides import apply_overrides  # noqa: E402
+from megatron_vlm.stores import fetched  # noqa: E402
 from megatron_vlm.supported import resolve  # noqa: E402
 
 ROWS = 23
@@ -187,7 +190,31 @@ def test_a_checkpoint_may_lie_in_a_store(folder, tiny_gemma3, monkeypatch, tmp_p
     with anew(monkeypatch, AWS_ENDPOINT_URL="http://127.0.0.1:1"):
         [said] = checkpoint_problems(f"{AT}/model")
         assert "the store does not answer" in said
-    assert not list(tmp_path.glob("*/.*"))
+    with pytest.raises(stores.StoreError, match="is no address"):
+        stores.names(f"{AT}/model/../rows")
+
+
+def test_a_checkpoint_in_a_store_is_checked_as_one_on_disk(folder, tiny_gemma3, monkeypatch, tmp_path):
+    """Before its weights are fetched; it is fetched whole, or not at all."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    model, there = tmp_path / "model", f"{AT}/no_tokenizer"
+    shutil.copytree(tiny_gemma3, model)
+    (model / "tokenizer.json").unlink()
+    put(model, there)
+    of_disk = list(checkpoint_problems(str(model)))
+    assert of_disk and [text.replace(str(model), there) for text in of_disk] == [*checkpoint_problems(there)]
+    put_aside = fetched.folder_aside
+
+    @contextmanager
+    def changing(output: Path) -> Iterator[Path]:
+        with put_aside(output) as aside:
+            stores.write(f"{there}/generation_config.json", b"{}")
+            yield aside
+
+    monkeypatch.setattr(fetched, "folder_aside", changing)
+    with pytest.raises(stores.StoreError, match="changed while it was fetched; start again"):
+        resolve(there, str)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("kind", ["hf", "energon"])

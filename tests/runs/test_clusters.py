@@ -192,11 +192,9 @@ def test_machines_that_cannot_meet_are_refused():
         ({**FIRST, "PET_NNODES": "3:2"}, 0, "PET_NNODES: '3:2' is no number of machines"),
         ({**FIRST, "PET_NODE_RANK": "2"}, 0, "PET_NODE_RANK: '2' is no machine's number"),
         ({**ELASTIC, "PET_RDZV_BACKEND": "etcd"}, 0, "PET_RDZV_BACKEND: 'etcd' is not supported"),
-        (
-            {**FIRST, "PET_MASTER_PORT": "x"},
-            0,
-            "argument --master-port/--master_port: invalid int value: 'x'",
-        ),
+        ({**FIRST, "PET_MASTER_PORT": "x"}, 0, "PET_RDZV_ENDPOINT: 'x' is no port"),
+        ({**FIRST, "PET_MASTER_PORT": "99999"}, 0, "PET_RDZV_ENDPOINT: '99999' is no port"),
+        ({**FIRST, "PET_MAX_RESTARTS": "x"}, 0, "--max-restarts/--max_restarts: invalid int value: 'x'"),
         ({**FIRST, "PET_RDZV_CONF": "x"}, 0, "The rendezvous configuration option 'x' must have a value"),
         (FIRST, 1, "--restarts: machines meet again only where the first"),
     ]

@@ -80,7 +80,7 @@ def test_a_run_from_a_store_is_the_run_from_disk_and_its_copy_is_a_run_folder(
     for name in files:
         assert stores.read(f"{copy}/{name}", 1 << 30) == (there / name).read_bytes()
 
-    export = ["export", str(there), f"{AT}/exported"]
+    export = ["export", str(there), f"{AT}/exported/"]
     ended = run_program(COMMAND, *export)
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, f"wrote {AT}/exported")
     names = sorted(stores.names(f"{AT}/exported"))

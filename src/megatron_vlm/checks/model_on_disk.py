@@ -18,7 +18,8 @@ from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.data.on_disk.paths import ROWS
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
-from megatron_vlm.supported import ADAPTER_FILE, WEIGHT_FILE, read_config
+from megatron_vlm.stores.fetched import fetched
+from megatron_vlm.supported import ADAPTER_FILE, FETCHED, WEIGHT_FILE, read_config
 from megatron_vlm.weight_files import description_problems, has_weights, tensors_of, weight_files
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -85,9 +86,12 @@ def checkpoint_problems(
     shown = f"model.hf_path: {printable(hf_path)}"
     problems = list(folder_problems("model.hf_path", hf_path, read_config))
     yield from problems
-    if problems or not path.exists():
+    in_a_store = stores.is_store(hf_path)
+    if problems or not (in_a_store or path.exists()):
         return
-    if load_weights:
+    if in_a_store:
+        path = fetched(hf_path, [name for name in FETCHED if name != "*.safetensors"])
+    elif load_weights:
         yield from weight_problems(
             "model.hf_path", path, " (or set model.load_weights=false for random ones)"
         )

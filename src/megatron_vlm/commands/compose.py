@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_vlm.commands.program import on_disk
 from megatron_vlm.compose.sources import (
     IMAGE_TOKENS,
     NEW_ROWS,
@@ -22,7 +23,7 @@ from megatron_vlm.supported import read_config
 
 
 def compose(
-    output: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
+    output: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.", callback=on_disk)],
     tower: Annotated[str, typer.Option(help="SigLIP2, SigLIP, CLIP or Pixtral: folder or hub name.")],
     language_model: Annotated[
         str, typer.Option(help="Llama 3, Mistral, Qwen2 or Qwen3: folder or hub name.")

@@ -8,7 +8,7 @@ import typer
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.model_on_disk import is_energon
 from megatron_vlm.commands import arguments
-from megatron_vlm.commands.program import start_ranks
+from megatron_vlm.commands.program import on_disk, start_ranks
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.evaluation import files
 from megatron_vlm.job import ranks, watchdog
@@ -31,7 +31,8 @@ def evaluate(
         typer.Option(help=f"{', '.join(NAMES)}, or file.py:function; again for more. Default: exact_match."),
     ] = None,
     output: Annotated[
-        Path, typer.Option(help="The folder to write; answers that are there are kept.")
+        Path,
+        typer.Option(help="The folder to write; answers that are there are kept.", callback=on_disk),
     ] = Path("evaluation"),
     samples: Annotated[int | None, typer.Option(min=1, help="Ask so many, drawn by --seed.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,

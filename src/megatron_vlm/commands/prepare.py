@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_vlm.checks.data_on_disk import source_problems
+from megatron_vlm.commands.program import on_disk
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import fitted
@@ -16,7 +17,9 @@ def prepare(
         list[str],
         typer.Argument(help="JSON(L), meta file or HF dataset; or one per split as SPLIT=PATH."),
     ],
-    output: Annotated[Path, typer.Argument(help="Folder to write; must be empty or absent.")],
+    output: Annotated[
+        Path, typer.Argument(help="Folder to write; must be empty or absent.", callback=on_disk)
+    ],
     image_root: Annotated[
         str | None, typer.Option(help="Folder of the images; default: the source's.")
     ] = None,

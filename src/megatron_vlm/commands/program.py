@@ -78,6 +78,13 @@ def world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
+def on_disk(path: Path | None) -> Path | None:
+    """The path itself. Raises ConfigError for an address, where only a disk is written."""
+    if path is not None and re.match("(s3|msc):/", str(path)):
+        raise ConfigError(f"{printable(path)}: this command writes on a disk alone; give a path there.")
+    return path
+
+
 def machines() -> int:
     """The most machines on which this command is started: torchrun's PET_NNODES, `2` or `1:2`."""
     given = os.environ.get("PET_NNODES", "1")
@@ -297,6 +304,9 @@ def _where() -> str:
     if not where:
         name = "PET_MASTER_ADDR" if backend == "static" else "PET_RDZV_ENDPOINT"
         raise ConfigError(f"{name} is not set: at it {machines()} machines meet; set it on each.")
+    port = where.rpartition(":")[2] if ":" in where else "0"
+    if not (port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"PET_MASTER_PORT or PET_RDZV_ENDPOINT: {port!r} is no port; give one, as 29500.")
     if backend == "static" and given("PET_NODE_RANK") not in map(str, range(machines())):
         raise ConfigError(
             f"PET_NODE_RANK: {given('PET_NODE_RANK')!r} is no machine's number; give each its own, from 0 "

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_vlm.commands.arguments import check_page
+from megatron_vlm.commands.program import on_disk
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import write_whole
 from megatron_vlm.messages import aligned, printable
@@ -29,7 +30,8 @@ HEADS = ("run", "state", "step", "loss", "best", "when", "last line")
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
     output: Annotated[
-        Path | None, typer.Option(help="The page; default: report.html, of one run in its folder.")
+        Path | None,
+        typer.Option(help="The page; default: report.html, of one run in its folder.", callback=on_disk),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Write it again while a run goes on.")] = False,
     every: Annotated[float, typer.Option(min=1, help="Seconds between two pages of --follow.")] = 15,

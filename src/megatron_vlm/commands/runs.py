@@ -85,13 +85,23 @@ def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> 
                 merge(chunk)
             export_hf(chunks, output, source.folder, source.weight_map)
         if url and setup.is_first_rank():
-            stores.upload(output, url, ADAPTER_FILE if adapter else CONFIG_FILE)
+            _upload(output, url, ADAPTER_FILE if adapter else CONFIG_FILE)
     finally:
         if url and setup.is_first_rank():
             run_folder.remove(output)
             with suppress(OSError):  # it holds exports
                 output.parent.rmdir()
     setup.shutdown()
+
+
+def _upload(folder: Path, url: str, makes_whole: str) -> None:
+    """Copies a folder to a new one in a store; if that fails, as far as can be, nothing is left there."""
+    try:
+        stores.upload(folder, url, makes_whole)
+    except BaseException:
+        with suppress(stores.StoreError):
+            stores.remove(url, sorted(stores.names(url), key=lambda name: name != makes_whole))
+        raise
 
 
 def generate_from_run(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_vlm import files
 from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.config_rules.layout import check_gpus, layout_problems
-from megatron_vlm.job import watchdog
+from megatron_vlm.job import ranks, watchdog
 from megatron_vlm.job.alarm import own_connection
 from megatron_vlm.parallel import cpu
 
@@ -33,7 +33,7 @@ def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = 
 
     Sets up `torch.distributed`, `megatron.core.parallel_state`, all generators, the CUDA device and, on CPU,
     the number of threads. Raises ConfigError for a layout that cannot run, before any process waits for
-    another.
+    another, and for machines that have other layouts or seeds.
     """
     _check_layout(parallel, int(os.environ.get("WORLD_SIZE", 1)))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -51,6 +51,12 @@ def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = 
         dist.init_process_group(backend, store=own, rank=rank, world_size=processes, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if ranks.several_machines():
+        of_ranks = from_all_ranks(
+            {f"{name}={value}" for name, value in vars(parallel).items()} | {f"{seed=}"}
+        )
+        if others := sorted(set.union(*of_ranks) - set.intersection(*of_ranks)):
+            raise ConfigError(f"the machines differ in {', '.join(others)}; start the same command on each.")
     _make_groups(parallel)
     seed_all(seed)
 

@@ -70,7 +70,7 @@ def for_energon(path: str) -> str:
 def at(url: str) -> Iterator[tuple[Any, str]]:
     """multi-storage-client's client, and its name for a path. What it raises inside becomes a StoreError."""
     shown = printable(url)
-    if (parts := _ADDRESS.fullmatch(url)) is None:
+    if (parts := _ADDRESS.fullmatch(url)) is None or ".." in url.split("/"):
         raise StoreError(f"{shown} is no address; give s3://BUCKET/PATH or msc://PROFILE/PATH.")
     home, path = parts.groups()
     logging.getLogger("multistorageclient").setLevel(logging.CRITICAL)  # what it logs is in its errors
