@@ -155,9 +155,7 @@ def preview(
     hf_path: arguments.Checkpoint = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
     shown: Annotated[int, typer.Option(min=0, help="Rows to show whole.")] = 10,
-    output: Annotated[Path, typer.Option(help="The HTML file to write.", callback=on_disk)] = Path(
-        "preview.html"
-    ),
+    output: arguments.HtmlFile = Path("preview.html"),
 ) -> None:
     """Write a page that shows the training data as the model will see it.
 
@@ -197,9 +195,7 @@ def replay(
     run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
     settings: arguments.Settings = None,
     step: Annotated[int, typer.Option(min=1, help="The step, counted from 1.")] = 1,
-    output: Annotated[
-        Path | None, typer.Option(help="An HTML file to write, that shows them.", callback=on_disk)
-    ] = None,
+    output: arguments.HtmlFile = None,
 ) -> None:
     """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
     if output is not None:
@@ -262,8 +258,7 @@ def export(
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder, adapters merged; --adapter: these alone."""
     config = arguments.config_of_trained_run(run_dir, settings, nproc, needs_processor=False)
-    output = output.rstrip("/") or "/"
-    arguments.refuse_existing_output(output)
+    output = arguments.new_output(output)
     if adapter and not config.adapter.used:
         raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
     arguments.prepare_cuda(config.parallel)
@@ -324,8 +319,7 @@ def generate(
     answers: Annotated[int, typer.Option(min=1, help="So many sampled answers, a line between them.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")] = 0,
     draw: Annotated[
-        Path | None,
-        typer.Option(help="A PNG to write: the image with the answer's boxes.", callback=on_disk),
+        Path | None, typer.Option(help="A PNG to write: the image with its boxes.", callback=on_disk)
     ] = None,
 ) -> None:
     """Ask a run's latest checkpoint, or a Hugging Face checkpoint, a question, in one process."""

@@ -21,7 +21,7 @@ from store_server import BUCKET, KEY, SECRET, Line, forget, put, store  # noqa: 
 from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.checks.data_on_disk import data_problems  # noqa: E402
 from megatron_vlm.checks.model_on_disk import checkpoint_problems, upload_problems  # noqa: E402
-from megatron_vlm.commands.arguments import refuse_existing_output  # noqa: E402
+from megatron_vlm.commands.arguments import new_output  # noqa: E402
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig  # noqa: E402
 from megatron_vlm.data.accounts.bad_sample import BadSample  # noqa: E402
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder  # noqa: E402
@@ -225,7 +225,7 @@ def test_what_is_no_address_is_told_in_a_line(address, kind):
     assert problem_of(kind, address).endswith(said)
     assert list(upload_problems(address)) == [f"train.upload_to: {address} {said}"]
     with pytest.raises(stores.StoreError, match="is no address"):
-        refuse_existing_output(address)
+        new_output(address)
 
 
 def test_an_address_is_shown_as_it_was_written(folder, encoder):

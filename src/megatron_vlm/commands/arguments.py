@@ -12,7 +12,7 @@ from megatron_vlm import recipes as recipe_table
 from megatron_vlm import stores
 from megatron_vlm.checks.model_on_disk import is_run, run_problems
 from megatron_vlm.checks.paths import validate_model, validate_paths
-from megatron_vlm.commands.program import machines, processes, world_size
+from megatron_vlm.commands.program import machines, on_disk, processes, world_size
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import read_file, refuse_existing
@@ -25,6 +25,7 @@ from megatron_vlm.supported import read_config
 NO_DATA = "none://"
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
 
+HtmlFile = Annotated[Path | None, typer.Option(help="The HTML file to write.", callback=on_disk)]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
@@ -200,12 +201,15 @@ def _with_some_data(config: RunConfig) -> RunConfig:
     return apply_overrides(config, {"data.train_data_path": NO_DATA})
 
 
-def refuse_existing_output(output: str) -> None:
-    """Raises FileExistsError or StoreError unless a folder, on disk or in a store, can be written."""
+def new_output(output: str) -> str:
+    """The folder, here or in a store, without a slash at its end. Raises FileExistsError or StoreError unless it
+    can be written."""
+    output = output.rstrip("/") or "/"
     if not stores.is_store(output):
         refuse_existing(Path(output))
     elif stores.names(output):
         raise FileExistsError(f"{printable(output)} exists; give a new name or remove it.")
+    return output
 
 
 def check_page(path: Path) -> None:

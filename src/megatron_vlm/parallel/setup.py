@@ -55,7 +55,7 @@ def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = 
         of_ranks = from_all_ranks(
             {f"{name}={value}" for name, value in vars(parallel).items()} | {f"{seed=}"}
         )
-        if others := sorted(set.union(*of_ranks) - set.intersection(*of_ranks)):
+        if others := sorted({each for theirs in of_ranks for each in theirs ^ of_ranks[0]}):
             raise ConfigError(f"the machines differ in {', '.join(others)}; start the same command on each.")
     _make_groups(parallel)
     seed_all(seed)
