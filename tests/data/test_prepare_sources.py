@@ -77,7 +77,7 @@ def files(folder: Path):
 
 def test_ray_without_its_package_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match="pip install ray"):
+    with pytest.raises(ImportError, match="megatron-vlm\\[ray\\]"):
         prepare(write_sharegpt(tmp_path / "source", 3), tmp_path / "out", engine="ray")
     assert not (tmp_path / "out").exists()
 

@@ -249,7 +249,7 @@ def test_an_lmdb_that_was_cut_short_is_refused_and_not_mapped(tmp_path):
 def test_lmdb_without_its_package_says_what_to_install(tmp_path, monkeypatch):
     in_lmdb(tmp_path)
     monkeypatch.setitem(sys.modules, "lmdb", None)
-    with pytest.raises(ImportError, match="pip install lmdb"):
+    with pytest.raises(ImportError, match="megatron-vlm\\[lmdb\\]"):
         read_media("images.lmdb::1-0.jpg", tmp_path)
 
 

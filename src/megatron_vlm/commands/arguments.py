@@ -203,7 +203,7 @@ def _with_some_data(config: RunConfig) -> RunConfig:
 
 def new_output(output: str) -> str:
     """The folder, here or in a store, without a slash at its end. Raises OSError if it cannot be written."""
-    output = output.rstrip("/") or "/"
+    output = str(stores.folder(output))
     if not stores.is_store(output):
         refuse_existing(Path(output))
     elif stores.names(output):

@@ -42,7 +42,7 @@ def is_store(path: object) -> bool:
 
 def folder(path: str | Path) -> str | Path:
     """A folder on disk as a Path, one in a store as its address."""
-    return path.rstrip("/") if is_store(path) else Path(path).expanduser()
+    return re.sub("(?<=[^/:])/+$", "", path) if is_store(path) else Path(path).expanduser()
 
 
 def parent(path: str | Path) -> str | Path:
