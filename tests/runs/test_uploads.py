@@ -111,8 +111,9 @@ def test_an_export_that_fails_leaves_nothing(folder, train, tmp_path):
 
 
 def in_the_store(address: str, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        stores.write(f"{address}/{name}", text.encode())
+    with stores.at(address) as (client, path):
+        for name, text in files.items():
+            client.write(f"{path}/{name}", text.encode())
 
 
 @contextmanager
