@@ -87,7 +87,10 @@ class Line:
 
     def __init__(self, to: int, seconds: float = 0.0):
         self._to, self._seconds = to, seconds
-        self.port = free_port()
+        self._place = socket.socket()  # keeps the port while the line is cut; it never listens
+        self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._place.bind(("127.0.0.1", 0))
+        self.port = self._place.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
         self.mend()
 
@@ -136,4 +139,5 @@ def leaked(folder: Path) -> list[Path]:
 
 if __name__ == "__main__":
     socketserver.ThreadingTCPServer.allow_reuse_address = True
+    socketserver.ThreadingTCPServer.allow_reuse_port = True
     socketserver.ThreadingTCPServer(("127.0.0.1", int(sys.argv[1])), Passing).serve_forever()

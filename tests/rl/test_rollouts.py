@@ -27,10 +27,12 @@ FAMILIES = ("gemma3", "qwen3_vl")
 STYLES = ("vllm", "sglang", "sglang before")
 
 
-def free_address() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{found.getsockname()[1]}"
+@contextlib.contextmanager
+def refusing():
+    """An address that refuses every connection: its port is held here, and nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,8 @@ def measured(tmp_path_factory):
                 for style in STYLES
             }
             asked[family] = path, urls
-        return run_distributed(2, rollout_engines.measure, asked, free_address(), timeout=900)
+        dead = servers.enter_context(refusing())
+        return run_distributed(2, rollout_engines.measure, asked, dead, timeout=900)
 
 
 @pytest.mark.long
