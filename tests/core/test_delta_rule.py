@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
+from megatron_vlm.models.layers.delta_net import kernels
 from megatron_vlm.models.layers.delta_net import rule as delta_rule
 from megatron_vlm.models.layers.delta_net.plan import Documents, recurrence
 
@@ -106,18 +107,21 @@ def test_documents_know_nothing_of_each_other():
     assert not torch.allclose(packed[105:], delta_rule.run([*inputs[:5], torch.zeros(195).int()])[0][105:])
 
 
-def test_the_convolution_begins_anew_at_each_document():
+@pytest.mark.parametrize("at_once", [2**26, 200], ids=["at once", "by channels"])
+def test_the_convolution_begins_anew_at_each_document(monkeypatch, at_once):
+    monkeypatch.setattr(kernels, "CONVOLVED_AT_ONCE", at_once)
     torch.manual_seed(0)
     lengths, channels = [1, 2, 3, 4, 9, 64], 5
     x, weight = torch.randn(sum(lengths), channels).double(), torch.randn(channels, 4).double()
-    place = torch.cat([torch.arange(length) for length in lengths])
+    documents = Documents(np.array(lengths), torch.device("cpu"))
+    place = documents.place
     leaves = [t.clone().requires_grad_() for t in (x, weight)]
     each = [
         silu(conv1d(part.t()[None], leaves[1][:, None], padding=3, groups=channels)[0, :, : len(part)]).t()
         for part in leaves[0].split(lengths)
     ]
     ours = [t.clone().requires_grad_() for t in (x, weight)]
-    outputs = delta_rule.Recomputed.apply(delta_rule.convolved, *ours, place)
+    outputs = kernels.convolution(*ours, documents, None)
     assert_near([outputs], [torch.cat(each)])
     leaking = delta_rule.convolved(x, weight, torch.arange(len(x)))  # as one document
     reached = (leaking - outputs).abs().amax(1) > 1e-9

@@ -135,15 +135,18 @@ def test_axes_are_joined_without_a_copy():
     all_three = torch.randn(5, 1, 3, 4, HEAD, dtype=torch.float64, requires_grad=True)
     query, key = all_three[..., :2, :], all_three[..., 2:3, :]
     for x, shape in ((query, (15, 2, HEAD)), (key, (15, HEAD))):
-        assert joined(x).shape == shape and joined(x).data_ptr() == x.data_ptr()
-        assert torch.equal(joined(x), x.reshape(shape))
+        assert joined(x) is x
+        with compiled_on("cpu"):
+            assert joined(x).shape == shape and joined(x).data_ptr() == x.data_ptr()
+            assert torch.equal(joined(x), x.reshape(shape))
         weight = torch.rand(HEAD, dtype=torch.float64, requires_grad=True)
         found, expected = norm(x, weight, 1e-6, False), llama_norm(x, weight)
         torch.testing.assert_close(found, expected)
         grads = (torch.autograd.grad(y.square().sum(), (all_three, weight)) for y in (found, expected))
         for ours, theirs in zip(*grads, strict=True):
             torch.testing.assert_close(ours, theirs)
-    assert joined(all_three).shape == (60, HEAD) and joined(all_three[:1, 0, 0, 0]).shape == (1, HEAD)
+    with compiled_on("cpu"):
+        assert joined(all_three).shape == (60, HEAD) and joined(all_three[:1, 0, 0, 0]).shape == (1, HEAD)
 
 
 def kept(function: Callable, given: list[Tensor]) -> int:

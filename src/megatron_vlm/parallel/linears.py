@@ -56,9 +56,8 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
 
 class WholeLinear(torch.nn.Linear):
-    """A linear that is whole on every rank of tensor parallelism.
-
-    Under sequence parallelism it sees the rank's own tokens."""
+    """A linear that is whole on every rank of tensor parallelism. Under sequence parallelism it sees the
+    rank's own tokens."""
 
     def __init__(self, width: int, out: int, config: TransformerConfig, bias: bool = False):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -84,18 +83,19 @@ def _with_bias(module: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor 
 def grouped_product(rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor) -> Tensor:
     """(Z, O): rows times the weights of their expert. torch takes widths of 16 bytes alone: 8 channels in 16
     bits; others are filled up with zeros, in a copy. More rows than it can count are multiplied in parts."""
-    out, more_out, more_in = weights_XOI.shape[1], *(-width % ALIGNED for width in weights_XOI.shape[1:])
+    _, out, width = weights_XOI.shape
     if not len(rows_ZI):
         return rows_ZI @ weights_XOI[0].t()  # no row either, and zero as gradients
-    if more_out or more_in:
-        rows_ZI, weights_XOI = pad(rows_ZI, (0, more_in)), pad(weights_XOI, (0, more_in, 0, more_out))
-    most = MOST_NUMBERS // max(weights_XOI.shape[1:])
+    if out % ALIGNED or width % ALIGNED:
+        weights_XOI = pad(weights_XOI, (0, -width % ALIGNED, 0, -out % ALIGNED))
+        return grouped_product(pad(rows_ZI, (0, -width % ALIGNED)), weights_XOI, ends_X)[:, :out]
+    most = MOST_NUMBERS // max(out, width)
     if not torch.is_grad_enabled() and len(rows_ZI) <= most:
-        return grouped_mm(rows_ZI, weights_XOI.mT, offs=ends_X)[:, :out]
+        return grouped_mm(rows_ZI, weights_XOI.mT, offs=ends_X)
     parts = []
     for start, rows in zip(range(0, len(rows_ZI), most), rows_ZI.split(most), strict=True):
         ends = ends_X if len(rows) == len(rows_ZI) else (ends_X - start).clamp(0, len(rows))
-        parts.append(grouped_mm(rows, ZeroWithoutRows.apply(weights_XOI, ends).mT, offs=ends)[:, :out])
+        parts.append(grouped_mm(rows, ZeroWithoutRows.apply(weights_XOI, ends).mT, offs=ends))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

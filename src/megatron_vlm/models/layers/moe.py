@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.functional import linear
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward, gated
@@ -83,6 +84,13 @@ class Router(TopKRouter):
             scale = self.config.moe_router_topk_scaling_factor or 1.0
             weights_TJ = weights_TJ / (weights_TJ.sum(-1, keepdim=True) + 1e-20) * scale
         return weights_TJ, choice.experts_TJ
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Megatron's method, whose product is an autograd function; without gradients it is the plain one."""
+        if torch.is_grad_enabled():
+            return super().gating(input)
+        dtype = torch.float32 if self.config.moe_router_dtype else input.dtype
+        return linear(input.to(dtype), self.weight.to(dtype))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Megatron's method, which returns the weights of all experts (T, X); without gradients nothing is

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_vlm.models.layers.delta_net.plan import Documents
 from megatron_vlm.models.layers.delta_net.rule import DeltaRule, Recomputed, convolved
+
+CONVOLVED_AT_ONCE = 2**26  # numbers that are convolved at once in PyTorch
 
 
 class Kernels(NamedTuple):
@@ -36,9 +39,13 @@ def installed() -> Kernels | None:
 
 
 def convolution(x_TC: Tensor, weight_CW: Tensor, documents: Documents, by: Kernels | None) -> Tensor:
-    """`rule.convolved` over documents."""
+    """`rule.convolved` over documents. In PyTorch, which takes several tensors in fp32, long streams are
+    convolved some channels after the other."""
     if by is None or not len(x_TC):
-        return Recomputed.apply(convolved, x_TC, weight_CW, documents.place)
+        at_once = max(1, CONVOLVED_AT_ONCE // max(1, len(x_TC)))
+        slabs = zip(x_TC.split(at_once, 1), weight_CW.split(at_once), strict=True)
+        parts = [Recomputed.apply(convolved, x, weight, documents.place) for x, weight in slabs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     stream = {"cu_seqlens": documents.bounds, "chunk_indices": documents.chunks}
     return by.convolution(x_TC[None], weight_CW, activation="silu", **stream)[0][0]
 

@@ -38,7 +38,6 @@ PRIVATE = {
     "_foreach_norm.Scalar": "self",
     "_fused_adamw_": "self grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps lr beta1 beta2 "
     "weight_decay eps amsgrad maximize",
-    "_fused_rms_norm": "input normalized_shape weight eps",
     "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal attn_mask scale",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp "
     "dropout_p is_causal attn_mask scale",

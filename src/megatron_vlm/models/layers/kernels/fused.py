@@ -62,7 +62,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def joined(x: Tensor) -> Tensor:
-    """The same numbers with as few axes before the last as can be without a copy."""
+    """The same numbers, for the compiler with as few axes before the last as can be without a copy."""
+    if x.device.type != Fused.compiles_on:
+        return x
     for axis in range(x.dim() - 3, -1, -1):
         size, following = x.shape[axis : axis + 2]
         if 1 in (size, following) or x.stride(axis) == following * x.stride(axis + 1):
@@ -101,16 +103,13 @@ def normed(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool
 ) -> tuple[Tensor, Tensor]:
     widened = x if x.dtype.itemsize >= 4 else x.float()
-    if torch.compiler.is_compiling():  # the operator takes a width that the compiler has to know
-        inverse_rms = (widened.square().mean(-1, keepdim=True) + eps).rsqrt()
-        result = widened * inverse_rms
-    else:
-        result, inverse_rms = torch.ops.aten._fused_rms_norm(widened, x.shape[-1:], None, eps)
-    if zero_centered:
-        return result.mul_(1.0 + weight.type_as(result)).type_as(x), inverse_rms
-    if in_fp32:
-        return result.mul_(weight.type_as(result)).type_as(x), inverse_rms
-    return result.type_as(x).mul_(weight), inverse_rms
+    squares = widened.square()
+    inverse_rms = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
+    result = torch.mul(widened, inverse_rms, out=squares)
+    if not (zero_centered or in_fp32):
+        return result.type_as(x).mul_(weight), inverse_rms
+    scale = weight.type_as(result)
+    return result.mul_(1.0 + scale if zero_centered else scale).type_as(x), inverse_rms
 
 
 @partial(Fused, reads=2)  # the weight's gradient is a sum over rows
@@ -159,6 +158,8 @@ class Rotate(torch.autograd.Function):
 
 
 def _rotated(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
+    if x_SBHK.device.type != Fused.compiles_on:
+        return turned(x_SBHK, cos, sin, adjacent)
     rows, cos, sin = (each.flatten(0, 1) for each in (x_SBHK, cos, sin))
     return turned(rows, cos, sin, adjacent).view(x_SBHK.shape)
 
