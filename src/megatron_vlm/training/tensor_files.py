@@ -71,8 +71,7 @@ class Copies:
         )
 
     def take(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Copies a sharded state; returns it as torch has checkpoints. Collective; the folder gets the small
-        file that names the format."""
+        """Copies a sharded state. Collective; the folder gets the small file that names the format."""
         is_new = self._to_ranks.cached_distribution is None
         dist_checkpointing.save(state, str(path), self._to_ranks, validate_access_integrity=is_new)
         return self._strategy.copied
@@ -94,7 +93,7 @@ class _Copying(TorchDistSaveShardedStrategy):
             if isinstance(part, ShardedTensor):
                 part.data = self._copied(part)
         torch.cuda.synchronize()
-        self.copied = mcore_to_pyt_state_dict(parts)
+        self.copied = parts
 
     def _copied(self, part: ShardedTensor) -> torch.Tensor:
         shape = part.data.shape
@@ -119,7 +118,8 @@ def write_tensors(path: Path, copied: dict[str, Any], needed: int, group: dist.P
     )
     try:
         with naming(path):
-            torch_checkpoint.save(copied, storage_writer=_Files(path), planner=planner, process_group=group)
+            state = mcore_to_pyt_state_dict(copied)
+            torch_checkpoint.save(state, storage_writer=_Files(path), planner=planner, process_group=group)
     except CheckpointException as error:
         free = free_bytes(path)
         if dist.get_rank() == 0:
