@@ -52,10 +52,23 @@ def main() -> None:
         run, description = opened(name, models[name])
         if plans_alone:
             rows[name] = [planned_again(row, run, description) for row in rows[name]]
-        else:
-            rows[name] = list(rehearsed(name, run, description))
-        text = json.dumps([row for of in rows.values() for row in of], indent=1, ensure_ascii=False)
-        REPORT.write_text(text + "\n", encoding="utf-8")
+            write(rows)
+            continue
+        before, rows[name] = rows[name], []
+        for row in rehearsed(name, run, description):
+            rows[name].append(row)
+            write(rows | {name: rows[name] + [old for old in before if place(old) > place(row)]})
+        write(rows)
+
+
+def place(row: dict) -> tuple[int, int]:
+    """Where a row stands among those of its recipe, whose stages have one place."""
+    return row["card"], row["gpus"]
+
+
+def write(rows: dict[str, list[dict]]) -> None:
+    text = json.dumps([row for of in rows.values() for row in of], indent=1, ensure_ascii=False)
+    REPORT.write_text(text + "\n", encoding="utf-8")
 
 
 def opened(name: str, model: str) -> tuple[RunConfig, Description]:
