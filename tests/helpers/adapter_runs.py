@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import resource
 import shutil
 from pathlib import Path
@@ -392,6 +393,16 @@ def begun_from(path: str, sound: str, cases: str, root: str) -> dict[str, Any]:
         Run(config(path, ParallelConfig(), AdapterConfig(), folder / "run from start"))
     except ConfigError as error:
         found["without"] = str(error)
+    other = folder / "other config"
+    shutil.copytree(path, other)
+    described = other / "config.json"
+    read = json.loads(described.read_text())
+    read["text_config"]["rms_norm_eps"] = 0.125
+    described.write_text(json.dumps(read))
+    try:
+        Run(config(str(other), ParallelConfig(), AdapterConfig(start=sound), folder / "run from start"))
+    except ConfigError as error:
+        found["other config"] = str(error)
     return found
 
 

@@ -481,6 +481,7 @@ def test_a_run_goes_on_without_the_folder_that_it_began_with(parts, story):
     assert found["begun again"] and found["changed"] and found["removed"]
     assert "has its own copy" in found["words, removed"] and "adapter_start" in found["words, removed"]
     assert "holds adapters, and this run trains whole weights; set adapter.* as it was" in found["without"]
+    assert "text_config.rms_norm_eps was 1e-06 and is 0.125. Put it back" in found["other config"]
     start = AdapterConfig(start=str(folder / "start"))
     run = RunConfig(run_dir=str(folder / "run from start"), adapter=start)
     run.model.hf_path = str(path)

@@ -24,7 +24,13 @@ from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.batch_log import BatchLog
-from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
+from megatron_vlm.run_folder.checkpoint_files import (
+    check_config,
+    checksum_problems,
+    checksums,
+    read_state,
+    size_problems,
+)
 
 MODEL = "models/tiny"
 
@@ -291,6 +297,21 @@ def test_where_no_other_checkpoint_is_complete_the_way_on_is_another_folder(run_
     assert "begin in another run_dir: no other checkpoint here is complete" in run_folder.damaged(
         path, problems(path)
     )
+
+
+def test_another_config_than_the_checkpoint_had_is_named_field_by_field():
+    def check(now: dict) -> None:
+        check_config(Path("step_00000006"), saved, now)
+
+    saved = {"transformers_version": "5.1", "dtype": "float32", "text_config": {"eps": 1e-6, "heads": 4}}
+    check(saved | {"dtype": "bfloat16", "_name_or_path": "moved"})
+    other = saved | {"text_config": {"eps": 1e-5, "heads": 4, "window": 8}}
+    with pytest.raises(ConfigError) as caught:
+        check(other)
+    assert "text_config.eps was 1e-06 and is 1e-05; text_config.window was None and is 8." in str(
+        caught.value
+    )
+    check(other | {"transformers_version": "5.2"})  # which may fill in other defaults
 
 
 def test_files_that_a_file_system_or_an_editor_leaves_do_no_harm(run_dir):

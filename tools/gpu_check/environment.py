@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+import megatron_vlm
 from gpu_check.rows import Row
 from gpu_check.sizes import ON_CUDA, About, Sizes
 from gpu_check.stack import built, run_config
@@ -38,7 +39,8 @@ def rows(sizes: Sizes, about: About) -> Iterator[Row]:
             yield from kernels(sizes)
         except ConfigError as error:  # a kernel is wrong here, and the message says which
             yield Row("environment", "a model is not built", f"{error}", wrong=True)
-    for text in dict.fromkeys(str(each.message) for each in caught if "megatron_vlm" in each.filename):
+    ours = [each for each in caught if each.filename.startswith(*megatron_vlm.__path__)]
+    for text in dict.fromkeys(str(each.message) for each in ours):
         yield Row("environment", "fell back", text, wrong=True)
 
 

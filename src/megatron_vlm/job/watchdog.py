@@ -280,7 +280,7 @@ def _where(frames: list[Any]) -> str:
     """The innermost frame, and our innermost frame if that is another."""
     if not frames:
         return "compiled code"
-    ours = [frame for frame in frames if "megatron_vlm" in frame.f_code.co_filename]
+    ours = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith("megatron_vlm.")]
     named = list(dict.fromkeys([frames[0], *ours[:1]]))
     return ", called by ".join(
         f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

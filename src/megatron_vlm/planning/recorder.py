@@ -34,7 +34,9 @@ aten = torch.ops.aten
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 STARTED = ("async_op", "asyncOp")  # an argument of collectives, by torch's version: the caller goes on
 # frames that are not the place of what they do
-INSIDE = ("/torch/", "/planning/", "/parallel/cpu.py", "/parallel/transfer.py")
+# modules, as a folder on the way to a file may have any name
+INSIDE = tuple(f"megatron_vlm.{name}." for name in ("planning", "parallel.cpu", "parallel.transfer"))
+INSIDE += ("torch.",)
 
 
 class DeviceWork(NamedTuple):
@@ -315,7 +317,7 @@ def _is_copy_to_host(func, kwargs: dict) -> bool:
 def _place() -> str:
     """The file, line and function that is at work, outside of torch and of this folder."""
     frame = sys._getframe(1)
-    while any(part in frame.f_code.co_filename for part in INSIDE):
+    while f"{frame.f_globals.get('__name__')}.".startswith(INSIDE):
         frame = frame.f_back
     code = frame.f_code
     return f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_qualname}"

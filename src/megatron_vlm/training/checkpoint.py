@@ -32,9 +32,9 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.messages import reading
 from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.parallel.setup import device, from_all_ranks, group_beside, on_first_rank, use_device
+from megatron_vlm.run_folder import checkpoint_files as on_disk
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
-from megatron_vlm.run_folder.checkpoint_files import checksum_problems, checksums, read_state, size_problems
 from megatron_vlm.training.tensor_files import (
     Copies,
     bytes_to_write,
@@ -117,12 +117,13 @@ def begin_save(
     copied = copies.take(partial, tensors)
     state = {"step": step, "layout": layout(), "schedule": dict(scheduler.state_dict())}
     state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
-    state |= {"adapters": _adapters(model_chunks), "extra": extra or {}, "ranks": ranks}
+    state |= {"config": _config(model_chunks), "adapters": _adapters(model_chunks)}
+    state |= {"extra": extra or {}, "ranks": ranks}
 
     def write(group: dist.ProcessGroup | None) -> Path:
         write_tensors(partial, copied, needed, group)
         with run_folder.naming(partial):
-            known = from_all_ranks(checksums(partial, _files_of_rank(os.listdir(partial))), group)
+            known = from_all_ranks(on_disk.checksums(partial, _files_of_rank(os.listdir(partial))), group)
         return on_first_rank(finish, known, group=group)
 
     def finish(known: list[dict[str, list]]) -> Path:
@@ -215,13 +216,14 @@ def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, schedul
     Learning rates, their schedule, weight decay and Adam's settings stay as configured now. Generators are
     restored if the layout is the same. Without an optimizer only the model is read. Raises ConfigError if the
     newest is not known (see `run_folder.latest_checkpoint`), if a file is not what was saved (the error names
-    it), or if it is unsafe to read or of another model.
+    it), or if it is unsafe to read or of another model, which a field of config.json can make.
     """
     path = on_first_rank(run_folder.latest_checkpoint, run_dir)
     if path is None:
         return None
     watchdog.beat(f"loading the last checkpoint of {run_dir}", files=True)
     state = _checked_state(path)
+    on_disk.check_config(path, state.get("config"), _config(model_chunks))
     check_same(path, state.get("adapters"), _adapters(model_chunks))
     read_tensors(path, model_chunks, optimizer)
     if scheduler is not None:
@@ -235,6 +237,12 @@ def _saved(path: Path, state: dict[str, Any]) -> Saved:
     loaders = {rank["dp_rank"]: rank["loader"] for rank in state["ranks"] if rank["loader"] is not None}
     in_order = [loaders[rank] for rank in sorted(loaders)]
     return Saved(state["step"], path, state["tied"], state["extra"], in_order)
+
+
+def _config(model_chunks: list) -> dict[str, Any] | None:
+    """Every field of the checkpoint's config, as JSON data; None for a model that was built without one."""
+    config = getattr(unwrap_model(model_chunks[0]), "hf_config", None)
+    return None if config is None else json.loads(config.to_json_string(use_diff=False))
 
 
 def _adapters(model_chunks: list) -> list[str] | None:
@@ -255,10 +263,10 @@ def _files_of_rank(names: Iterable[str]) -> list[str]:
 def _checked_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, after a check that its files are as saved: one rank reads each file."""
     state = on_first_rank(_state, path)
-    problems = on_first_rank(size_problems, path, state["files"])
+    problems = on_first_rank(on_disk.size_problems, path, state["files"])
     if not problems:
         mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
-        problems = [text for rank in from_all_ranks(checksum_problems(path, mine)) for text in rank]
+        problems = [text for rank in from_all_ranks(on_disk.checksum_problems(path, mine)) for text in rank]
     if problems:
         raise ConfigError(run_folder.damaged(path, problems))
     return state
@@ -266,7 +274,7 @@ def _checked_state(path: Path) -> dict[str, Any]:
 
 def _state(path: Path) -> dict[str, Any]:
     try:
-        return read_state(path)
+        return on_disk.read_state(path)
     except ValueError as error:
         raise ConfigError(run_folder.damaged(path, [str(error)])) from error
 
