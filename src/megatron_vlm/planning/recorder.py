@@ -35,8 +35,7 @@ INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
 STARTED = ("async_op", "asyncOp")  # an argument of collectives, by torch's version: the caller goes on
 # frames that are not the place of what they do
 # modules, as a folder on the way to a file may have any name
-INSIDE = tuple(f"megatron_vlm.{name}." for name in ("planning", "parallel.cpu", "parallel.transfer"))
-INSIDE += ("torch.",)
+INSIDE = ("torch.", "megatron_vlm.planning.", "megatron_vlm.parallel.cpu.", "megatron_vlm.parallel.transfer.")
 
 
 class DeviceWork(NamedTuple):
