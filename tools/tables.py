@@ -52,10 +52,11 @@ def parity(report: list[dict]) -> str:
 
 def saves(report: dict) -> str:
     """How long training stands still for a checkpoint in both ways, in one sentence."""
-    beside, waited = (f"{report[name]:.2f} s" for name in ("beside", "waited"))
+    beside, waited, copy = (f"{report[name]:.2f} s" for name in ("beside", "waited", "copy"))
     return (
         f"{report['bytes'] / 1e6:.0f} MB, one process: training stands still for {beside}. With "
-        f"`async_save=false` it waits {waited}: a share of {report['ratio']:.1%}. "
+        f"`async_save=false` it waits {waited}: a share of {report['ratio']:.1%}. A copy of as many bytes "
+        f"alone took {copy}. "
         f"({report['date']}, torch {report['torch']}.)"
     )
 
