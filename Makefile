@@ -1,11 +1,11 @@
 # `make demo` and `make test` do everything, set-up included. Python 3.12 comes from .python-version (pyenv)
-# or from uv. The set-up runs again only when the lock or pyproject.toml changed.
+# or from uv; where there is only 3.13, that is taken. The set-up runs again only when the lock or pyproject.toml changed.
 
 SHELL := /bin/bash
 READY := .venv/.ready
 PY := .venv/bin/python
 UV := .venv/bin/uv
-IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
+IS_OURS := import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))
 
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # pytest keeps what it makes of test files for the next time
@@ -82,11 +82,11 @@ $(READY): requirements.lock pyproject.toml .python-version | $(PY)
 	@touch $@
 
 $(PY):
-	@for python in python3.12 python3 python; do \
-		if $$python -c '$(IS_312)' 2>/dev/null; then exec $$python -m venv .venv; fi; \
+	@for python in python3.12 python3.13 python3 python; do \
+		if $$python -c '$(IS_OURS)' 2>/dev/null; then exec $$python -m venv .venv; fi; \
 	done; \
 	if command -v uv >/dev/null; then exec uv venv --quiet --seed --python 3.12 .venv; fi; \
-	echo "no Python 3.12 found; install it, for instance with: pyenv install 3.12" >&2; exit 1
+	echo "no Python 3.12 or 3.13 found; install one, for instance with: pyenv install 3.12" >&2; exit 1
 
 COMPILE = $(UV) pip compile --upgrade --generate-hashes --python $(PY) \
 	--python-platform x86_64-manylinux_2_28 --no-header --no-annotate \
