@@ -43,8 +43,9 @@ def words(run_dir: Path, checkpoint: Path, dataset: Path, *settings: str) -> lis
 
 
 def logged(run_dir: Path) -> int:
+    """The steps that were logged."""
     file = run_dir / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    return file.read_text().count('"loss"') if file.exists() else 0
 
 
 def wait_for_steps(run_dir: Path, steps: int, runs: Callable[[], bool]) -> None:
@@ -83,35 +84,64 @@ def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sent", "settings", "by"),
-    [
-        pytest.param(2, {1: signal.SIGUSR1}, [], "SIGUSR1", marks=pytest.mark.long),
-        pytest.param(1, {0: signal.SIGTERM}, ["num_workers=0"], "SIGTERM", marks=pytest.mark.soak),
-        pytest.param(2, {0: signal.SIGTERM, 1: signal.SIGTERM}, ["tp=2"], "SIGTERM", marks=pytest.mark.soak),
-        pytest.param(1, None, ["train.stop_after=1s"], "train.stop_after", marks=pytest.mark.soak),
-    ],
-)
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(
-    ranks, sent, settings, by, dataset, tiny_gemma3, tmp_path
-):
-    """Whichever of its ranks is asked, all end with the same checkpoint."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    given = words(stopped, tiny_gemma3, dataset, *settings)
+def stopped_and_whole(
+    ranks: int, sent: dict | None, settings: list[str], by: str, dataset: Path, checkpoint: Path, root: Path
+) -> tuple[Path, Path]:
+    """The folders of a run that was asked to stop and went on, and of one that was not: they are the same
+    bit for bit. Whichever of its ranks is asked, all end with the same checkpoint."""
+    whole, stopped = root / "whole", root / "stopped"
+    given = words(stopped, checkpoint, dataset, *settings)
     assert train(stopped, ranks, given, sent) == [75] * ranks, (stopped / "log").read_text()
     step = saved_step(stopped)
     assert step == logged(stopped) and 2 <= step < STEPS
     last = (stopped / "log").read_text().splitlines()[-1]
     assert last == f"megatron-vlm: stopped after step {step} of {STEPS} by {by}, {SAID}"
     rest = [setting for setting in settings if "stop_after" not in setting]
-    assert train(stopped, ranks, words(stopped, tiny_gemma3, dataset, *rest)) == [0] * ranks
+    assert train(stopped, ranks, words(stopped, checkpoint, dataset, *rest)) == [0] * ranks
     assert f"resumed after step {step} " in (stopped / "log").read_text()
-    assert train(whole, ranks, words(whole, tiny_gemma3, dataset, *rest)) == [0] * ranks
+    assert train(whole, ranks, words(whole, checkpoint, dataset, *rest)) == [0] * ranks
     assert figures(stopped) == figures(whole) and logged(whole) == STEPS
     expected = tensors(whole)
     assert len(expected) > 20
     for name, tensor in tensors(stopped).items():
         assert torch.equal(tensor, expected[name]), name
+    return stopped, whole
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("ranks", "sent", "settings", "by"),
+    [
+        (1, {0: signal.SIGTERM}, ["num_workers=0"], "SIGTERM"),
+        (2, {0: signal.SIGTERM, 1: signal.SIGTERM}, ["tp=2"], "SIGTERM"),
+        (1, None, ["train.stop_after=1s"], "train.stop_after"),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(
+    ranks, sent, settings, by, dataset, tiny_gemma3, tmp_path
+):
+    stopped_and_whole(ranks, sent, settings, by, dataset, tiny_gemma3, tmp_path)
+
+
+@pytest.mark.long
+def test_the_story_of_a_run(dataset, tiny_gemma3, tmp_path):
+    """Warned, gone on with, scored, its best checkpoint kept, exported twice, told of, on a page."""
+    settings = [f"data.score_path={dataset}", "train.score_every=4", "train.score_samples=3"]
+    settings += ["train.score_metric=cer", "train.score_tokens=3", "train.best_by=score/cer"]
+    settings += ["save_every=4", "train.keep_best=true", "train.keep_checkpoints=1"]
+    settings += ["train.export_every=7", "train.on_export=ls"]
+    sent = {1: signal.SIGUSR1}
+    runs = stopped_and_whole(2, sent, settings, "SIGUSR1", dataset, tiny_gemma3, tmp_path)
+    scores = [row["score/cer"] for row in figures(runs[0]) if "score/cer" in row]
+    assert len(scores) == STEPS // 4 + 1  # and at the end
+    best = {(run / "checkpoints/best").read_text() for run in runs}
+    assert len(best) == 1 and (runs[0] / "checkpoints" / best.pop().strip() / "state.json").is_file()
+    for step in ("step_00000007", "step_00000014"):
+        exported, expected = (run / "exports" / step / "model.safetensors" for run in runs)
+        assert exported.read_bytes() == expected.read_bytes()
+        assert "model.safetensors" in (runs[0] / "on_export" / f"{step}.txt").read_text()
+    page = (runs[0] / "report.html").read_text()
+    assert "score/cer" in page and "megatron-vlm export" in page
 
 
 @pytest.mark.parametrize(
