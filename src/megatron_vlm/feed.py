@@ -1,6 +1,6 @@
 """A run's data on every rank: one rank of each model-parallel group reads, and the others receive.
 
-While a step is trained, a thread on every rank reads the micro batches of the next.
+While a step is trained, a thread on every rank reads or receives the micro batches of the next.
 """
 
 import json
@@ -35,15 +35,15 @@ HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.
 class Feed:
     """The micro batches of a run. Every rank creates one, and all ranks call its methods together.
 
-    `saved` is what the run's last checkpoint says: how much of the data was trained. `milestones` are then
-    known, and `resume` begins the data.
+    `saved` says how much of the data the run's last checkpoint has trained. Its `milestones` are known at
+    once; `resume` must come before the first `train`.
     """
 
     def __init__(self, config: RunConfig, source: Source, saved: Saved):
         watchdog.beat("opening the data")
         self._config, self._train = config, config.train
         self._begun = saved.step, 0 if config.data.restart else saved.extra.get("rows", 0)
-        # without workers, encoding would disturb the process's generators in the middle of a step
+        # no thread without workers: encoding draws from generators of this process, which a step may be using
         self._reader = ThreadPool(1, _begin_to_read, [setup.device()]) if config.data.num_workers else None
         self._coming: Callable[[], list[Batch]] | None = None  # the next step's micro batches
         self._dropped_before, self._dropped = Counter(saved.extra.get("dropped", {})), 0
@@ -145,7 +145,7 @@ class Feed:
         return self._data and self._data.train_loader.state_dict()
 
     def dropped_everywhere(self) -> int:
-        """The number of samples that all ranks dropped up to the last step, as the first rank knows."""
+        """The number of samples that all ranks dropped up to the last step; on the first rank alone."""
         return self._dropped_before.total() + self._dropped
 
     def dropped_by_reason(self) -> dict[str, int]:

@@ -69,7 +69,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, evaluations, log, writer)
     profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
     with closing(writer, exports, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
-        exports.after(saved.step, feed.milestones, replace=False)  # a kill may have come before
+        exports.after(saved.step, feed.milestones, replace=False)  # which a kill has interrupted
         for step in range(first, feed.milestones.steps + 1):
             run.train(step)
             profiled()
@@ -91,7 +91,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
 
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
     """This rank's chunks, with the source's weights unless a checkpoint provides all that the run needs."""
-    # what compares with the starting weights needs them also when it resumes
+    # an objective that compares with the starting weights needs them also when the run resumes
     saved = checkpoint.saved(config.run_dir)
     resumes = saved.path is not None and not objective_of(config).reference_passes
     chunks = open_model(config, source, resumes, run_dir=config.run_dir)

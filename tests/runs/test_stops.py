@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_vlm.config import TrainConfig, seconds_in
 from megatron_vlm.job.milestones import Milestones
-from megatron_vlm.job.ranks import read_all
+from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, command_began, read_all
 
 STEPS = 14
 SAID = "with a checkpoint; start the same command again to go on."
@@ -121,6 +121,17 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(
     ranks, sent, settings, by, dataset, tiny_gemma3, tmp_path
 ):
     stopped_and_whole(ranks, sent, settings, by, dataset, tiny_gemma3, tmp_path)
+
+
+def test_time_counts_from_the_command_that_started_the_ranks(monkeypatch):
+    """A rank that `--restarts` started has no more time than the first."""
+    began = time.monotonic()
+    with subprocess.Popen(["sleep", "60"]) as command:
+        time.sleep(0.5)
+        assert command_began() < began - 0.1  # this process's own
+        monkeypatch.setenv(LAUNCHER_SPEAKS, str(command.pid))
+        assert abs(command_began() - began) < 0.2
+        command.kill()
 
 
 @pytest.mark.long

@@ -179,11 +179,23 @@ def state(content: dict[str, Any]) -> str:
 
 def process_state(pid: int) -> str:
     """The letter of `state` for a process of this machine."""
+    return (_stat(pid) or [""])[0]
+
+
+def command_began() -> float:
+    """When the user's command began, by `time.monotonic`; ranks that `--restarts` start are of the same."""
+    ticks = int(_stat(int(os.environ.get(LAUNCHER_SPEAKS, os.getpid())))[19])  # since the machine was booted
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
+
+
+def _stat(pid: int) -> list[str]:
+    """A process's fields of proc_pid_stat(5), from its letter on; none if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return stat.rpartition(")")[2].split()[0]
+        return []
+    return stat.rpartition(")")[2].split()
 
 
 def _job() -> str:

@@ -49,12 +49,12 @@ def expect_warnings() -> None:
 def heeding(stop_after: str | None = None) -> Iterator[None]:
     """Within the block, SIGTERM is noted, too.
 
-    So is the end of `stop_after`, a time as `config.seconds_in` reads it, since the command began,
-    or since now where none is watched.
+    So is the end of `stop_after`, a time as `config.seconds_in` reads it. It counts from the start of the
+    user's command, also in ranks that `--restarts` started; where no command is watched, from now.
     """
     global _ends
     watched = watchdog.watch()
-    began = watched.began if watched else time.monotonic()
+    began = ranks.command_began() if watched else time.monotonic()
     _ends = math.inf if stop_after is None else began + seconds_in(stop_after)
     main = threading.current_thread() is threading.main_thread()
     if main:

@@ -5,8 +5,8 @@ run. A thread of every rank looks at the beats of all ranks. If no rank has made
 the stacks of all its threads, and of its data workers, to `<errors>/rankN.txt`, and says what it does. The
 first rank that has heard all others names the rank that hangs, and all end.
 
-Code that never lets the interpreter go stops that thread, too. So a process beside it waits for its looks,
-and ends it with its stacks when none has come for longer, see `guard`.
+Code that never lets the interpreter go stops that thread, too. So a second process expects a sign of it in
+every period. When none has come for longer, it writes the stacks and ends the rank, see `guard`.
 
 A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time has missed nothing: it does not count the time
 in which it did not run, and neither does its guard. `kill -USR2 PID` writes a rank's stacks at any time.
@@ -49,8 +49,8 @@ def watching(
     """Watches this rank for the time of a command, from before anything heavy is imported. After an error the
     watch stays on, so that `failures` can say where.
 
-    `again` is the remedy, said last, where no error of the command's own ends it. The files of errors lie in
-    the run's folder, or in a new one if that may only be read, as for an export.
+    `again` is the advice that is printed last if no error of the command's own ends it. The files of errors
+    lie in the run's folder, or in a new one if that may only be read, as for an export.
     """
     global _watch
     folder = Path(run_dir)
@@ -105,13 +105,13 @@ def count_as_progress(progress: Callable[[], Any]) -> None:
 
 
 def beside(groups: Iterable[int]) -> None:
-    """The process groups that this process has started, which are to end with it, also if it is killed."""
+    """Names process groups that end with this process, also if it is killed."""
     if _watch is not None:
         _watch.record.write(beside=list(groups))
 
 
 def this_thread_reads() -> None:
-    """Called by a thread that reads: while the main thread waits for it, it says where the rank is."""
+    """Called by the thread that reads. While the main thread waits for it, its stack is the rank's place."""
     if _watch is not None:
         _watch.reader = threading.get_ident()
 
@@ -125,8 +125,7 @@ class Watch:
         self.reader: int | None = None
         self.files, self._moved = False, 0
         self._progress_seen: list[Any] = []
-        self._machines: dict[str, tuple[float, float]] = {}  # host: its last look, and for how long it was
-        self.began = time.monotonic()
+        self._machines: dict[str, tuple[float, float]] = {}  # host: last look, seconds since
         self._period = min(5.0, hang_seconds / 20)
         self._done = threading.Event()
         errors.mkdir(parents=True, exist_ok=True)
@@ -177,7 +176,7 @@ class Watch:
             self._beat_for_files_and_workers(passed)
             others = self.record.others()
             beats = [self.record.content["beats"], *((n, content["beats"]) for n, content in others.items())]
-            # this process did not run during the rest of a longer gap
+            # in the rest of a longer gap, this process was stopped
             still = still + min(passed, 2 * self._period) if beats == seen else 0.0
             seen = beats
             if still > self.hang_seconds and not self._done.is_set():
@@ -214,7 +213,7 @@ class Watch:
         end_now(HANG_CODE)
 
     def _silent_machine(self, others: dict[int, dict[str, Any]], passed: float) -> str | None:
-        """Another machine, none of whose ranks has looked for SILENCE. One that lost power sends nothing."""
+        """The name of a machine whose ranks have all been silent for SILENCE seconds, as without power."""
         looks: dict[str, float] = {}
         for content in others.values():
             is_done = content["ended"] and content["ended"]["kind"] == "done"

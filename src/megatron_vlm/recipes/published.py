@@ -52,7 +52,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 
 
 # (family, organisation on the hub) → its sizes: name, title, fewest GPUs of 80 GB, checkpoint, layout,
-# and what is quicker on 141 GB, as on a command line: from reports/layouts.json where it has the size
+# and what is quicker on 141 GB, as on a command line
 SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
     ("gemma3", "google"): [
         ("gemma3_vl_4b", "Gemma3 4B", 2, "gemma-3-4b-it", "tp=2", "tp=1"),

@@ -14,7 +14,7 @@ from megatron_vlm.files import open_file, read_text
 from megatron_vlm.messages import printable
 
 STATE = "state.json"
-NO_MATTER = ("dtype", "architectures", "_name_or_path")  # fields of config.json by which no model differs
+IGNORED = ("dtype", "architectures", "_name_or_path")  # fields of config.json that change no model
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, list]:
@@ -60,7 +60,7 @@ def _fields(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     for name, value in config.items():
         if isinstance(value, dict):
             yield from _fields(value, f"{prefix}{name}.")
-        elif name not in NO_MATTER:
+        elif name not in IGNORED:
             yield prefix + name, value
 
 

@@ -149,7 +149,7 @@ class CheckpointWriter:
         self._copies = Copies()
         gc.collect()
         atexit.register(gc.unfreeze)  # triton's library reports at length what is alive at the very end
-        gc.freeze()  # Megatron collects garbage in every save, which takes half a second among all imports
+        gc.freeze()  # Megatron collects garbage in every save: half a second without what is there now
         self._group = group_beside() if beside else None
         self._thread = ThreadPoolExecutor(1, "checkpoints", use_device, (device(),)) if beside else None
         self._writing: Future[Path] | None = None
@@ -216,7 +216,7 @@ def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, schedul
     Learning rates, their schedule, weight decay and Adam's settings stay as configured now. Generators are
     restored if the layout is the same. Without an optimizer only the model is read. Raises ConfigError if the
     newest is not known (see `run_folder.latest_checkpoint`), if a file is not what was saved (the error names
-    it), or if it is unsafe to read or of another model, which a field of config.json can make.
+    it), if it is unsafe to read, or if it is of another model: one field of config.json is enough for that.
     """
     path = on_first_rank(run_folder.latest_checkpoint, run_dir)
     if path is None:

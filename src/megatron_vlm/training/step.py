@@ -69,8 +69,8 @@ def train_step(
 def mean_loss(reports: Reports, figures: StepFigures | None = None) -> tuple[float, int]:
     """Mean loss over all trained tokens of all ranks, by their weights, and their number; NaN for none.
 
-    Collective: the last stage's reports are summed over data-parallel ranks and sent to all ranks, and with
-    them the figures of the step, which a rank reads from its device here and nowhere else.
+    Collective: the last stages' reports are summed over all ranks, and with them the figures of the step,
+    which a rank reads from its device here and nowhere else.
     """
     total = torch.zeros(3, dtype=torch.float64, device=setup.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:

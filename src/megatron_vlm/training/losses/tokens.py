@@ -11,7 +11,7 @@ from megatron_vlm.models.schedule import run_schedule, streams_of
 from megatron_vlm.models.stream import Stream
 
 Reports = list[dict[str, Tensor]]  # of micro batches on the last pipeline stage; elsewhere empty
-# (chunks, micro batches, forward_only=False) -> (reports, the sum of this rank's weights in the mean loss);
+# (chunks, micro batches, forward_only=False) -> (reports, the sum of their weights in the mean loss);
 # unless forward_only, gradients of the sum of all losses are then in this rank's buffers
 StepLoss = Callable[..., tuple[Reports, float]]
 
