@@ -106,6 +106,16 @@ def test_our_own_error_shows_its_traceback_on_request():
     assert answer.stderr.splitlines()[-1].startswith("megatron-vlm: give --recipe NAME or --config FILE")
 
 
+def test_a_program_runs_although_the_shell_has_closed_what_it_writes_to():
+    code = (
+        "import sys; from megatron_vlm.commands.program import run, single\n"
+        "def write():\n    print('said', flush=True); sys.stderr.flush()\nrun(single(write), 'write')"
+    )
+    assert (
+        subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", code]).returncode == 0
+    )
+
+
 def test_ctrl_c_ends_quietly():
     code = (
         "import time; from megatron_vlm.commands.program import run, single\n"

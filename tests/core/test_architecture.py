@@ -16,7 +16,7 @@ from rooms import SOURCE, modules, uses
 
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 50
 ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 41_130
+LINES = 41_151
 # Figures of `tools/check_house.py`: each may only fall. Lower it with what was won.
 HOUSE = {
     "lines of the core path": 11_571,
@@ -29,7 +29,7 @@ HOUSE = {
     "forward steps": 1,
     "class names with several meanings": 0,
     "calls that unpack a local tuple": 18,
-    "parallel tuple assignments": 327,
+    "parallel tuple assignments": 326,
 }
 ROOMS = rooms.read()  # from the ground up
 # at module level, and with them what they import; each line after what the lines above it imported

@@ -223,6 +223,15 @@ def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
             rows.record(index)
 
 
+def test_a_line_that_holds_an_empty_array_is_one_bad_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(UTF_8 + b"\n[]\n{cut\n")
+    rows = open_table(tmp_path / "rows.jsonl")
+    assert len(rows) == len(RECORDS) + 2
+    assert rows.record(len(RECORDS))[0] == {"messages": []}  # dropped when it is cooked
+    with pytest.raises(BadSample, match="bad_json"):
+        rows.record(len(RECORDS) + 1)
+
+
 def test_a_row_with_too_many_values_is_named_and_one_with_too_few_is_read(tmp_path):
     (tmp_path / "rows.csv").write_text("question,answer,image\nq,a,b.jpg\nq,a\n")
     rows = open_table(tmp_path / "rows.csv")
@@ -515,7 +524,7 @@ def test_media_in_another_form_are_counted_and_said_once(tmp_path):
     (tmp_path / "im/0.png").write_bytes(image_bytes(1))
     encoded = base64.b64encode(image_bytes(1)).decode()
     others = ["im\\0.png", "IM/0.png", " im/0.png ", "im%2F0.png", f"file://{tmp_path}/im/0.png"]
-    names = [*others, "im/0.png", encoded, f"data:image/png;base64,{encoded}", "no"]
+    names = [*others, "im/0.png", encoded, f"data:image/png;base64,{encoded}", "n" * 300]
     lines = told(tmp_path, [{"question": "q", "answer": "a", "image": name} for name in names])
     assert len(lines) == 2
     assert "5 of 9 records looked at name files in another form (slashes, case" in lines[0]

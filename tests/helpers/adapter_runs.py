@@ -397,10 +397,14 @@ def begun_from(path: str, sound: str, cases: str, root: str) -> dict[str, Any]:
     shutil.copytree(path, other)
     described = other / "config.json"
     read = json.loads(described.read_text())
+    again = config(str(other), ParallelConfig(), AdapterConfig(start=sound), folder / "run from start")
+    read["text_config"]["use_cache"], read["of_nobody"] = False, 3
+    described.write_text(json.dumps(read))
+    Run(again)  # these have no effect
     read["text_config"]["rms_norm_eps"] = 0.125
     described.write_text(json.dumps(read))
     try:
-        Run(config(str(other), ParallelConfig(), AdapterConfig(start=sound), folder / "run from start"))
+        Run(again)
     except ConfigError as error:
         found["other config"] = str(error)
     return found

@@ -108,6 +108,12 @@ def hang_in_files(doing: str) -> None:
     time.sleep(10_000)
 
 
+def closed_pipe(_: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.write(writer, b"said")
+
+
 def spin() -> None:
     while True:
         pass
@@ -120,6 +126,7 @@ FAULTS = {
     "path": lambda _: Path("/no/such\x1b[31mfile").read_text(),
     "full": full_disk,
     "exit": lambda _: sys.exit(0),
+    "closed pipe": closed_pipe,
     "os_exit": lambda _: os._exit(0),
     "os_exit_7": lambda _: os._exit(7),
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),

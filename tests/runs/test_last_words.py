@@ -68,6 +68,12 @@ LONG_CASES = [
     ),
     ("exit", 1, 1, r"training step 3: it left with sys.exit\(0\) before the work was done; start again"),
     (
+        "closed pipe",
+        1,
+        1,
+        r"training step 3: nobody reads its output any more, as a pipe was closed; start again",
+    ),
+    (
         "full",
         1,
         2,

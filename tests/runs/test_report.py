@@ -20,7 +20,7 @@ from megatron_vlm.files import read_rows
 from megatron_vlm.job.failures import closing
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.report.charts import thinned
-from megatron_vlm.report.history import read_history
+from megatron_vlm.report.history import last_words, read_history
 from megatron_vlm.report.live import open_log
 from megatron_vlm.report.page import report_page
 from megatron_vlm.run_folder import lock
@@ -92,6 +92,13 @@ def test_a_run_that_fails_says_why_on_its_page(tmp_path):
         raise ZeroDivisionError("division by zero")
     page = (tmp_path / "run/report.html").read_text()
     assert ">died</span>\n ZeroDivisionError: division by zero" in page
+
+
+def test_the_last_words_are_whole_and_without_our_names(tmp_path):
+    error = "Traceback:\n  File x, line 1\nmegatron_vlm.config.ConfigError: too many:\n  mend it."
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors/rank0.txt").write_text(error)
+    assert last_words(tmp_path) == "too many: mend it."
 
 
 def test_the_page_can_be_left_out(tmp_path):

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -68,6 +69,9 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     """Run a program and end the process: 2 with a short message for a user's error, 1 for a bug, 130 after
     Ctrl-C; see `job.failures`. MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
     """
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:  # the shell has closed it
+            setattr(sys, stream, open(os.devnull, mode))
     logging.setLogRecordFactory(PrintableRecord)
     with guard.guarding(), LastWords(name):
         program(arguments, prog_name=name)

@@ -67,6 +67,8 @@ class LastWords:
             return
         if isinstance(error, SystemExit):
             text = f"it left with sys.exit({error.code}) before the work was done; start again"
+            if isinstance(error.__context__, BrokenPipeError):  # which click turns into an exit
+                text = "nobody reads its output any more, as a pipe was closed; start again"
             _end("cause", int(error.code) if error.code in (1, 2) else BUG_CODE, before + text, error)
         file = _keep_traceback(error)
         if os.environ.get("MEGATRON_VLM_DEBUG"):

@@ -43,7 +43,7 @@ class VLMModel(MegatronModule):
         self.adapters: Adapters | None = None
         self.model_type = ModelType.encoder_or_decoder  # Megatron's schedules read it
         self.share_embeddings_and_output_weights = megatron_config.tie_embeddings
-        self.hf_config = description.hf_config
+        self.config_values = description.config_values
         self.visual_kinds = description.visual_kinds
         self.misfit = description.data_needs.misfit
         self.bidirectional_images = description.bidirectional_images

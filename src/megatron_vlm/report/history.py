@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -168,8 +169,9 @@ def last_words(folder: Path) -> str:
     files = [file for file in (folder / "errors").glob("rank*.txt") if file.stat().st_size]
     first = min(files, key=lambda file: file.stat().st_mtime_ns, default=None)
     lines = last_lines(first) if first else []
-    said = [line for line in lines if line.strip() and not line[0].isspace()]
-    return printable(said[-1]) if said else ""
+    begins = [number for number, line in enumerate(lines) if line.strip() and not line[0].isspace()]
+    said = " ".join(line.strip() for line in lines[begins[-1] :]) if begins else ""
+    return printable(re.sub(r"^megatron_vlm(\.\w+)+: ", "", said))
 
 
 @dataclass

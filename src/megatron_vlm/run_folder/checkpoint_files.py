@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from megatron_vlm.files import open_file, read_text
 from megatron_vlm.messages import printable
 
 STATE = "state.json"
-IGNORED = ("dtype", "architectures", "_name_or_path")  # fields of config.json that change no model
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, list]:
@@ -41,27 +40,19 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_config(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
-    """Raises ConfigError, which names each field, if a checkpoint's model had another config.json than now.
+    """Raises ConfigError, which names each key, if a checkpoint's model had another config.json than now.
 
-    Two versions of Transformers may fill in different defaults, so nothing is compared across them.
+    The values come from `keys.values_read`. Two versions of Transformers may have different defaults, so
+    nothing is compared across them.
     """
     if not saved or not now or saved["transformers_version"] != now["transformers_version"]:
         return
-    before, after = dict(_fields(saved)), dict(_fields(now))
-    if names := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
-        changes = [f"{name} was {before.get(name)!r} and is {after.get(name)!r}" for name in names]
+    if names := [name for name in saved | now if saved.get(name) != now.get(name)]:
+        changes = [f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in names]
         raise ConfigError(
             f"checkpoint: {printable(path)} was saved with another config.json of model.hf_path: "
             f"{printable('; '.join(changes))}. Put it back as it was, or give another run_dir."
         )
-
-
-def _fields(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _fields(value, f"{prefix}{name}.")
-        elif name not in IGNORED:
-            yield prefix + name, value
 
 
 def size_problems(path: Path, files: dict[str, list]) -> list[str]:

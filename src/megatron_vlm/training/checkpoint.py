@@ -117,7 +117,7 @@ def begin_save(
     copied = copies.take(partial, tensors)
     state = {"step": step, "layout": layout(), "schedule": dict(scheduler.state_dict())}
     state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
-    state |= {"config": _config(model_chunks), "adapters": _adapters(model_chunks)}
+    state |= {"config": _config_values(model_chunks), "adapters": _adapters(model_chunks)}
     state |= {"extra": extra or {}, "ranks": ranks}
 
     def write(group: dist.ProcessGroup | None) -> Path:
@@ -223,7 +223,7 @@ def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, schedul
         return None
     watchdog.beat(f"loading the last checkpoint of {run_dir}", files=True)
     state = _checked_state(path)
-    on_disk.check_config(path, state.get("config"), _config(model_chunks))
+    on_disk.check_config(path, state.get("config"), _config_values(model_chunks))
     check_same(path, state.get("adapters"), _adapters(model_chunks))
     read_tensors(path, model_chunks, optimizer)
     if scheduler is not None:
@@ -239,10 +239,9 @@ def _saved(path: Path, state: dict[str, Any]) -> Saved:
     return Saved(state["step"], path, state["tied"], state["extra"], in_order)
 
 
-def _config(model_chunks: list) -> dict[str, Any] | None:
-    """Every field of the checkpoint's config, as JSON data; None for a model that was built without one."""
-    config = getattr(unwrap_model(model_chunks[0]), "hf_config", None)
-    return None if config is None else json.loads(config.to_json_string(use_diff=False))
+def _config_values(model_chunks: list) -> dict[str, Any] | None:
+    """`Description.config_values`; None for a model without a description."""
+    return getattr(unwrap_model(model_chunks[0]), "config_values", None)
 
 
 def _adapters(model_chunks: list) -> list[str] | None:

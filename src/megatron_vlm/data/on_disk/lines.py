@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,7 +72,9 @@ def _is_lines(path: Path) -> bool:
     with open_file(path) as file:
         lines = list(islice(filter(None, map(bytes.strip, file)), TRIED))
     values = [_value(line) for line in lines]
-    several = any(isinstance(value, list) for value in values) or any(b"\r" in line for line in lines)
+    arrays = [value for value in values if isinstance(value, list)]
+    inside = any(isinstance(value, dict | list) for value in chain(*arrays))
+    several = inside or any(b"\r" in line for line in lines)
     return not several and len(lines) > 1 and 2 * sum(isinstance(v, dict) for v in values) >= len(lines)
 
 

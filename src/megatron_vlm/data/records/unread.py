@@ -1,5 +1,6 @@
 """Tells a user by a source's first records which media are not read, and what is written in another form."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -81,5 +82,7 @@ def _forms(media: dict[str, list], root: Path | str) -> Iterator[str]:
     for name in (item for items in media.values() for item in items if isinstance(item, str)):
         if is_base64(name):
             yield "hold media in base64 without `data:image/png;base64,` before it, which is read"
-        elif isinstance(root, Path) and is_path(name) and not (root / name).exists() and meant(name, root):
+        elif (
+            isinstance(root, Path) and is_path(name) and not os.path.exists(root / name) and meant(name, root)
+        ):
             yield "name files in another form (slashes, case, accents, spaces, %20), which are found"

@@ -21,11 +21,13 @@ def describe(hf_config: Any) -> Description:
     """
     if hf_config.model_type not in FAMILIES:
         raise ValueError(unsupported(hf_config.model_type))
-    from megatron_vlm.models.family_parts.keys import check  # imports torch, which FAMILIES need not
+    from megatron_vlm.models.family_parts import keys  # imports torch, which FAMILIES need not
 
     family = load(hf_config.model_type)
-    check(family.model_type, family.sections, hf_config)
-    return family(hf_config)
+    keys.check(family.model_type, family.sections, hf_config)
+    description = family(hf_config)
+    description.config_values = keys.values_read(family.sections, hf_config)
+    return description
 
 
 def load(model_type: str) -> type[Description]:
