@@ -16,7 +16,7 @@ from rooms import SOURCE, modules, uses
 
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 50
 ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 41_151
+LINES = 41_152
 # Figures of `tools/check_house.py`: each may only fall. Lower it with what was won.
 HOUSE = {
     "lines of the core path": 11_571,

@@ -71,7 +71,7 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     """
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # the shell has closed it
-            setattr(sys, stream, open(os.devnull, mode))
+            setattr(sys, stream, Path(os.devnull).open(mode))
     logging.setLogRecordFactory(PrintableRecord)
     with guard.guarding(), LastWords(name):
         program(arguments, prog_name=name)

@@ -22,7 +22,7 @@ class Description(ABC):
     """
 
     model_type: str
-    config_values: dict[str, Any]  # `keys.values_read` of its config.json
+    config_values: dict[str, Any] | None = None  # of its config.json, see `keys.values_read`
     sections: tuple  # which keys of config.json may have which values, see `family_parts.keys`
     visual_keys: tuple[str, ...] = ("pixel_values",)
     # HF key prefixes found in the wild -> the hub's own

@@ -73,7 +73,7 @@ def _is_lines(path: Path) -> bool:
         lines = list(islice(filter(None, map(bytes.strip, file)), TRIED))
     values = [_value(line) for line in lines]
     arrays = [value for value in values if isinstance(value, list)]
-    inside = any(isinstance(value, dict | list) for value in chain(*arrays))
+    inside = any(isinstance(value, dict | list) for value in chain.from_iterable(arrays))
     several = inside or any(b"\r" in line for line in lines)
     return not several and len(lines) > 1 and 2 * sum(isinstance(v, dict) for v in values) >= len(lines)
 

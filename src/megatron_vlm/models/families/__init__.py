@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ def describe(hf_config: Any) -> Description:
     family = load(hf_config.model_type)
     keys.check(family.model_type, family.sections, hf_config)
     description = family(hf_config)
-    description.config_values = keys.values_read(family.sections, hf_config)
+    whole = json.loads(hf_config.to_json_string(use_diff=False))
+    description.config_values = keys.values_read(family.sections, whole)
     return description
 
 

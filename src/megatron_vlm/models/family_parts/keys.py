@@ -87,13 +87,12 @@ def check(model_type: str, sections: Sections, hf_config: Any) -> None:
         )
 
 
-def values_read(sections: Sections, hf_config: Any) -> dict[str, Any]:
-    """The values of all keys that a family reads of config.json, by dotted name, as JSON data.
+def values_read(sections: Sections, whole: dict[str, Any]) -> dict[str, Any]:
+    """The values of all keys that a family reads, by dotted name, of a whole config as JSON data.
 
     With them is the version of Transformers, whose defaults are among them. Models for which `check` passes
     differ in these values alone.
     """
-    whole = json.loads(hf_config.to_json_string(use_diff=False))
     found = {"transformers_version": whole["transformers_version"]}
     for name, choices in zip(NAMES, sections, strict=True):
         values, prefix = (whole[name], f"{name}.") if name else (whole, "")
