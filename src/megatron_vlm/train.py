@@ -69,7 +69,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, evaluations, log, writer)
     profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
     with closing(writer, exports, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
-        exports.after(saved.step, feed.milestones, replace=False)  # which a kill has interrupted
+        exports.after(saved.step, feed.milestones, replace=False)  # an export that a kill interrupted
         for step in range(first, feed.milestones.steps + 1):
             run.train(step)
             profiled()

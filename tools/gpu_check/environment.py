@@ -8,6 +8,7 @@ import platform
 import subprocess
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -39,7 +40,8 @@ def rows(sizes: Sizes, about: About) -> Iterator[Row]:
             yield from kernels(sizes)
         except ConfigError as error:  # a kernel is wrong here, and the message says which
             yield Row("environment", "a model is not built", f"{error}", wrong=True)
-    ours = [each for each in caught if each.filename.startswith(*megatron_vlm.__path__)]
+    (package,) = megatron_vlm.__path__
+    ours = [each for each in caught if Path(each.filename).is_relative_to(package)]
     for text in dict.fromkeys(str(each.message) for each in ours):
         yield Row("environment", "fell back", text, wrong=True)
 

@@ -54,8 +54,9 @@ def heeding(stop_after: str | None = None) -> Iterator[None]:
     """
     global _ends
     watched = watchdog.watch()
-    began = ranks.command_began() if watched else time.monotonic()
-    _ends = math.inf if stop_after is None else began + seconds_in(stop_after)
+    _ends = math.inf
+    if stop_after is not None:
+        _ends = seconds_in(stop_after) + (ranks.command_began() if watched else time.monotonic())
     main = threading.current_thread() is threading.main_thread()
     if main:
         expect_warnings()

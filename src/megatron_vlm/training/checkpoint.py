@@ -32,7 +32,7 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.messages import reading
 from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.parallel.setup import device, from_all_ranks, group_beside, on_first_rank, use_device
-from megatron_vlm.run_folder import checkpoint_files as on_disk
+from megatron_vlm.run_folder import checkpoint_files
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.training.tensor_files import (
@@ -123,7 +123,8 @@ def begin_save(
     def write(group: dist.ProcessGroup | None) -> Path:
         write_tensors(partial, copied, needed, group)
         with run_folder.naming(partial):
-            known = from_all_ranks(on_disk.checksums(partial, _files_of_rank(os.listdir(partial))), group)
+            mine = checkpoint_files.checksums(partial, _files_of_rank(os.listdir(partial)))
+            known = from_all_ranks(mine, group)
         return on_first_rank(finish, known, group=group)
 
     def finish(known: list[dict[str, list]]) -> Path:
@@ -223,7 +224,7 @@ def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, schedul
         return None
     watchdog.beat(f"loading the last checkpoint of {run_dir}", files=True)
     state = _checked_state(path)
-    on_disk.check_config(path, state.get("config"), _config_values(model_chunks))
+    checkpoint_files.check_config(path, state.get("config"), _config_values(model_chunks))
     check_same(path, state.get("adapters"), _adapters(model_chunks))
     read_tensors(path, model_chunks, optimizer)
     if scheduler is not None:
@@ -262,10 +263,11 @@ def _files_of_rank(names: Iterable[str]) -> list[str]:
 def _checked_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, after a check that its files are as saved: one rank reads each file."""
     state = on_first_rank(_state, path)
-    problems = on_first_rank(on_disk.size_problems, path, state["files"])
+    problems = on_first_rank(checkpoint_files.size_problems, path, state["files"])
     if not problems:
         mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
-        problems = [text for rank in from_all_ranks(on_disk.checksum_problems(path, mine)) for text in rank]
+        found = checkpoint_files.checksum_problems(path, mine)
+        problems = [text for rank in from_all_ranks(found) for text in rank]
     if problems:
         raise ConfigError(run_folder.damaged(path, problems))
     return state
@@ -273,7 +275,7 @@ def _checked_state(path: Path) -> dict[str, Any]:
 
 def _state(path: Path) -> dict[str, Any]:
     try:
-        return on_disk.read_state(path)
+        return checkpoint_files.read_state(path)
     except ValueError as error:
         raise ConfigError(run_folder.damaged(path, [str(error)])) from error
 

@@ -227,9 +227,10 @@ def _plain_turns(record: dict) -> list[dict]:
         return _exchange("", record["caption"])
     prompt, reply = _asked(record, "bad_conversation"), _first(record, fields.REPLIES, "bad_conversation")
     if prompt is None or reply is None:
-        empty = [f"{name} is empty" for name in fields.TURNS if name in record]
-        why = empty or [f"none of {list(fields.TURNS)} among {sorted(map(str, record))}"]
-        raise BadSample("bad_conversation", f"no turns: {why[0]}")
+        why = f"none of {list(fields.TURNS)} among {sorted(map(str, record))}"
+        if empty := [name for name in fields.TURNS if name in record]:
+            why = f"{empty[0]} is empty"
+        raise BadSample("bad_conversation", f"no turns: {why}")
     pairs = record.get("history") or []
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
         raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
