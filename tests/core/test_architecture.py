@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,9 @@ import check_house
 import rooms
 from rooms import SOURCE, modules, uses
 
-MOST_LINES, MOST_FILES, MOST_LINES_OF_A_FUNCTION = 350, 12, 50
-ONE_FILE_EACH = {SOURCE / "models" / "families"}  # one file per HF model type
-LINES = 41_156
+MOST_LINES_OF_A_FUNCTION = 50
 # Figures of `tools/check_house.py`: each may only fall. Lower it with what was won.
 HOUSE = {
-    "lines of the core path": 11_574,
     "lines of rl that train imports": 0,
     "signatures with hf_config": 21,
     "signatures with family and hf_config": 0,
@@ -86,15 +82,6 @@ def test_no_test_imports_a_test():
     assert [file for file in files if re.search(r"^ *(?:from|import) test_", file.read_text(), re.M)] == []
 
 
-def test_no_file_and_no_folder_is_overfull():
-    long = {str(path): count for path in modules().values() if (count := lines_of(path)) > MOST_LINES}
-    folders: dict[Path, int] = {}
-    for path in modules().values():
-        counted = path.name != "__init__.py" and path.parent not in ONE_FILE_EACH
-        folders[path.parent] = folders.get(path.parent, 0) + counted
-    assert (long, {str(path): n for path, n in folders.items() if n > MOST_FILES}) == ({}, {})
-
-
 def test_no_function_is_long():
     """By lines of code: docstrings, comments and blank lines are free."""
     long = {}
@@ -108,12 +95,6 @@ def test_no_function_is_long():
                 if len(code) > MOST_LINES_OF_A_FUNCTION:
                     long[f"{name}.{node.name}"] = len(code)
     assert long == {}
-
-
-def test_the_package_grows_only_on_purpose():
-    total = sum(map(lines_of, modules().values()))
-    assert total <= LINES, f"{total} lines: change LINES with the reason in the commit"
-    assert total > LINES - 200, f"{total} lines: lower LINES, so that it holds what was won"
 
 
 def test_no_figure_of_the_house_rises():
@@ -132,7 +113,6 @@ def test_the_core_path_goes_from_train_to_gradients():
         if not SOURCE.joinpath(*name.split(".")).exists() and name not in modules()
     ]
     assert unknown == []
-    assert lines_of(modules()["train"]) <= 165
 
 
 def test_every_letter_of_a_shape_is_in_the_legend():
@@ -146,7 +126,3 @@ def test_every_letter_of_a_shape_is_in_the_legend():
         if not set(found[1]) <= explained and not found[0].endswith(("_A", "_BE", "_LE"))
     }
     assert unknown == set()
-
-
-def lines_of(path: Path) -> int:
-    return len(path.read_text().splitlines())
