@@ -46,6 +46,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     mark = fetch(config)
     saved = checkpoint.saved(config.run_dir)
+    threads_note = setup.resume_threads(saved.threads)
     asked_for = config
     config = setup.on_first_rank(begun, asked_for)  # a resumed run keeps the adapter that it began with
     source = open_source(config.model.hf_path, saved.tied)
@@ -61,7 +62,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     figures = StepFigures(config, description, model, feed.sources, saved.extra.get("spikes"))
     first = saved.step + 1
     log = open_log(asked_for, feed.milestones.steps, first, setup.is_first_rank(), saved.extra, callbacks)
-    for message in chain(notes_of_start(config), feed.notes()):
+    for message in chain(notes_of_start(config), feed.notes(), filter(None, [threads_note])):
         log.message(message)
     writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
     evaluations = Evaluations(config, source, model, step_loss, best)

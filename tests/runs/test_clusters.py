@@ -14,7 +14,7 @@ import pytest
 import yaml
 from logged_figures import figures
 from places import HELPERS, ROOT
-from programs import COMMAND, OUTSIDE_TORCHRUN, ask, run_anew, run_program, start_ranks
+from programs import COMMAND, OUTSIDE_TORCHRUN, TYPED, ask, run_anew, run_program, start_ranks
 from sources import write_hf_folder, write_sharegpt
 from two_machines import IS_THERE, Machine, start_on, start_one, two_machines, wait_until
 
@@ -113,6 +113,20 @@ def test_launchers_on_two_machines_make_one_run(whole, machines, tiny_gemma3, da
     launchers = start_on(machines, asked, output)
     assert [launcher.wait(180) for launcher in launchers] == [0, 0], log(output, machines[0])
     assert len(json.loads((output / "scores.json").read_text())["samples"]) == 6
+
+
+@pytest.mark.long
+def test_two_launchers_of_one_process_equal_one_of_two(whole, tiny_gemma3, dataset, tmp_path):
+    """On one machine whose cores they share: OMP_NUM_THREADS=1 is the user's, as it is under `--nproc 2`."""
+    command = [*TYPED, *words(tmp_path, tiny_gemma3, dataset), "--nproc=1"]
+    environment = {**OUTSIDE_TORCHRUN, **FIRST, "PET_MASTER_PORT": "29579", "OMP_NUM_THREADS": "1"}
+    launchers = []
+    for number in range(2):
+        with Path(f"{tmp_path}.{number}").open("w") as screen:
+            environment["PET_NODE_RANK"] = str(number)
+            launchers.append(subprocess.Popen(command, stdout=screen, stderr=screen, env=environment))
+    assert [launcher.wait(300) for launcher in launchers] == [0, 0], Path(f"{tmp_path}.0").read_text()
+    assert figures(tmp_path) == whole
 
 
 @pytest.mark.long

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from logged_figures import figures
 from PIL import Image
-from programs import COMMAND, Job, run_program, start_ranks
+from programs import COMMAND, OUTSIDE_TORCHRUN, TYPED, Job, run_program, start_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
@@ -216,3 +218,20 @@ def test_a_context_parallel_run_resumes_bit_for_bit(runs):
 def test_validation_loss_is_logged(runs):
     valid = [row["valid_loss"] for row in rows(runs["whole"]) if "valid_loss" in row]
     assert len(valid) == 2 and all(loss > 0 for loss in valid)
+
+
+def test_a_run_resumed_on_fewer_cores_keeps_its_threads_and_bits(tiny_gemma3, dataset, tmp_path):
+    """Two threads on all cores, then the same two on one core alone."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    given = {path: [*words_of(path, tiny_gemma3, dataset, "tp=1", "steps=8")] for path in (whole, resumed)}
+    done = run_program(COMMAND, *given[whole], OMP_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints/step_00000008")
+    (resumed / "checkpoints/latest").write_text("step_00000005\n")
+    environment = {name: value for name, value in OUTSIDE_TORCHRUN.items() if name != "OMP_NUM_THREADS"}
+    command = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), *TYPED, *given[resumed]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "threads: 2, as the checkpoint has them" in done.stdout + done.stderr
+    assert losses(resumed) == losses(whole) and len(losses(whole)) == 8

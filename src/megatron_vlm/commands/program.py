@@ -137,7 +137,7 @@ def torchrun(
 
     check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
     logging.disable(logging.ERROR)  # this process only starts others and waits
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
         said = functools.partial(_said, folder, nproc * machines())
         command = [f"--nproc_per_node={nproc}", f"--log-dir={folder}", *_meeting(restarts, said)]

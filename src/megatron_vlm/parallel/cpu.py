@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch.utils._device import _device_constructors
@@ -59,15 +60,40 @@ def install() -> None:
 
 
 def threads() -> int:
-    """The number that the user set in OMP_NUM_THREADS, else this process's share of the cores.
+    """Return the user's OMP_NUM_THREADS, else this process's share of the cores.
 
-    torchrun itself sets OMP_NUM_THREADS to 1 if nobody did; that 1 is not the user's choice.
+    Sums are split by threads, so bits depend on this number.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and not (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-        return int(asked)
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    if requested.isdigit() and int(requested) and not (requested == "1" and _is_torchruns_own()):
+        return int(requested)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def _is_torchruns_own() -> bool:
+    """Whether torchrun set OMP_NUM_THREADS=1 for several processes, and not its user: /proc keeps the
+    environment with which torchrun itself, our parent, was started."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_WORLD_SIZE") == "1":
+        return False
+    try:
+        return b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return True
+
+
+def resume_threads(saved: int | None) -> str:
+    """Compute with the number of threads that a checkpoint was saved with; None leaves the number as it is.
+
+    Returns a line for the log; empty if the number stays the same.
+    """
+    usual = torch.get_num_threads()
+    if torch.cuda.is_available() or saved in (None, usual):
+        return ""
+    torch.set_num_threads(saved)
+    if (number := torch.get_num_threads()) != saved:
+        return f"threads: the checkpoint has {saved}, torch takes {number}; bits may differ from here on"
+    return f"threads: {saved}, as the checkpoint has them, so that bits stay the same; usual here: {usual}"
 
 
 def _import_megatron_without_compiler() -> None:

@@ -4,7 +4,7 @@ import gc
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -68,6 +68,11 @@ def reset_layout(parallel: ParallelConfig, seed: int) -> None:
     _destroy_groups()
     _make_groups(parallel)
     seed_all(seed)
+
+
+def resume_threads(saved: Sequence[int]) -> str:
+    """`cpu.resume_threads` with this rank's number; `saved` has one for each rank, or none."""
+    return cpu.resume_threads(saved[dist.get_rank()]) if saved else ""
 
 
 def _repeat_exactly() -> None:

@@ -54,6 +54,8 @@ class Saved:
     extra: dict[str, Any] = field(default_factory=dict)
     # one per data-parallel rank that saved, in order; their number may differ now
     loader_states: list[Any] = field(default_factory=list)
+    # of each rank, with which bits stay the same; empty if the layout differs now, or it was not saved
+    threads: list[int] = field(default_factory=list)
 
 
 def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
@@ -237,7 +239,9 @@ def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, schedul
 def _saved(path: Path, state: dict[str, Any]) -> Saved:
     loaders = {rank["dp_rank"]: rank["loader"] for rank in state["ranks"] if rank["loader"] is not None}
     in_order = [loaders[rank] for rank in sorted(loaders)]
-    return Saved(state["step"], path, state["tied"], state["extra"], in_order)
+    is_same_layout = state["layout"] == layout()
+    threads = [rank["threads"] for rank in state["ranks"] if is_same_layout and "threads" in rank]
+    return Saved(state["step"], path, state["tied"], state["extra"], in_order, threads)
 
 
 def _config_values(model_chunks: list) -> dict[str, Any] | None:
@@ -302,6 +306,7 @@ def _rank_state(loader_state: Any) -> dict[str, Any]:
     return {
         "dp_rank": parallel_state.get_data_parallel_rank(),
         "rng": _generator_states(),
+        "threads": torch.get_num_threads(),
         "loader": loader_state,
     }
 
