@@ -24,7 +24,7 @@ from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.grounding.conventions import CONVENTIONS
 from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.media.images import decode_pixels, target_size
+from megatron_vlm.data.media.images import SizedImage, decode_pixels, target_size
 from megatron_vlm.data.preferences.pairs import halves_of
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
@@ -420,7 +420,7 @@ def test_units_of_listed_objects_labels_in_quotes_and_calls_of_tools():
     record["messages"][-1]["tool_calls"] = [call]
     sample = clean_sample(normalise(record)[0], [png((1000, 1000))], [], __key__="0", __restore_key__=())
     filled = encoder_of("qwen3_vl").boxes.written(
-        sample.messages, sample.objects, [(png((1000, 1000)), None, None)]
+        sample.messages, sample.objects, [SizedImage(png((1000, 1000)))]
     )
     assert filled[-1]["tool_calls"][0]["function"]["arguments"] == {"at": ["[1, 2, 30, 40]"]}
 

@@ -2,9 +2,11 @@
 
 import io
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
+import torch
 from grey_media import steady
 from loaders import arguments_of
 from PIL import Image
@@ -13,7 +15,9 @@ from samples import sample_of
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import clean
+from megatron_vlm.data.conversation.limits import limits_of, rules_of_video
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.media.videos import VideoRules, choose_clip, plan_video
 from megatron_vlm.data.records.normalise import normalise, read_record
 from tiny.checkpoints import build_tiny_checkpoint
 
@@ -82,23 +86,95 @@ def test_each_image_has_its_own_and_none_leaves_the_limits_of_the_run(arguments,
     assert found.visual_inputs.image_grid_thw.tolist() == grids and grids[0] != grids[1]
 
 
-@pytest.mark.parametrize("limit", [{"fps": 1}, {"max_frames": 4}, {"max_pixels": SMALL}])
-def test_a_video_has_the_limits_that_its_record_names(arguments, limit):
+@pytest.mark.parametrize(
+    "limit, frames",
+    [
+        ({"fps": 1}, [0, 13, 26, 39]),
+        ({"max_frames": 4}, [0, 13, 26, 39]),
+        ({"fps": 10**6}, range(40)),
+        ({"nframes": 6}, [0, 8, 16, 23, 31, 39]),
+        ({"num_frames": 6}, [0, 8, 16, 23, 31, 39]),
+        ({"video_start": 1, "video_end": 3.0, "nframes": 4}, [10, 17, 23, 30]),
+        ({"video_start": 2.05, "min_frames": 6, "fps": 0.1}, [21, 25, 28, 32, 35, 39]),
+    ],
+)
+def test_a_video_has_the_frames_that_its_record_names(arguments, limit, frames):
+    """The frames are those of qwen-vl-utils; the run limits their number and pixels."""
     video = steady(40, size=(96, 80))  # 4 seconds
     plain = {"videos": [video], "messages": turns("<video>a chart?")}
-    [(name, value)] = limit.items()
-    run = {"video_fps": 2.0, "video_max_pixels": 90 * 80}
-    expected = encoded(arguments, plain, **run | {f"video_{name}": value})
-    assert not encoded(arguments, plain, **run).input_ids.equal(expected.input_ids)
-    for value in (limit, {"type": "video"} | limit):
-        record = plain | {"videos": [{"bytes": video} | limit]}
-        if "type" in value:
-            record = plain | {"messages": turns([value, "a chart?"])}
-        same(encoded(arguments, record, **run), expected)
-    same(
-        encoded(arguments, plain | {"videos": [{"bytes": video, name: 10**6}]}, **run),
-        encoded(arguments, plain, **run),
-    )
+    rules = rules_of_video(limits_of("video", limit), VideoRules(), is_list=False)
+    expected = plan_video(video, rules)
+    assert expected.times == pytest.approx([frame / 10 for frame in frames])
+    part = plain | {"messages": turns([{"type": "video"} | limit, "a chart?"])}
+    named = encoded(arguments, part)
+    same(encoded(arguments, plain | {"videos": [{"bytes": video} | limit]}), named)
+    if "fps" not in limit:  # beside the turns that is a fact about the file
+        same(encoded(arguments, plain | limit), named)
+        same(encoded(arguments, {"videos": [], **part, "video": video}), named)
+    if len(frames) > 4:
+        few = encoded(arguments, part, video_max_frames=4).visual_inputs.video_grid_thw
+        assert few[0, 0] == 2
+
+
+def test_frames_are_chosen_as_qwen_vl_utils_chooses_them():
+    """Its two functions, on 4,000 random clips; where it raises, the clip is dropped."""
+    from qwen_vl_utils.vision_process import calculate_video_frame_range, smart_nframes
+
+    random = Random(5)
+    kept = 0
+    for _ in range(4000):
+        count, rate = random.randint(2, 400), random.choice([1, 10, 24, 25, 29.97, 30, 59.94])
+        named = {}
+        if random.random() < 0.7:
+            named["video_start"] = round(random.uniform(0, count / rate), random.choice([0, 1, 3]))
+        if random.random() < 0.7:
+            named["video_end"] = round(random.uniform(0, 1.2 * count / rate), random.choice([0, 1, 3]))
+        if random.random() < 0.5:
+            named["nframes"] = random.randint(1, 60)
+        else:
+            named |= {"fps": random.choice([0.5, 1, 2, 4.0]), "max_frames": random.randint(4, 40)}
+            named |= random.choice([{}, {"min_frames": 2}, {"min_frames": 4}])
+        try:
+            first, last, length = calculate_video_frame_range(named, count, rate)
+            wanted = torch.linspace(first, last, smart_nframes(named, length, rate)).round().long().tolist()
+        except (ValueError, UnboundLocalError):
+            wanted = None
+        try:
+            limits = limits_of("video", named)
+            rules = rules_of_video(limits | {"nframes": limits.get("nframes")}, VideoRules(), is_list=False)
+            chosen, _ = choose_clip(count, rate, rules)
+        except BadSample:
+            chosen = None
+        kept += chosen is not None
+        if wanted is not None or chosen is None:
+            assert chosen == wanted, (named, count, rate)
+    assert kept > 1000
+
+
+def test_a_list_of_frames_that_was_sampled_is_not_sampled_again(arguments, picture):
+    frames = [picture] * 6
+    part = {"type": "video", "video": frames, "sample_fps": 4, "raw_fps": 24}
+    record = {"messages": turns([part, "a chart?"])}
+    listed = {"messages": turns("<video>a chart?"), "videos": [{"frames": frames, "fps": 4}]}
+    same(encoded(arguments, record), encoded(arguments, listed, video_fps=4.0))
+    assert encoded(arguments, record).visual_inputs.video_grid_thw[0, 0] == 3
+
+
+@pytest.mark.parametrize("name", ["image", "video"])
+def test_a_medium_gets_the_size_that_its_record_names(arguments, picture, name):
+    size = {"resized_height": 64, "resized_width": 96}
+    medium = picture if name == "image" else steady(8, size=(200, 160))
+    record = {f"{name}s": [{"bytes": medium} | size], "messages": turns(f"<{name}>a chart?")}
+    visual = encoded(arguments, record).visual_inputs
+    grid = visual.image_grid_thw if name == "image" else visual.video_grid_thw
+    assert grid[0, 1:].tolist() == [64 // 16, 96 // 16]
+    beside = {f"{name}s": [medium], "messages": turns(f"<{name}>a chart?")} | size
+    same(encoded(arguments, beside), encoded(arguments, record))
+
+
+def test_all_frames_of_a_video_share_total_pixels():
+    rules = rules_of_video({"total_pixels": 4 * 60 * 50}, VideoRules(), is_list=False)  # 8 frames, in pairs
+    assert plan_video(steady(40, size=(96, 80)), rules).size == (60, 50)
 
 
 def test_the_fps_of_a_list_of_frames_is_no_limit(picture):
@@ -115,6 +191,7 @@ def test_the_fps_of_a_list_of_frames_is_no_limit(picture):
         ({"min_pixels": 2.5}, "min_pixels 2.5,"),
         ({"max_pixels": float("inf")}, "max_pixels inf,"),
         ({"max_pixels": 5, "min_pixels": 9}, "min_pixels 9 over max_pixels 5"),
+        ({"resized_height": 5}, "one of resized_height and resized_width; give both"),
     ],
 )
 def test_limits_that_are_none_are_named(picture, wrong, said):

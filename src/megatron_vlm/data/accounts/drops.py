@@ -37,6 +37,7 @@ REASONS = {
     "video_unsupported": "the model takes no videos; remove the samples with them",
     "images_and_videos": "the model takes one kind in a sample; divide the samples that hold both",
     "decode_timeout": "the files take longer to decode than data.decode_seconds: replace them or raise it",
+    "video_clip": "correct video_start, video_end or nframes of these videos",
     "video_undecodable": "replace or remove the videos; mp4, mkv, webm, avi and lists of images are read",
     "video_truncated": "the files are cut short; copy them again",
     "video_too_large": "lower data.video_max_frames, set data.video_max_pixels, or shrink the videos",

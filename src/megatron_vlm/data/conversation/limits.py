@@ -7,23 +7,51 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.media.images import target_size
+from megatron_vlm.data.media.videos import Clip, VideoRules
 
-# The usual words for a part that is an image or a video, and for an entry of `images` or `videos`
-LIMITS = {"image": ("min_pixels", "max_pixels"), "video": ("fps", "max_frames", "max_pixels")}
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+# The words of qwen-vl-utils for a part that is an image or a video, and for an entry of `images` or `videos`
+LIMITS = {
+    "image": SIZES,
+    "video": (
+        *SIZES,
+        *("total_pixels", "video_start", "video_end", "fps", "nframes", "num_frames"),
+        *("min_frames", "max_frames", "sample_fps", "raw_fps"),
+    ),
+}
+# Beside the turns these may also be facts about a file, such as the frames per second that it has.
+ALSO_FACTS = ("fps", "raw_fps")
+REAL = ("fps", "sample_fps", "raw_fps", "video_start", "video_end")  # the others are whole numbers
+PAIRS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
+CHOOSES_FRAMES = ("video_start", "video_end", "fps", "nframes", "min_frames", "max_frames")
 
 
 def limits_of(kind: str, item: Mapping[str, Any]) -> dict[str, float]:
-    """The LIMITS that an image or a video names. Raises BadSample for one that is no positive number, or no
-    whole one where something is counted."""
+    """Return the LIMITS that an image or a video names, `num_frames` under the name `nframes`.
+
+    Raises:
+        BadSample: one is no positive number, or no whole one where something is counted; or two contradict.
+    """
     found = {name: item[name] for name in LIMITS[kind] if item.get(name) is not None}
     for name, value in found.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value <= 0 or (name != "fps" and value != int(value)):
-            wanted = "number" if name == "fps" else "whole number"
+        least = 0 if name == "video_start" else math.ulp(0)
+        if not number or value < least or (name not in REAL and value != int(value)):
+            wanted = "number" if name in REAL else "whole number"
             raise BadSample("bad_conversation", f"{kind} has {name} {value!r}, not a positive {wanted}")
-    if (least := found.get("min_pixels", 0)) > (most := found.get("max_pixels", math.inf)):
-        raise BadSample("bad_conversation", f"{kind} has min_pixels {least} over max_pixels {most}")
-    return {name: value if name == "fps" else int(value) for name, value in found.items()}
+    for low, high in PAIRS:
+        if found.get(low, 0) > found.get(high, math.inf):
+            detail = f"{kind} has {low} {found[low]} over {high} {found[high]}"
+            raise BadSample("bad_conversation", detail)
+    if ("resized_height" in found) != ("resized_width" in found):
+        raise BadSample("bad_conversation", f"{kind} has one of resized_height and resized_width; give both")
+    nframes = found.pop("num_frames", None)
+    if nframes is not None and found.setdefault("nframes", nframes) != nframes:
+        raise BadSample("bad_conversation", f"{kind} has nframes and num_frames, which differ")
+    if "nframes" in found and "fps" in found:
+        raise BadSample("bad_conversation", f"{kind} has fps and nframes; leave one out")
+    return {name: value if name in REAL else int(value) for name, value in found.items()}
 
 
 def named_limits(kind: str, item: Any) -> dict:
@@ -34,9 +62,22 @@ def named_limits(kind: str, item: Any) -> dict:
     return {name: item[name] for name in names if item.get(name) is not None}
 
 
-def limits_beside(kind: str, media: Any) -> dict[str, list[dict]]:
-    """The fields that stand beside a conversation's turns if any entry of a record's media names limits."""
-    limits = [named_limits(kind, item) for item in (media if isinstance(media, list) else [media])]
+def limits_beside(kind: str, media: list, record: Mapping[str, Any]) -> dict[str, list[dict]]:
+    """The fields that stand beside a conversation's turns if a record, or an entry of its media, names limits.
+
+    What stands in the record itself is for all its images or videos; a list has one for each.
+    """
+    names = [name for name in LIMITS[kind] if name not in ALSO_FACTS and record.get(name) is not None]
+    limits = []
+    for number, item in enumerate(media):
+        of_all = {name: record[name] for name in names}
+        for name, value in of_all.items():
+            if isinstance(value, list):
+                if len(value) != len(media):
+                    detail = f"{name} has {len(value)} values for {len(media)} {kind}s"
+                    raise BadSample("bad_conversation", detail)
+                of_all[name] = value[number]
+        limits.append(of_all | named_limits(kind, item))
     return {f"{kind}_limits": limits} if any(limits) else {}
 
 
@@ -50,7 +91,7 @@ def limits_of_media(messages: list[dict], conversation: Any) -> dict[str, list[d
         beside = [{}] * len(parts) if beside is None else beside
         if not isinstance(beside, list) or [type(one) for one in beside] != [dict] * len(parts):
             raise BadSample("bad_conversation", f"{kind}_limits is no list of an object for each {kind}")
-        limits[kind] = [limits_of(kind, part | one) for part, one in zip(parts, beside, strict=True)]
+        limits[kind] = [limits_of(kind, one | part) for part, one in zip(parts, beside, strict=True)]
     return limits
 
 
@@ -60,7 +101,32 @@ def drawn(source: str, least: int, most: int) -> int:
     return round(least * (most / least) ** share)
 
 
-def rules_within(own: dict, rules: Any) -> Any:
-    """The run's `VideoRules`, or what a video says itself where that is less."""
-    now = {name: getattr(rules, name) or math.inf for name in own}
-    return replace(rules, **{name: min(value, now[name]) for name, value in own.items()})
+def rules_of_video(named: dict, rules: VideoRules, is_list: bool) -> VideoRules:
+    """Return the run's rules with what a record names of one video.
+
+    The run limits frames and pixels; within that, frames are chosen as qwen-vl-utils chooses them. A list of
+    frames that has `sample_fps` is not sampled again.
+
+    Args:
+        named: as `limits_of` returns it.
+        rules: the run's.
+        is_list: the video is a list of frames.
+    """
+    most_pixels = min(named.get("max_pixels", math.inf), rules.max_pixels or math.inf)
+    changed = {
+        "max_frames": min(named.get("max_frames", math.inf), rules.max_frames),
+        "max_pixels": None if most_pixels == math.inf else most_pixels,
+        "min_frames": named.get("min_frames", rules.min_frames),
+        "min_pixels": named.get("min_pixels"),
+        "total_pixels": named.get("total_pixels"),
+        "fps": named.get("fps", rules.fps),
+    }
+    if is_list and "sample_fps" in named:
+        changed["fps"] = named["sample_fps"]
+    if "resized_width" in named:
+        size = (named["resized_width"], named["resized_height"])
+        changed["size"] = target_size(size, changed["max_pixels"], None)
+    if any(name in named for name in CHOOSES_FRAMES):
+        clip = {name: named.get(name) for name in ("video_start", "video_end", "nframes")}
+        changed["clip"] = Clip(**clip)
+    return replace(rules, **changed)

@@ -15,14 +15,14 @@ from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import ChatMLSample
-from megatron_vlm.data.conversation.limits import drawn, rules_within
+from megatron_vlm.data.conversation.limits import drawn, rules_of_video
 from megatron_vlm.data.conversation.replies import Span
 from megatron_vlm.data.conversation.turns import last_reply_alone, without_thinking
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.processing import HFProcessor, KnownProcessor
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
 from megatron_vlm.data.grounding.boxes import Boxes
-from megatron_vlm.data.media.images import image_size
+from megatron_vlm.data.media.images import SizedImage, image_size, target_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
 
@@ -80,9 +80,7 @@ class DocumentEncoder:
         """
         prompt = self._prompt(sample)
         seconds = self._data.decode_seconds
-        sizes = [
-            in_time(seconds, image_size, image, most, least) for image, most, least in self._images(sample)
-        ]
+        sizes = [in_time(seconds, image_size, *image) for image in self._images(sample)]
         plans = [in_time(seconds, plan_video, video, rules) for video, rules in self._videos(sample)]
         text = self.processing.sizes(prompt, sizes, plans)
         length, image_count, video_count = self._kept(text)
@@ -135,9 +133,12 @@ class DocumentEncoder:
             multiple=getattr(self._processor.video_processor, "temporal_patch_size", None) or 1,
         )
 
-    def _images(self, sample: ChatMLSample) -> list[tuple[bytes, int | None, int | None]]:
-        """Each image with the most and the fewest pixels that it is to have: the run's, or its own, moved to
-        lie within the run's. Both are the same number if a size is drawn."""
+    def _images(self, sample: ChatMLSample) -> list[SizedImage]:
+        """Return each image with the size that it is to have.
+
+        The most and the fewest pixels are the run's, or those that the record names, moved to lie within the
+        run's. Both are the same number if a size is drawn.
+        """
         most, least = self._data.max_pixels, self._data.min_pixels
         images = []
         pairs = zip(sample.imgs or [], sample.limits["image"], strict=True)
@@ -145,16 +146,20 @@ class DocumentEncoder:
             if named and self.processing.kind.makes_one_size:
                 detail = f"makes all images one size: {', '.join(named)} of an image has no effect; remove it"
                 raise BadSample("processor_error", f"{type(self._processor).__name__} {detail}")
+            if "resized_width" in named:
+                size = (named["resized_width"], named["resized_height"])
+                images.append(SizedImage(image, size=target_size(size, most, least)))
+                continue
             within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in named.items()}
             own_most, own_least = within.get("max_pixels", most), within.get("min_pixels", least)
             if sample.sizes is not None:
                 own_most = own_least = drawn(f"{sample.sizes} {number}", own_least, own_most)
-            images.append((image, own_most, own_least))
+            images.append(SizedImage(image, own_most, own_least))
         return images
 
     def _videos(self, sample: ChatMLSample) -> list[tuple[Any, VideoRules]]:
         return [
-            (video, rules_within(named, self.video_rules))
+            (video, rules_of_video(named, self.video_rules, is_list=isinstance(video, dict)))
             for video, named in zip(sample.videos or [], sample.limits["video"], strict=True)
         ]
 

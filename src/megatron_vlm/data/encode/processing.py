@@ -31,7 +31,7 @@ from megatron_vlm.data.encode.chat_template import RenderedChat, placeholder_tok
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
 from megatron_vlm.data.kinds import why_unknown
 from megatron_vlm.data.kinds.base import PROBE_SIZE, Grid, Kind
-from megatron_vlm.data.media.images import decode_image, decode_pixels
+from megatron_vlm.data.media.images import SizedImage, decode_image, decode_pixels
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import Frames, VideoPlan
 
@@ -53,7 +53,7 @@ class HFProcessor:
     """
 
     known = False
-    decode = staticmethod(decode_image)  # (image file, most pixels, fewest pixels) → an image
+    decode = staticmethod(decode_image)  # (*SizedImage) → an image
 
     def __init__(self, text: TextEncoder, visual_keys: tuple[str, ...], decode_seconds: float):
         self.kind, self.text = text.kind, text
@@ -74,7 +74,7 @@ class HFProcessor:
     def __call__(
         self,
         prompt: RenderedChat,
-        files: list[tuple[bytes, int | None, int | None]],
+        files: list[SizedImage],
         videos: list[Frames],
         text: EncodedText | None = None,
     ) -> tuple[EncodedText, GenericVisualInputs | None]:
@@ -85,7 +85,7 @@ class HFProcessor:
         if it makes something that is not among the model's visual keys.
         """
         seconds = self._decode_seconds
-        images = [in_time(seconds, self.decode, file, most, least) for file, most, least in files]
+        images = [in_time(seconds, self.decode, *file) for file in files]
         for image in images:
             self.kind.refuse(image.height, image.width, len(images) == 1)
         encoded, outputs = self.text(prompt, images, videos)
@@ -112,8 +112,8 @@ class KnownProcessor(HFProcessor):
     def __call__(self, prompt, files, videos, text=None) -> tuple[EncodedText, GenericVisualInputs | None]:
         tensors, sizes = [], []
         # cut each image right after it is decoded: its pixels are still in the caches
-        for file, most, least in files:
-            image = in_time(self._decode_seconds, self.decode, file, most, least)
+        for file in files:
+            image = in_time(self._decode_seconds, self.decode, *file)
             tensors.append(self.tensors(image, len(files) == 1))
             sizes.append(image.shape[1::-1])
         if text is None:

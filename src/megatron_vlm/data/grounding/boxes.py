@@ -14,11 +14,10 @@ from megatron_vlm.data.grounding.convention import Convention
 from megatron_vlm.data.grounding.conventions import CONVENTIONS
 from megatron_vlm.data.kinds import kind_of, why_unknown
 from megatron_vlm.data.kinds.base import Frame
-from megatron_vlm.data.media.images import image_size, target_size
+from megatron_vlm.data.media.images import SizedImage, image_size, target_size
 from megatron_vlm.data.media.patience import in_time
 
 ROUNDING = 1e-6  # of a side: sums such as x + width end beside an edge
-Limited = tuple[bytes, int | None, int | None]  # an image, and the most and fewest pixels that it is to have
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Boxes:
         return CONVENTIONS[self._name].tokens if self._name else ()
 
     def written(
-        self, messages: list[dict], objects: Objects, images: Sequence[Limited], some: bool = False
+        self, messages: list[dict], objects: Objects, images: Sequence[SizedImage], some: bool = False
     ) -> list[dict]:
         """The messages with the family's words in place of their placeholders, see `with_objects`.
 
@@ -125,14 +124,13 @@ class Boxes:
     def _why_unknown(self) -> str | None:
         return why_unknown(self._processor)
 
-    def _axes(self, image: Limited, alone: bool, objects: Objects) -> tuple["_Axis", "_Axis"]:
-        data, most, least = image
+    def _axes(self, image: SizedImage, alone: bool, objects: Objects) -> tuple["_Axis", "_Axis"]:
         unit = objects.unit
-        size = in_time(self._seconds, image_size, data)
+        size = in_time(self._seconds, image_size, image.data)
         if objects.size and objects.size != [*size]:
             said, real = (" x ".join(map(str, sides)) for sides in (objects.size, size))
             raise BadSample(REASON, f"the boxes are of an image of {said}, and its file has {real}")
-        frame = self._frame(target_size(size, most, least), alone)
+        frame = self._frame(image.scale(size), alone)
         width, height = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[unit]
         what = f"the {width} x {height}, in bbox_type {unit}, of"
         ends = frame[:2] if self._convention().unit is None else (self._convention().unit,) * 2

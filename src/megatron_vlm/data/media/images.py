@@ -10,6 +10,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -38,49 +39,83 @@ DECODE_ERRORS = (
 )
 
 
-def decode_image(data: bytes, max_pixels: int | None = None, min_pixels: int | None = None) -> Image.Image:
-    """An RGB image with between `min_pixels` and `max_pixels` pixels, its aspect kept.
+class SizedImage(NamedTuple):
+    """An encoded image and the size that it is to get: the arguments of `decode_image`."""
+
+    data: bytes
+    max_pixels: int | None = None
+    min_pixels: int | None = None
+    size: tuple[int, int] | None = None  # (width, height); then the limits are not used
+
+    def scale(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the (width, height) that an image of `size` gets."""
+        return self.size or target_size(size, self.max_pixels, self.min_pixels)
+
+
+def decode_image(
+    data: bytes,
+    max_pixels: int | None = None,
+    min_pixels: int | None = None,
+    size: tuple[int, int] | None = None,
+) -> Image.Image:
+    """An RGB image of `size`, or with between `min_pixels` and `max_pixels` pixels, its aspect kept.
 
     Transparency is composited on white; the EXIF rotation is applied; 16-bit and float grey is scaled to 8
     bits (see `_range`); an animation gives its first frame; colour profiles are ignored.
     Raises BadSample; the size is checked before anything is decoded.
     """
     with _bad_samples(data):
-        image, size = _opened(data, max_pixels, min_pixels)
-        image.draft(None, size)  # a JPEG can be decoded at 1/2, 1/4 or 1/8, at the cost of that size
+        image, scaled = _opened(data, max_pixels, min_pixels)
+        swaps = _swaps_axes(image)
+        if size is not None:
+            scaled = size[::-1] if swaps else size
+        image.draft(None, scaled)  # a JPEG can be decoded at 1/2, 1/4 or 1/8, at the cost of that size
         image.load()
         if _swaps_axes(image):
-            size = size[::-1]
+            scaled = scaled[::-1]
         ImageOps.exif_transpose(image, in_place=True)
         image = to_rgb(image)
+    size = size or scaled
     return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
 
-def decode_pixels(data: bytes, max_pixels: int | None = None, min_pixels: int | None = None) -> np.ndarray:
+def decode_pixels(
+    data: bytes,
+    max_pixels: int | None = None,
+    min_pixels: int | None = None,
+    size: tuple[int, int] | None = None,
+) -> np.ndarray:
     """`decode_image` as (height, width, 3) uint8."""
     with contextlib.suppress(ValueError):  # damaged, or not a JPEG: left to Pillow
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         _check_size((width, height))
-        usual = colours in ("YCbCr", "RGB") and target_size((width, height), max_pixels, min_pixels)
-        if usual == (width, height) and _is_upright(data):
+        scaled = size or target_size((width, height), max_pixels, min_pixels)
+        if colours in ("YCbCr", "RGB") and scaled == (width, height) and _is_upright(data):
             return simplejpeg.decode_jpeg(data)  # the same bits as Pillow in three quarters of its time
-    image = decode_image(data, max_pixels, min_pixels)
+    image = decode_image(data, max_pixels, min_pixels, size)
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for (_, top, _, bottom), band in _bands(image):
         pixels[top:bottom] = band
     return pixels
 
 
-def image_size(data: bytes, max_pixels: int | None = None, min_pixels: int | None = None) -> tuple[int, int]:
+def image_size(
+    data: bytes,
+    max_pixels: int | None = None,
+    min_pixels: int | None = None,
+    size: tuple[int, int] | None = None,
+) -> tuple[int, int]:
     """(width, height) of what `decode_image` would return, from the header alone if the format allows it.
 
     Raises BadSample as `decode_image`, except for damage that only the pixels show.
     """
     with _bad_samples(data):
-        image, size = _opened(data, max_pixels, min_pixels)
+        image, scaled = _opened(data, max_pixels, min_pixels)
+        if size is not None:
+            return size
         late_rotation = image.format == "PNG" and any(name in data for name in PNG_ROTATIONS)
         if image.format in HEADER_FORMATS and not late_rotation:
-            return size[::-1] if image.format != "PNG" and _swaps_axes(image) else size
+            return scaled[::-1] if image.format != "PNG" and _swaps_axes(image) else scaled
     return decode_image(data, max_pixels, min_pixels).size
 
 

@@ -39,12 +39,15 @@ MICROSECONDS = 1_000_000  # of a second: FFmpeg's unit for the times of a contai
 
 @dataclass(frozen=True)
 class VideoRules:
-    """Which frames of a video are taken.
+    """Which frames of a video are taken, and how large they become.
 
     fps          frames for each second of the video, if it has as many
     min_frames, max_frames   of a video; a video with fewer than `min_frames` gives all its frames
-    max_pixels   larger frames are scaled, aspect kept, before the processor sees them
+    min_pixels, max_pixels   of a frame; others are scaled, aspect kept, before the processor sees them
+    total_pixels  most pixels of all frames, in units of one temporal patch as qwen-vl-utils counts them
+    size         (width, height) that frames are resized to; then the limits on pixels are not used
     multiple     the tower's temporal patch: the last frame is repeated until it divides the number of frames
+    clip         what the record says of its frames; None: frames are chosen at even times by the rules above
     """
 
     fps: float = DataConfig.video_fps
@@ -52,6 +55,23 @@ class VideoRules:
     max_frames: int = DataConfig.video_max_frames
     max_pixels: int | None = DataConfig.video_max_pixels
     multiple: int = 2
+    min_pixels: int | None = None
+    total_pixels: int | None = None
+    size: tuple[int, int] | None = None
+    clip: Clip | None = None
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Which frames a record asks for, in the words of qwen-vl-utils, and chosen as it chooses them.
+
+    video_start, video_end   seconds between which frames are taken; None: all of the video
+    nframes      the number of frames; None: `VideoRules.fps`, `min_frames` and `max_frames` decide
+    """
+
+    video_start: float | None = None
+    video_end: float | None = None
+    nframes: int | None = None
 
 
 @dataclass
@@ -138,12 +158,51 @@ def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
     return list(dict.fromkeys(shown))
 
 
+def choose_clip(count: int, rate: float, rules: VideoRules) -> tuple[list[int], float]:
+    """Return the frames that `rules.clip` asks for, and the seconds between two, as qwen-vl-utils 0.0.14 does.
+
+    Args:
+        count: number of frames in the video.
+        rate: frames per second, on average.
+        rules: with a `clip`; its `max_frames` also limits `clip.nframes`.
+
+    Raises:
+        BadSample: the clip holds fewer than two frames, or than it asks for.
+    """
+    clip, multiple = rules.clip, rules.multiple
+    first, last = 0, count - 1
+    seconds = count / rate
+    if clip.video_start is not None:
+        first = math.ceil(min(clip.video_start, seconds) * rate)
+    if clip.video_end is not None:
+        last = min(math.floor(min(clip.video_end, seconds) * rate), last)
+    if first >= last and (clip.video_start, clip.video_end) != (None, None):
+        where = f"video_start {clip.video_start} and video_end {clip.video_end}"
+        raise BadSample("video_clip", f"{where} hold under two frames of a video of {seconds:.2f} seconds")
+    available = last - first + 1
+    most = max(1, rules.max_frames // multiple) * multiple
+    if clip.nframes is not None:
+        wanted = min(round(clip.nframes / multiple) * multiple, most)
+        if not multiple <= wanted <= available:
+            raise BadSample("video_clip", f"nframes {clip.nframes} of a clip of {available} frames")
+    else:
+        least = math.ceil(rules.min_frames / multiple) * multiple
+        wanted = min(max(available / rate * rules.fps, least), most, available)
+        # a clip shorter than a temporal patch gives what it has, and the last frame is repeated
+        wanted = max(1, math.floor(wanted / multiple) * multiple)
+    return torch.linspace(first, last, wanted).round().long().tolist(), available / rate / wanted
+
+
 def _plan(source: _File | _FrameList, rules: VideoRules) -> tuple[list[int], VideoPlan]:
-    chosen = choose_frames(source.times, rules)
+    if rules.clip is None:
+        chosen = choose_frames(source.times, rules)
+        duration = source.times[chosen[-1]] - source.times[0]
+        interval = duration / (len(chosen) - 1) if len(chosen) > 1 else 1 / rules.fps
+    else:
+        chosen, interval = choose_clip(len(source.times), source.rate, rules)
     times = [source.times[index] - source.times[0] for index in chosen]
-    interval = times[-1] / (len(times) - 1) if len(times) > 1 else 1 / rules.fps
     times += [times[-1]] * (-len(times) % rules.multiple)
-    size = target_size(source.size, rules.max_pixels, None)
+    size = _frame_size(source.size, len(times), rules)
     if min(size) < MIN_SIDE:
         raise BadSample("video_undecodable", f"frames of {size[0]}x{size[1]}, a side under {MIN_SIDE}")
     if len(times) * math.prod(size) > MAX_VIDEO_PIXELS:
@@ -151,6 +210,16 @@ def _plan(source: _File | _FrameList, rules: VideoRules) -> tuple[list[int], Vid
             "video_too_large", f"{len(times)} frames of {size[0]}x{size[1]}: over {MAX_VIDEO_PIXELS} pixels"
         )
     return chosen, VideoPlan(times, size, interval)
+
+
+def _frame_size(size: tuple[int, int], count: int, rules: VideoRules) -> tuple[int, int]:
+    """Return (width, height) of `count` frames, limited as qwen-vl-utils does by `total_pixels`."""
+    most = rules.max_pixels
+    if rules.total_pixels is not None:
+        most = min(most or math.inf, rules.total_pixels * rules.multiple // count)
+    if rules.min_pixels is not None and most is not None:
+        most = max(most, math.ceil(1.05 * rules.min_pixels))
+    return rules.size or target_size(size, most, rules.min_pixels)
 
 
 def _open(video: Any, rules: VideoRules) -> _File | _FrameList:
@@ -183,6 +252,11 @@ def _listed_times(video: dict, count: int, fps: float) -> list[float]:
     return [float(time) for time in times]
 
 
+def average_rate(times: list[float]) -> float:
+    """Return the frames per second of frames shown at `times`; 1 for a single frame."""
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 1.0
+
+
 @dataclass
 class _FrameList:
     frames: list[bytes]
@@ -191,6 +265,11 @@ class _FrameList:
     @property
     def size(self) -> tuple[int, int]:
         return image_size(self.frames[0])
+
+    @property
+    def rate(self) -> float:
+        """Frames per second, on average."""
+        return average_rate(self.times)
 
     def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """The chosen pictures, each with its index in `chosen`."""
@@ -215,12 +294,14 @@ class _File:
             self._keyframes: list[int] = []
             self.size, stamps, end = self._read(container, stream)
             stated = (container.duration or 0) / MICROSECONDS
+            rate = stream.average_rate
         if end < stated - max(MISSING_SECONDS, MISSING_SHARE * stated):
             raise BadSample("video_truncated", f"ends after {end:.1f} of {stated:.1f} seconds")
         if not stamps or self.size is None:
             raise BadSample("video_undecodable", f"{len(stamps)} frames, none of which can be decoded")
         self._stamps = sorted(stamps)
         self.times = [float((stamp - self._stamps[0]) * seconds) for stamp in self._stamps]
+        self.rate = float(rate) if rate else average_rate(self.times)
 
     def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """The chosen pictures, each with its index in `chosen`. Seeks to the keyframes before them; if that

@@ -58,8 +58,6 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
     if isinstance(record.get("texts"), list) and not name:  # None stands where a document has no image
         media["image"] = [image for image in media["image"] if image is not None]
     beside = {key: record[key] for key in BESIDE if record.get(key) is not None}
-    for kind, items in media.items():
-        beside |= limits_beside(kind, items)
     in_parts: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in fields.MEDIA}
     conversation = {name or "messages": _without_media(turns, in_parts)}
     if rejected:
@@ -68,6 +66,7 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
         if not in_order(media[kind], parts):
             raise BadSample("bad_conversation", f"its {kind}s and its parts name others, or in another order")
         media[kind] = media[kind] or [medium for medium, _ in parts if medium is not None]
+        beside |= limits_beside(kind, media[kind], record)
     return conversation | beside, media
 
 
@@ -108,7 +107,7 @@ def _place(part: Any, media: dict[str, list]) -> Any:
     if isinstance(medium, dict):
         medium = medium.get("url", medium)
     if kind == "video" and isinstance(medium, list):
-        medium = {"frames": medium} | {time: part[time] for time in TIMES if part.get(time) is not None}
+        medium = {"frames": medium} | _times(part)
     media.setdefault(kind, []).append((medium, part.get("index")))
     return {"type": name} | named_limits(kind, part | medium if isinstance(medium, dict) else part)
 
@@ -119,8 +118,13 @@ def _video(video: Any, root: Path | str) -> bytes | dict:
     if not isinstance(video, dict) or "frames" not in video:
         return _file_bytes(video, root)
     frames = video["frames"] if isinstance(video["frames"], list) else []
-    times = {name: video[name] for name in TIMES if video.get(name) is not None}
-    return {"frames": [_file_bytes(frame, root) for frame in frames]} | times
+    return {"frames": [_file_bytes(frame, root) for frame in frames]} | _times(video)
+
+
+def _times(item: dict) -> dict:
+    """Return what an item says of the times of its list of frames; `sample_fps` is qwen-vl-utils' `fps`."""
+    times = {name: item[name] for name in TIMES if item.get(name) is not None}
+    return times or ({"fps": item["sample_fps"]} if item.get("sample_fps") is not None else {})
 
 
 def _file_bytes(media: Any, root: Path | str) -> bytes:
