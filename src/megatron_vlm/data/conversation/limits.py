@@ -63,7 +63,7 @@ def named_limits(kind: str, item: Any) -> dict:
 
 
 def limits_beside(kind: str, media: list, record: Mapping[str, Any]) -> dict[str, list[dict]]:
-    """The fields that stand beside a conversation's turns if a record, or an entry of its media, names limits.
+    """Return the limits that a record, or an entry of its media, names: the fields to put beside its turns.
 
     What stands in the record itself is for all its images or videos; a list has one for each.
     """

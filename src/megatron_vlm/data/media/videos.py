@@ -159,7 +159,7 @@ def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
 
 
 def choose_clip(count: int, rate: float, rules: VideoRules) -> tuple[list[int], float]:
-    """Return the frames that `rules.clip` asks for, and the seconds between two, as qwen-vl-utils 0.0.14 does.
+    """Return the frames that `rules.clip` asks for, and the seconds between two, as qwen-vl-utils does.
 
     Args:
         count: number of frames in the video.
