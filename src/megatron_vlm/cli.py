@@ -12,10 +12,10 @@ from megatron_vlm.commands import arguments
 from megatron_vlm.commands.compose import compose
 from megatron_vlm.commands.evaluate import evaluate
 from megatron_vlm.commands.prepare import prepare
-from megatron_vlm.commands.program import PLAIN, Commands, on_disk, processes, run, start_ranks, torchrun
+from megatron_vlm.commands.program import PLAIN, Commands, processes, run, start_ranks, torchrun
 from megatron_vlm.commands.reports import report, runs
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.files import write_whole
+from megatron_vlm.files import write_output
 from megatron_vlm.job import ranks, stops, watchdog
 from megatron_vlm.messages import printable, printable_lines
 from megatron_vlm.overrides import apply_overrides
@@ -161,13 +161,12 @@ def preview(
 
     Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
     """
-    arguments.check_page(output)
     flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
     config = arguments.config_of_data(recipe, file, settings, flags)
 
     from megatron_vlm.preview.measures import preview_page
 
-    write_whole(output, preview_page(config, rows, shown))
+    write_output(output, preview_page(config, rows, shown))
     typer.echo(f"wrote {output}")
 
 
@@ -198,8 +197,6 @@ def replay(
     output: arguments.HtmlFile = None,
 ) -> None:
     """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
-    if output is not None:
-        arguments.check_page(output)
     config = arguments.config_of_run(run_dir, settings, None)
 
     from megatron_vlm.run_folder.batch_log import read_step
@@ -215,7 +212,7 @@ def replay(
     from megatron_vlm.preview.measures import replay_page
 
     shown, changed = replay_page(config, step, logged)
-    write_whole(output, shown)
+    write_output(output, shown)
     typer.echo(f"wrote {output}" + (f"; {changed}" if changed else ""))
 
 
@@ -319,7 +316,8 @@ def generate(
     answers: Annotated[int, typer.Option(min=1, help="So many sampled answers, a line between them.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")] = 0,
     draw: Annotated[
-        Path | None, typer.Option(help="A PNG to write: the image with its boxes.", callback=on_disk)
+        Path | None,
+        typer.Option(help="A PNG to write: the image with its boxes.", callback=arguments.output_file),
     ] = None,
 ) -> None:
     """Ask a run's latest checkpoint, or a Hugging Face checkpoint, a question, in one process."""

@@ -24,6 +24,10 @@ from megatron_vlm.messages import printable, readable_size
 
 MOST_TEXT = 1 << 28  # of a file that describes something; the largest tokenizer.json have 40 MB
 MOST_BYTES = 1 << 31  # of an image or a video; a clip of an hour has half as many
+# How the pages and the pictures begin that commands write.
+PAGE_START = b'<!doctype html>\n<meta name="generator" content="megatron_vlm">'
+PICTURE_MARK_AT = 37  # a PNG has its signature, IHDR and the length of the first text before it
+PICTURE_MARK = b"tEXtSoftware\0megatron_vlm"
 KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -159,6 +163,32 @@ def folder_aside(output: str | Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # they hold the output, or another's
                 for folder in made:
                     folder.rmdir()
+
+
+def check_output(path: str | Path) -> None:
+    """Raise ConfigError unless a command may write a page or a picture there.
+
+    It may make a new file, and replace one that this package wrote before.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{printable(path)} is a folder; give the name of a file to write.")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"{printable(path)}: its folder does not exist; make it, or give another file.")
+    if not os.path.lexists(path):
+        return
+    with open_file(path) as file:
+        start = file.read(PICTURE_MARK_AT + len(PICTURE_MARK))
+    if not (start.startswith(PAGE_START) or start[PICTURE_MARK_AT:] == PICTURE_MARK):
+        raise ConfigError(
+            f"{printable(path)} exists, and is no page or picture of megatron-vlm; give a new name."
+        )
+
+
+def write_output(path: str | Path, content: str | bytes) -> None:
+    """Write a page or a picture that a command makes. Raises as `check_output` and `write_whole`."""
+    check_output(path)
+    write_whole(path, content)
 
 
 def refuse_existing(output: Path) -> None:

@@ -15,7 +15,7 @@ from megatron_vlm.checks.paths import validate_model, validate_paths
 from megatron_vlm.commands.program import machines, on_disk, processes, world_size
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.files import read_file, refuse_existing
+from megatron_vlm.files import check_output, read_file, refuse_existing
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import check_folder, check_start, latest_checkpoint, refuse_links
@@ -25,7 +25,15 @@ from megatron_vlm.supported import read_config
 NO_DATA = "none://"
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
 
-HtmlFile = Annotated[Path | None, typer.Option(help="The HTML file to write.", callback=on_disk)]
+
+def output_file(path: Path | None) -> Path | None:
+    """Return the path itself. Raise ConfigError, before anything is read, if a command may not write there."""
+    if path is not None:
+        check_output(on_disk(path))
+    return path
+
+
+HtmlFile = Annotated[Path | None, typer.Option(help="The HTML file to write.", callback=output_file)]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
@@ -209,14 +217,6 @@ def new_output(output: str) -> str:
     elif stores.names(output):
         raise FileExistsError(f"{printable(output)} exists; give a new name or remove it.")
     return output
-
-
-def check_page(path: Path) -> None:
-    """Raises ConfigError, before anything is read, if no page can be written there."""
-    if path.is_dir():
-        raise ConfigError(f"{printable(path)} is a folder; give the name of an HTML file to write.")
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{printable(path)}: its folder does not exist; make it, or give another file.")
 
 
 def image_of(path: Path) -> bytes:

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_vlm.commands.arguments import check_page
-from megatron_vlm.commands.program import on_disk
+from megatron_vlm.commands.arguments import output_file
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import write_whole
+from megatron_vlm.files import write_output
 from megatron_vlm.messages import aligned, printable
 from megatron_vlm.report.history import STATES, History, find_runs, read_history
 from megatron_vlm.report.live import FILE
@@ -31,7 +30,7 @@ def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="The page; default: report.html, of one run in its folder.", callback=on_disk),
+        typer.Option(help="The page; default: report.html, of one run in its folder.", callback=output_file),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Write it again while a run goes on.")] = False,
     every: Annotated[float, typer.Option(min=1, help="Seconds between two pages of --follow.")] = 15,
@@ -41,14 +40,12 @@ def report(
     The page needs no network. A run writes its own at each checkpoint and now and then between.
     """
     page = output or (run_dirs[0] / FILE if len(run_dirs) == 1 else Path(FILE))
-    if output:
-        check_page(output)
 
     from megatron_vlm.report.page import report_page
 
     while True:
         histories = [read_history(folder) for folder in run_dirs]
-        write_whole(page, report_page(histories))
+        write_output(page, report_page(histories))
         typer.echo(f"wrote {printable(page)}")
         if not (follow and any(history.running for history in histories)):
             return

@@ -4,6 +4,8 @@ import io
 from contextlib import suppress
 from pathlib import Path
 
+from PIL.PngImagePlugin import PngInfo
+
 from megatron_vlm import stores
 from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
@@ -12,7 +14,7 @@ from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.files import beside, write_whole
+from megatron_vlm.files import beside, write_output
 from megatron_vlm.generation.generate import generate, reply_text
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.adapters.model import merge
@@ -154,7 +156,9 @@ def draw_answer(config: RunConfig, answer: str, image: bytes, output: str | Path
     except BadSample as bad:
         raise ValueError(f"--draw: {bad.detail}; set data.box_format for the run") from bad
     file = io.BytesIO()
-    draw(picture, found).save(file, "PNG")
-    write_whole(output, file.getvalue())
+    mark = PngInfo()
+    mark.add_text("Software", "megatron_vlm")  # as `files.check_output` looks for it
+    draw(picture, found).save(file, "PNG", pnginfo=mark)
+    write_output(output, file.getvalue())
     rounded = [([round(number, 1) for number in shape.numbers], shape.label or "") for shape in found]
     return [f"{numbers} {label}".strip() for numbers, label in rounded] or ["the answer has no box"]

@@ -193,6 +193,7 @@ def rendered(template: str, **values: Any) -> str:
 
 
 HEAD = """<!doctype html>
+<meta name="generator" content="megatron_vlm">
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
