@@ -12,7 +12,9 @@ from functools import cache
 
 from rooms import modules, uses
 
-KINDS_OF_IMAGES = re.compile(r"is_naflex|is_anyres|InternVL|LLaVA|LFM2|Pixtral|Qwen|GLM|Gemma", re.IGNORECASE)
+KINDS_OF_IMAGES = re.compile(
+    r"is_naflex|is_anyres|InternVL|LLaVA|LFM2|Pixtral|Qwen(?!.vl.utils)|GLM|Gemma", re.IGNORECASE
+)
 OWN_PLACES = ("data.kinds", "data.grounding.conventions")  # where families' ways stand under their names
 NEXT_STREAM = re.compile(r"next\((?:streams|data_iterator)\)")
 # What one need not read to understand a run, and why.

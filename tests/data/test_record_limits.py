@@ -15,9 +15,9 @@ from samples import sample_of
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import clean
-from megatron_vlm.data.conversation.limits import limits_of, rules_of_video
+from megatron_vlm.data.conversation.limits import limits_of
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.media.videos import VideoRules, choose_clip, plan_video
+from megatron_vlm.data.media.videos import VideoRules, choose_clip, plan_video, rules_of_video
 from megatron_vlm.data.records.normalise import normalise, read_record
 from tiny.checkpoints import build_tiny_checkpoint
 

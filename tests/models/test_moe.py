@@ -62,7 +62,8 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
     hf_model = AutoModelForImageTextToText.from_pretrained(path, dtype=ours.weight.dtype)
     theirs = hf_model.model.language_model.layers[2].mlp.gate
     with torch.no_grad():
-        theirs.weight.copy_(torch.randn_like(theirs.weight) / 4)
+        # as a checkpoint in bf16 has them: since 5.24, Transformers keeps GLM's in fp32 after loading
+        theirs.weight.copy_((torch.randn_like(theirs.weight) / 4).to(ours.weight.dtype))
         ours.weight.copy_(theirs.weight)
         if ours.expert_bias is not None:  # as large as scores differ
             theirs.e_score_correction_bias.copy_(torch.randn(8) / 4)

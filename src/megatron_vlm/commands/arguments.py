@@ -27,7 +27,7 @@ ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
 
 
 def output_file(path: Path | None) -> Path | None:
-    """Return the path itself. Raise ConfigError, before anything is read, if a command may not write there."""
+    """Return the path. Raise ConfigError, before anything is read, if a command may not write there."""
     if path is not None:
         check_output(on_disk(path))
     return path

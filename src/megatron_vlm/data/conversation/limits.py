@@ -3,12 +3,9 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.media.images import target_size
-from megatron_vlm.data.media.videos import Clip, VideoRules
 
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 # The words of qwen-vl-utils for a part that is an image or a video, and for an entry of `images` or `videos`
@@ -24,7 +21,6 @@ LIMITS = {
 ALSO_FACTS = ("fps", "raw_fps")
 REAL = ("fps", "sample_fps", "raw_fps", "video_start", "video_end")  # the others are whole numbers
 PAIRS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
-CHOOSES_FRAMES = ("video_start", "video_end", "fps", "nframes", "min_frames", "max_frames")
 
 
 def limits_of(kind: str, item: Mapping[str, Any]) -> dict[str, float]:
@@ -99,34 +95,3 @@ def drawn(source: str, least: int, most: int) -> int:
     """A number of pixels between two, which `source` alone decides: twice as many are as likely anywhere."""
     share = int.from_bytes(hashlib.blake2b(source.encode(), digest_size=8).digest(), "big") / 2**64
     return round(least * (most / least) ** share)
-
-
-def rules_of_video(named: dict, rules: VideoRules, is_list: bool) -> VideoRules:
-    """Return the run's rules with what a record names of one video.
-
-    The run limits frames and pixels; within that, frames are chosen as qwen-vl-utils chooses them. A list of
-    frames that has `sample_fps` is not sampled again.
-
-    Args:
-        named: as `limits_of` returns it.
-        rules: the run's.
-        is_list: the video is a list of frames.
-    """
-    most_pixels = min(named.get("max_pixels", math.inf), rules.max_pixels or math.inf)
-    changed = {
-        "max_frames": min(named.get("max_frames", math.inf), rules.max_frames),
-        "max_pixels": None if most_pixels == math.inf else most_pixels,
-        "min_frames": named.get("min_frames", rules.min_frames),
-        "min_pixels": named.get("min_pixels"),
-        "total_pixels": named.get("total_pixels"),
-        "fps": named.get("fps", rules.fps),
-    }
-    if is_list and "sample_fps" in named:
-        changed["fps"] = named["sample_fps"]
-    if "resized_width" in named:
-        size = (named["resized_width"], named["resized_height"])
-        changed["size"] = target_size(size, changed["max_pixels"], None)
-    if any(name in named for name in CHOOSES_FRAMES):
-        clip = {name: named.get(name) for name in ("video_start", "video_end", "nframes")}
-        changed["clip"] = Clip(**clip)
-    return replace(rules, **changed)

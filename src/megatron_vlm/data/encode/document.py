@@ -15,7 +15,7 @@ from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import ChatMLSample
-from megatron_vlm.data.conversation.limits import drawn, rules_of_video
+from megatron_vlm.data.conversation.limits import drawn
 from megatron_vlm.data.conversation.replies import Span
 from megatron_vlm.data.conversation.turns import last_reply_alone, without_thinking
 from megatron_vlm.data.encode.chat_template import RenderedChat
@@ -24,7 +24,7 @@ from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_charact
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.media.images import SizedImage, image_size, target_size
 from megatron_vlm.data.media.patience import in_time
-from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
+from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video, rules_of_video
 
 
 @edataclass
@@ -80,7 +80,7 @@ class DocumentEncoder:
         """
         prompt = self._prompt(sample)
         seconds = self._data.decode_seconds
-        sizes = [in_time(seconds, image_size, *image) for image in self._images(sample)]
+        sizes = [in_time(seconds, image.decoded_by, image_size) for image in self._images(sample)]
         plans = [in_time(seconds, plan_video, video, rules) for video, rules in self._videos(sample)]
         text = self.processing.sizes(prompt, sizes, plans)
         length, image_count, video_count = self._kept(text)

@@ -53,7 +53,7 @@ class HFProcessor:
     """
 
     known = False
-    decode = staticmethod(decode_image)  # (*SizedImage) → an image
+    decode = staticmethod(decode_image)  # (data, max_pixels, min_pixels, size) → an image
 
     def __init__(self, text: TextEncoder, visual_keys: tuple[str, ...], decode_seconds: float):
         self.kind, self.text = text.kind, text
@@ -85,7 +85,7 @@ class HFProcessor:
         if it makes something that is not among the model's visual keys.
         """
         seconds = self._decode_seconds
-        images = [in_time(seconds, self.decode, *file) for file in files]
+        images = [in_time(seconds, file.decoded_by, self.decode) for file in files]
         for image in images:
             self.kind.refuse(image.height, image.width, len(images) == 1)
         encoded, outputs = self.text(prompt, images, videos)
@@ -113,7 +113,7 @@ class KnownProcessor(HFProcessor):
         tensors, sizes = [], []
         # cut each image right after it is decoded: its pixels are still in the caches
         for file in files:
-            image = in_time(self._decode_seconds, self.decode, *file)
+            image = in_time(self._decode_seconds, file.decoded_by, self.decode)
             tensors.append(self.tensors(image, len(files) == 1))
             sizes.append(image.shape[1::-1])
         if text is None:

@@ -9,8 +9,9 @@ import io
 import math
 import struct
 import zlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -39,8 +40,9 @@ DECODE_ERRORS = (
 )
 
 
-class SizedImage(NamedTuple):
-    """An encoded image and the size that it is to get: the arguments of `decode_image`."""
+@dataclass(frozen=True)
+class SizedImage:
+    """An encoded image and the size that it is to get."""
 
     data: bytes
     max_pixels: int | None = None
@@ -50,6 +52,10 @@ class SizedImage(NamedTuple):
     def scale(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the (width, height) that an image of `size` gets."""
         return self.size or target_size(size, self.max_pixels, self.min_pixels)
+
+    def decoded_by(self, decode: Callable[..., Any]) -> Any:
+        """Return what `decode_image`, or a function with its arguments, makes of the image."""
+        return decode(self.data, self.max_pixels, self.min_pixels, self.size)
 
 
 def decode_image(

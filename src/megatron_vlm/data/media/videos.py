@@ -12,7 +12,7 @@ import io
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ MIN_SIDE = 4  # processors would take 3 rows or columns for colours
 # A file that ends this long before the time in its header was cut.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.05
 SAME_TIME = 1e-6  # seconds; times of containers are rounded
+# With one of these keys a record chooses the frames of a video, see `Clip`.
+CHOOSES_FRAMES = ("video_start", "video_end", "fps", "nframes", "min_frames", "max_frames")
 MICROSECONDS = 1_000_000  # of a second: FFmpeg's unit for the times of a container
 
 
@@ -72,6 +74,37 @@ class Clip:
     video_start: float | None = None
     video_end: float | None = None
     nframes: int | None = None
+
+
+def rules_of_video(named: dict, rules: VideoRules, is_list: bool) -> VideoRules:
+    """Return the run's rules with what a record names of one video.
+
+    The run limits frames and pixels; within that, frames are chosen as qwen-vl-utils chooses them. A list of
+    frames that has `sample_fps` is not sampled again.
+
+    Args:
+        named: as `data.conversation.limits.limits_of` returns it.
+        rules: the run's.
+        is_list: the video is a list of frames.
+    """
+    most_pixels = min(named.get("max_pixels", math.inf), rules.max_pixels or math.inf)
+    changed = {
+        "max_frames": min(named.get("max_frames", math.inf), rules.max_frames),
+        "max_pixels": None if most_pixels == math.inf else most_pixels,
+        "min_frames": named.get("min_frames", rules.min_frames),
+        "min_pixels": named.get("min_pixels"),
+        "total_pixels": named.get("total_pixels"),
+        "fps": named.get("fps", rules.fps),
+    }
+    if is_list and "sample_fps" in named:
+        changed["fps"] = named["sample_fps"]
+    if "resized_width" in named:
+        size = (named["resized_width"], named["resized_height"])
+        changed["size"] = target_size(size, changed["max_pixels"], None)
+    if any(name in named for name in CHOOSES_FRAMES):
+        clip = {name: named.get(name) for name in ("video_start", "video_end", "nframes")}
+        changed["clip"] = Clip(**clip)
+    return replace(rules, **changed)
 
 
 @dataclass
@@ -169,8 +202,10 @@ def choose_clip(count: int, rate: float, rules: VideoRules) -> tuple[list[int], 
     Raises:
         BadSample: the clip holds fewer than two frames, or than it asks for.
     """
-    clip, multiple = rules.clip, rules.multiple
-    first, last = 0, count - 1
+    clip = rules.clip
+    multiple = rules.multiple
+    first = 0
+    last = count - 1
     seconds = count / rate
     if clip.video_start is not None:
         first = math.ceil(min(clip.video_start, seconds) * rate)
