@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from garbage import garbage_that_aborts
 from loaders import content, take
 from pairs import first_soon
@@ -347,6 +350,34 @@ def test_no_validation_split_is_none_and_a_wrong_path_an_error(tmp_path, encoder
     assert provider(out).valid_loader(encoder, **settings) is None
     with pytest.raises(ValueError, match="has no 'val' split"):
         provider(out, valid_data_path=str(out)).valid_loader(encoder, **settings)
+
+
+@pytest.mark.parametrize("ratio, shards", [("1,0,0", 3), ("8,1,1", 3), ("0,0,1", 1)])
+def test_a_split_without_shards_that_energon_prepare_wrote_is_no_split(tmp_path, encoder, ratio, shards):
+    """`energon prepare` writes `val: []` for a share of 0, and for one that is less than a shard."""
+    out = tmp_path / "out"
+    prepare(write_sharegpt(tmp_path / "source", 6), out, splits={"train": 6}, samples_per_shard=6 // shards)
+    shutil.rmtree(out / ".nv-meta")
+    words = ["--non-interactive", "--sample-type=CrudeWebdataset", "--no-progress", f"--split-ratio={ratio}"]
+    words = [Path(sys.executable).with_name("energon"), "prepare", out, *words]
+    subprocess.run(words, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    splits = yaml.safe_load((out / ".nv-meta/split.yaml").read_text())["split_parts"]
+    assert splits["val"] == []
+    settings = {"micro_batch_size": 1, "rank": 0, "world_size": 1}
+    assert provider(out).valid_loader(encoder, **settings) is None
+    with pytest.raises(ValueError, match=r"has no 'val' split, only \['t"):
+        provider(out, valid_data_path=str(out)).valid_loader(encoder, **settings)
+    meta = tmp_path / "blend.yaml"
+    inner = f"{{path: {out}, split_part: SPLIT}}"
+    blend = f"train: {inner.replace('SPLIT', 'train')}\n  val: {inner.replace('SPLIT', 'val')}"
+    meta.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  {blend}\n")
+    assert provider(meta).valid_loader(encoder, **settings) is None
+    if splits["train"]:
+        assert next(iter(train_loader(out, encoder)))
+        assert next(iter(train_loader(meta, encoder)))
+    else:
+        with pytest.raises(ValueError, match=r"has no 'train' split, only \['test'\]"):
+            train_loader(out, encoder)
 
 
 # -- failures

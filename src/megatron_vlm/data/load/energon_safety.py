@@ -71,12 +71,23 @@ def check_dataset(path: str | EPath) -> None:
 
 
 def split_names(path: str | EPath) -> list[str]:
-    """The splits of a dataset or metadataset."""
+    """Return the splits of a dataset or metadataset that have shards; `energon` writes empty ones, too."""
     path = _path(path)
     if _is_metadataset(path):
-        return sorted(_read_description(path).get("splits") or {})
+        splits = _read_description(path).get("splits") or {}
+        return sorted(name for name, split in splits.items() if _has_shards(path.parent, split, name))
     file = path / META / "split.yaml"
-    return sorted(_read_description(file).get("split_parts") or {}) if file.is_file() else []
+    parts = _read_description(file).get("split_parts") or {} if file.is_file() else {}
+    return sorted(name for name, shards in parts.items() if shards)
+
+
+def _has_shards(folder: EPath, split: Any, name: str) -> bool:
+    """Return whether any dataset that a split of a metadataset refers to has shards in its part of it."""
+    return any(
+        mapping.get("split_part", name) in split_names(folder / mapping["path"])
+        for mapping in _mappings(split)
+        if isinstance(mapping.get("path"), str)
+    )
 
 
 def blends_by_weight(path: str | EPath) -> bool:
