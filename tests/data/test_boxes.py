@@ -141,7 +141,7 @@ def test_boxes_come_back_within_half_a_unit(family, named):
                         for share, side in zip(pair, size, strict=True)
                     ]
                 )
-            text = written(encoder, record_of("<objects>", {"bbox": boxes}), size)
+            text = written(encoder, record_of("<objects>", {"bbox": boxes, "bbox_type": "real"}), size)
             back = encoder.boxes.parse(text, size, most=most, least=least)
             ends = frame[:2] if convention.unit is None else [convention.unit * 10**convention.decimals] * 2
             units = [
@@ -409,6 +409,27 @@ def test_labels_stay_with_their_objects():
 def test_a_record_may_have_no_objects(none):
     assert written(encoder_of("qwen3_vl"), record_of("<objects>", none), (64, 64)) == "```json\n[]\n```"
     assert written(encoder_of("llava"), record_of("Nothing.", none), (64, 64)) == "Nothing."
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [
+        {"bbox": [[0.1, 0.2, 0.5, 0.6]]},
+        {"bbox": [[0, 0, 1, 1], [0.5, 0, 1, 0.25]]},
+        {"bbox": [[0.4, 0.4]]},
+        [{"box": [0.1, 0.1, 0.9, 0.5]}],
+    ],
+)
+def test_shares_without_a_unit_are_not_taken_for_pixels(objects):
+    text = "<bbox>" * len(objects["bbox"] if isinstance(objects, dict) else objects)
+    with pytest.raises(BadSample, match="bad_objects.* from 0 to 1.*no bbox_type.*norm1 .*or real"):
+        written(encoder_of("qwen3_vl"), record_of(text, objects), (64, 64))
+    named = [one | {"bbox_type": "real"} for one in objects] if isinstance(objects, list) else None
+    written(encoder_of("qwen3_vl"), record_of(text, named or objects | {"bbox_type": "real"}), (64, 64))
+
+
+def test_a_point_at_the_first_pixel_is_one():
+    assert "[" in written(encoder_of("qwen3_vl"), record_of("<bbox>", {"bbox": [[0, 1]]}), (64, 64))
 
 
 def test_units_of_listed_objects_labels_in_quotes_and_calls_of_tools():

@@ -71,17 +71,29 @@ def read_objects(written: Any, images: int) -> Objects:
             raise BadSample(REASON, f"{name} is no list of {len(shapes)}, one for each bbox")
     if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         raise BadSample(REASON, "ref is no list of texts")
-    given = [name for name in names if name is not None]
-    if not all(isinstance(name, str) for name in given) or len({*given}) != len(given):
+    texts = [name for name in names if name is not None]
+    if not all(isinstance(name, str) for name in texts) or len({*texts}) != len(texts):
         raise BadSample(REASON, "name is no list of texts that differ")
     for number, (shape, image) in enumerate(zip(shapes, owners, strict=True)):
         _check_shape(shape, f"bbox {number}")
         if type(image) is not int or not 0 <= image < images:
             besides = "; a box of a video is not read: give its frame as an image" if not images else ""
             raise BadSample(REASON, f"bbox {number} is in image {image!r:.60} of {images}{besides}")
+    if written.get("bbox_type") is None and _are_shares(shapes):
+        detail = (
+            f"its numbers are all from 0 to 1, such as {shapes[0]!r:.60}, and no bbox_type says their unit"
+        )
+        raise BadSample(REASON, f"{detail}; give norm1 for shares of width and height, or real for pixels")
     found = zip(shapes, owners, names, own or [None] * len(shapes), strict=True)
     found = [Shape(numbers, image, name, label) for numbers, image, name, label in found]
     return Objects(found, labels, unit, size)
+
+
+def _are_shares(shapes: list[list[float]]) -> bool:
+    """Return whether shapes can hardly be in pixels: none reaches beyond the first pixel."""
+    numbers = [number for shape in shapes for number in shape]
+    is_within_one = bool(numbers) and 0 <= min(numbers) and max(numbers) <= 1
+    return is_within_one and any(len(shape) > POINT or shape != [*map(int, shape)] for shape in shapes)
 
 
 def _check_keys(written: dict, known: set[str]) -> None:
@@ -111,7 +123,7 @@ def _by_field(items: list) -> tuple[dict[str, Any], list[str | None]]:
         fields["image_id"].append(next((item[key] for key in ("image", "image_id") if item.get(key)), 0))
         fields["name"].append(item.get("name"))
         own.append(next((item[key] for key in LABELS if item.get(key) is not None), None))
-        units.append(item.get("bbox_type") or "real")
+        units.append(item.get("bbox_type"))
     if any(unit != units[0] for unit in units):
         raise BadSample(REASON, f"bbox_type is not the same everywhere: {units!r:.100}")
     return fields | {
