@@ -61,6 +61,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     feed.resume(checkpoint.load_latest(config.run_dir, model, optimizer, scheduler))
     figures = StepFigures(config, description, model, feed.sources, saved.extra.get("spikes"))
     first = saved.step + 1
+    watchdog.beat("opening the log and its trackers")
     log = open_log(asked_for, feed.milestones.steps, first, setup.is_first_rank(), saved.extra, callbacks)
     for message in chain(notes_of_start(config), feed.notes(), filter(None, [threads_note])):
         log.message(message)

@@ -24,7 +24,7 @@ LOCAL = {
     "data.encode.chat_template": 6,
     "data.encode.processing": 2,
     "data.grounding.convention": 2,  # tried in tests/data/test_boxes.py
-    "job.reasons": 1,
+    "job.failures": 1,
     "models.weights.files": 1,
     "models.weights.rules": 1,
     "report.charts": 1,  # of the names of our own figures

@@ -133,6 +133,7 @@ FAULTS = {
     "kill_once": kill_once,
     "crash": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "interrupt": lambda _: os.kill(os.getpid(), signal.SIGINT),
+    "terminate": lambda _: os.kill(os.getpid(), signal.SIGTERM),
     "hang": lambda _: time.sleep(10_000),
     "spin": lambda _: spin(),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),

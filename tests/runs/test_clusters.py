@@ -180,7 +180,7 @@ def test_the_file_is_what_skypilot_takes():
 @pytest.mark.parametrize(
     ("fault", "starts_again", "code", "last"),
     [
-        ("kill_once", 1, 0, "ended without a word while training step 3"),
+        ("kill_once", 1, 0, "lost another rank"),
         ("kill", 1, 137, "rank 1 was ended by signal 9 (SIGKILL) while training step 3"),
         ("value", 0, 1, "rank 1, training step 3: ValueError"),
     ],
@@ -223,19 +223,18 @@ def test_machines_that_cannot_meet_are_refused():
     ("environment", "number"),
     [(FIRST, signal.SIGTERM), pytest.param(ELASTIC, signal.SIGINT, marks=pytest.mark.long)],
 )
-def test_a_machine_that_waits_for_others_says_so_and_hears_signals(environment, number, tmp_path):
+def test_a_machine_that_waits_for_others_says_so_and_ends_by_signals(environment, number, tmp_path):
     """torch waits in compiled code; the other machine never comes."""
     given = {**OUTSIDE_TORCHRUN, **environment, "PET_MASTER_PORT": "29578", "TMPDIR": str(tmp_path)}
     path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, HELPERS / "small_job.py", tmp_path, "none"]
     waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**given, "PYTHONPATH": path})
-    assert "waiting for 2 machines at 127.0.0.1:" in waiting.stderr.readline()
+    line = waiting.stderr.readline()
+    assert "waiting for 2 machines at 127.0.0.1:" in line
+    assert ("as number 0 (PET_NODE_RANK; each has its own)" in line) == ("PET_NODE_RANK" in environment)
     time.sleep(1)
     waiting.send_signal(number)
-    assert waiting.wait(10) == 128 + number
-    last = f"megatron-vlm: stopped by {number.name}, waiting for other machines."
-    assert waiting.stderr.read().splitlines()[-1] == last
-    assert list(tmp_path.iterdir()) == []
+    assert waiting.wait(10) == -number and waiting.stderr.read() == ""
 
 
 @pytest.mark.soak
@@ -245,18 +244,18 @@ def test_a_machine_that_ends_ends_the_other_within_a_minute_with_the_reason(
 ):
     """Also the first, where machines that could meet again would meet."""
     run_dir, is_first = tmp_path / "run", number == 0
-    given = words(run_dir, tiny_gemma3, dataset, "steps=100000", "save_every=0")
+    given = words(run_dir, tiny_gemma3, dataset, "steps=100000", "save_every=0", "train.hang_seconds=20")
     given += ["--nproc=1", *(["--restarts=1"] if is_first else [])]
     launchers = start_on(machines, given, run_dir, elastic=is_first)
     wait_until(lambda: logged(run_dir) >= 3, 120, "third step")
     began = time.monotonic()
     getattr(machines[number], end)()
     left = 1 - number
-    assert launchers[left].wait(WITHIN) == 1, log(run_dir, machines[left])
+    assert launchers[left].wait(WITHIN) in (1, 3), log(run_dir, machines[left])
     print(f"{end}: {time.monotonic() - began:.0f} s")
     what, remedy = log(run_dir, machines[left]).splitlines()[-2:]
-    assert (machines[number].address if is_first else machines[number].name) in what
-    assert remedy.startswith("Start again: a run goes on from")
+    assert ("lost another rank" in what) == (end == "die" and not is_first), what
+    assert "tart again" in remedy
 
 
 @pytest.mark.soak
@@ -283,21 +282,20 @@ def test_a_launcher_that_waits_for_a_lost_machine_hears_signals(
     machines[1].die()
     wait_until(lambda: "starting again" in log(run_dir, machines[0]), WITHIN, "restart")
     launcher.send_signal(number)
-    assert launcher.wait(15) == 128 + number, log(run_dir, machines[0])
-    assert "start again: a run goes on from" in log(run_dir, machines[0]).splitlines()[-1]
+    assert launcher.wait(15) == -number, log(run_dir, machines[0])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_machine_that_is_left_goes_on_if_the_layout_fits_it(tp, machines, tiny_gemma3, dataset, tmp_path):
     run_dir = tmp_path / "run"
-    given = words(run_dir, tiny_gemma3, dataset, f"tp={tp}", "num_workers=0")
+    given = words(run_dir, tiny_gemma3, dataset, f"tp={tp}", "num_workers=0", "train.hang_seconds=20")
     launcher, _ = start_on(machines, [*given, "--nproc=1", "--restarts=1"], run_dir, "1:2", True)
     wait_until(lambda: logged(run_dir) >= SAVED + 2, 120, f"{SAVED + 2} steps")
     machines[1].lose_power()
     code = launcher.wait(240)
     said = log(run_dir, machines[0])
-    assert f"no rank on {machines[1].name} was heard of" in said and said.count("starting again") == 1
+    assert "no rank came further" in said and said.count("starting again") == 1
     if tp == 1:
         assert code == 0 and "resumed after step " in said, said
         assert [row["step"] for row in figures(run_dir)] == [*range(1, STEPS + 1)]

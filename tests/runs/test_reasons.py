@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.generation_prompt import processor_outputs, stop_tokens
-from megatron_vlm.job.reasons import explain, worker_death
+from megatron_vlm.job.failures import explain, worker_death
 from megatron_vlm.messages import reading
 
 TRACEBACK = Path("errors/rank0.txt")

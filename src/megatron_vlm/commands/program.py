@@ -1,21 +1,18 @@
 """How the commands run: as programs with short errors, and in several processes."""
 
-import argparse
 import contextlib
-import functools
+import faulthandler
+import json
 import logging
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -25,11 +22,15 @@ from typer.core import TyperGroup
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.layout import check_gpus
-from megatron_vlm.job import guard, ranks
-from megatron_vlm.job.failures import LastWords
-from megatron_vlm.job.ranks import LAUNCHER_SPEAKS, again, interrupted, last_words, say
+from megatron_vlm.job import ranks
+from megatron_vlm.job.failures import BUG_CODE, LastWords, by_signal, interrupted
+from megatron_vlm.job.ranks import LAUNCHER_SPEAKS
 from megatron_vlm.job.stops import AGAIN_AFTER, WARNINGS
 from megatron_vlm.messages import PrintableRecord, printable, printable_lines
+
+START_AGAIN = "Start again."
+# torchrun sends SIGTERM to all others when one rank ends, so this counts only without another reason
+_BEST_FIRST = ("hang", "cause", "interrupt", "signal", "silence", "lost", "SIGTERM")
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -73,13 +74,16 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
         if getattr(sys, stream) is None:  # the shell has closed it
             setattr(sys, stream, Path(os.devnull).open(mode))
     logging.setLogRecordFactory(PrintableRecord)
-    with guard.guarding(), LastWords(name):
+    faulthandler.enable()  # what crashes in compiled code says where; a watched rank writes it to its file
+    with LastWords(name):
+        for number in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            ranks.from_environment(number, 0)
         program(arguments, prog_name=name)
 
 
 def world_size() -> int | None:
-    """torchrun's number of processes; None outside of torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    """Return torchrun's number of processes; None outside of torchrun."""
+    return ranks.world_size() if "WORLD_SIZE" in os.environ else None
 
 
 def on_disk(path: Path | None) -> Path | None:
@@ -121,13 +125,17 @@ def torchrun(
     gpus: int | None = None,
     restarts: int = 0,
 ) -> int:
-    """Run the program `module` in `nproc` processes; when they fail, says why. Returns the exit code.
+    """Run the program `module` in `nproc` processes by torch's elastic launcher. Returns the exit code.
 
     Under PET_NNODES, each of several machines runs it so; they meet as torchrun's other PET_ variables say.
-    SIGUSR1 and SIGTERM go on to ranks that heed them (see `job.stops`). torchrun's own report of a failure is
-    left out. Raises ConfigError if there are `gpus` (None: as many as torch sees), but fewer than processes,
-    and as `_meeting` does.
+    When ranks fail, the first that failed by itself is printed last, in place of torchrun's report. SIGUSR1
+    and SIGTERM go on to ranks that heed them (see `job.stops`).
+
+    Raises:
+        ConfigError: A PET_ variable is wrong or missing, or there are `gpus` (None: as many as torch sees),
+            but fewer than processes.
     """
+    endpoint = _rendezvous_endpoint(restarts)
     from torch import cuda
     from torch.distributed import DistError
     from torch.distributed import run as launcher
@@ -138,35 +146,41 @@ def torchrun(
     check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
     logging.disable(logging.ERROR)  # this process only starts others and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    # in a store that outlives ranks, those that follow would find addresses of those before
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
-        said = functools.partial(_said, folder, nproc * machines())
-        command = [f"--nproc_per_node={nproc}", f"--log-dir={folder}", *_meeting(restarts, said)]
+        command = [f"--nproc_per_node={nproc}", f"--log-dir={folder}", f"--max-restarts={restarts}"]
+        if endpoint is None:
+            command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
         command += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", "-m", module, *arguments]
-        parsed = _parsed(launcher, command)
-        before = [signal.signal(number, _PassesOn(said)) for number in WARNINGS]
+        config, entrypoint, words = _parse(launcher, command)
+        _wrap_rendezvous(config, folder)
+        before = [signal.signal(number, _PassesOn(folder)) for number in WARNINGS]
         os.environ[LAUNCHER_SPEAKS] = str(os.getpid())
+        if endpoint is not None:
+            number = os.environ.get("PET_NODE_RANK")
+            number = f" as number {number} (PET_NODE_RANK; each has its own)" if number else ""
+            typer.echo(f"waiting for {machines()} machines at {printable(endpoint)}{number}", err=True)
         try:
-            with _ends_while_waiting(folder):
-                launcher.run(parsed)
+            launcher.elastic_launch(config, entrypoint)(*words)
         except SignalException as stop:
             by = "Ctrl-C" if stop.sigval == signal.SIGINT else signal.Signals(stop.sigval).name
-            message = interrupted(list(said().values()), by)
-            code = 128 + stop.sigval
+            code, message = 128 + stop.sigval, interrupted(list(_heartbeats(folder).values()), by)
             message = message and f"megatron-vlm: {message}"
         except ChildFailedError as failed:
-            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            code, message = last_words(said(), codes)
+            code, message = _last_words(folder, failed.failures)
         except (RendezvousError, DistError):
-            where = _where() if machines() > 1 else "a port of this machine"
-            lost = f"megatron-vlm: {where}, where ranks meet, is lost, unreachable or taken."
-            code, message = last_words(said(), {}, f"{lost}\n{again(said().values()).capitalize()}.")
+            lost = f"{endpoint or 'a port of this machine'}, where ranks meet, is lost, unreachable or taken"
+            mistake = "; each machine needs a PET_NODE_RANK of its own" if endpoint else ""
+            code, message = _last_words(folder, {}, f"megatron-vlm: {lost}{mistake}.\n{START_AGAIN}")
         else:
             return 0
         finally:
             del os.environ[LAUNCHER_SPEAKS]
             for number, handler in zip(WARNINGS, before, strict=True):
                 signal.signal(number, handler)
-    say(message)
+    if message:
+        print(printable_lines(message), file=sys.stderr, flush=True)
     return code
 
 
@@ -174,17 +188,17 @@ class _PassesOn:
     """A launcher's handler, which passes signals on to the ranks of this machine that are alive. SIGTERM ends
     the job as torchrun does where none of them heeds it, and when it comes again."""
 
-    def __init__(self, said: Callable[[], dict[int, dict[str, Any]]]):
-        self._said = said
+    def __init__(self, folder: str):
+        self._folder = folder
         self._first = math.inf
 
     def __call__(self, number: int, frame: Any) -> None:
-        alive = [content for content in self._said().values() if ranks.state(content) not in ("", "Z", "?")]
+        contents = _heartbeats(self._folder).values()
+        alive = [content for content in contents if ranks.state(content) not in ("", "Z", "?")]
         if number == signal.SIGTERM:
             now = time.monotonic()
             self._first = min(self._first, now)
-            again = now - self._first > AGAIN_AFTER
-            if again or not any(content["heeds"] for content in alive):
+            if now - self._first > AGAIN_AFTER or not any(content["heeds"] for content in alive):
                 from torch.distributed.elastic.multiprocessing import SignalException
 
                 raise SignalException("", signal.SIGTERM)
@@ -193,8 +207,9 @@ class _PassesOn:
                 os.kill(content["pid"], number)
 
 
-def _parsed(launcher: ModuleType, words: list[str]) -> argparse.Namespace:
-    """torchrun's arguments, of which PET_ variables are the defaults. Raises ConfigError if one is wrong."""
+def _parse(launcher: ModuleType, words: list[str]) -> tuple[Any, Any, list[str]]:
+    """torchrun's (configuration, entrypoint, its arguments), of which PET_ variables are the defaults. Raises
+    ConfigError with torchrun's own words if one is wrong."""
     parser = launcher.get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -202,118 +217,127 @@ def _parsed(launcher: ModuleType, words: list[str]) -> argparse.Namespace:
 
     parser.error = refuse
     try:
-        parsed = parser.parse_args(words)
-        launcher.config_from_args(copy(parsed))
+        return launcher.config_from_args(parser.parse_args(words))
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"torchrun's PET_ variables: {error}; correct that variable.") from error
-    return parsed
 
 
-@contextlib.contextmanager
-def _ends_while_waiting(folder: str) -> Iterator[None]:
-    """Within the block, a signal ends a launcher that waits for other machines, and removes its `folder`.
+def _wrap_rendezvous(config: Any, folder: str) -> None:
+    """Make torch's rendezvous end by signals, and not take place again after what would repeat itself.
 
-    torch waits in compiled code, where no handler of Python runs; so a thread hears of the signal.
+    That is an error that a rank has named, a hang, and the end of a run that was asked to end.
     """
-    heard, tells = os.pipe()
-    os.set_blocking(tells, False)
-
-    def listen() -> None:
-        while number := int.from_bytes(os.read(heard, 1)):
-            time.sleep(1)  # where a handler can run, it has ended all by then
-            if number in (signal.SIGINT, signal.SIGTERM) and not any(Path(folder).glob("*/attempt_*")):
-                shutil.rmtree(folder, ignore_errors=True)
-                guard.dismiss()
-                os.environ.pop(LAUNCHER_SPEAKS)
-                say(f"megatron-vlm: stopped by {signal.Signals(number).name}, waiting for other machines.")
-                os._exit(128 + number)
-
-    if machines() > 1:
-        typer.echo(f"waiting for {os.environ['PET_NNODES']} machines at {printable(_where())}", err=True)
-    listener = threading.Thread(target=listen, daemon=True)
-    before = signal.set_wakeup_fd(tells)
-    listener.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.write(tells, b"\0")
-        listener.join()
-        for end in (heard, tells):
-            os.close(end)
-
-
-def _said(folder: str, count: int) -> dict[int, dict[str, Any]]:
-    """The ranks' words of the last attempt: in torchrun's folder, or where that has a link to."""
-    attempts = sorted(Path(folder).glob("*/attempt_*"), key=os.path.getctime)
-    if not attempts:
-        return {}
-    return ranks.read_all(attempts[-1], count) | ranks.read_all(attempts[-1] / ranks.ELSEWHERE, count)
-
-
-def _meeting(restarts: int, said: Callable[[], dict[int, dict[str, Any]]]) -> list[str]:
-    """torchrun's options that say how the machines meet, and how often again after a machine or a rank ended.
-
-    They do not meet again after what would only repeat itself: an error that a rank has named, or a hang; nor
-    after a run was asked to end, except by torchrun for a machine that waits to join.
-    """
-    if machines() > 1:
-        _where()
-        if restarts and os.environ.get("PET_RDZV_BACKEND") != "c10d":
-            raise ConfigError(
-                "--restarts: machines meet again only where the first, HOST, waits for them; set "
-                "PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT=HOST:PORT on each."
-            )
-    if not restarts:
-        return ["--standalone"] if machines() == 1 else []
     from torch.distributed.elastic import rendezvous
 
-    def handler_of(parameters: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
-        parameters.backend = "c10d"
+    backend = config.rdzv_backend
+    config.rdzv_backend = f"{backend} {uuid.uuid4()}"
+
+    def create(parameters: Any) -> Any:
+        parameters.backend = backend
         handler = rendezvous.rendezvous_handler_registry.create_handler(parameters)
         meet = handler.next_rendezvous
 
-        def meet_again() -> rendezvous.RendezvousInfo:
-            contents = said()
-            kinds = {content["ended"]["kind"] for content in contents.values() if content["ended"]}
+        def next_rendezvous() -> Any:
+            reports, attempts = _reports(folder), _attempts(folder)
+            kinds = {report["kind"] for report in reports}
             if kinds & {"cause", "hang"} or ("interrupt" in kinds and not handler.num_nodes_waiting()):
                 raise rendezvous.RendezvousClosedError
-            if contents:
-                doing = max(contents.values(), key=lambda content: content["step"])["doing"]
-                why = last_words(contents, {}, f"megatron-vlm: a rank ended without a word while {doing}")[1]
-                why = f"{why.splitlines()[0]}\nmegatron-vlm: starting again from the last checkpoint"
-                typer.echo(printable_lines(why), err=True)
-            return meet()
+            if attempts:
+                why = _last_words(folder, {}, "megatron-vlm: a rank or a machine was lost")[1].splitlines()[0]
+                again = "megatron-vlm: starting again from the last checkpoint"
+                typer.echo(printable_lines(f"{why}\n{again}"), err=True)
+            # torch waits for machines in compiled code, where no handler of Python runs
+            handlers = {
+                number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)
+            }
+            try:
+                return meet()
+            finally:
+                for number, before in handlers.items():
+                    signal.signal(number, before)
 
-        handler.next_rendezvous = meet_again
+        handler.next_rendezvous = next_rendezvous
         return handler
 
-    rendezvous.rendezvous_handler_registry.register("again", handler_of)
-    # in a store that outlives ranks, those that follow would find addresses of those before
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    here = ["--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"] if machines() == 1 else []
-    return ["--rdzv-backend=again", f"--max-restarts={restarts}", *here]
+    rendezvous.rendezvous_handler_registry.register(config.rdzv_backend, create)
 
 
-def _where() -> str:
-    """Where several machines meet. Raises ConfigError if that, or this machine's number, is not said."""
-    given = os.environ.get
-    backend = given("PET_RDZV_BACKEND", "static")
+def _rendezvous_endpoint(restarts: int) -> str | None:
+    """Where several machines meet; None for one. Raises ConfigError if that, or this machine's number, is
+    missing or wrong: torch would say so later, or wait."""
+    count, variables = machines(), os.environ
+    if count == 1:
+        return None
+    backend = variables.get("PET_RDZV_BACKEND", "static")
     if backend not in ("static", "c10d"):
         raise ConfigError(
             f"PET_RDZV_BACKEND: {backend!r} is not supported; give static, the default, or c10d."
         )
-    first = f"{given('PET_MASTER_ADDR')}:{given('PET_MASTER_PORT', '29500')}"
-    where = given("PET_RDZV_ENDPOINT") or (backend == "static" and given("PET_MASTER_ADDR") and first)
-    if not where:
+    endpoint = variables.get("PET_RDZV_ENDPOINT", "")
+    if not endpoint and backend == "static" and variables.get("PET_MASTER_ADDR"):
+        endpoint = f"{variables['PET_MASTER_ADDR']}:{variables.get('PET_MASTER_PORT', '29500')}"
+    if not endpoint:
         name = "PET_MASTER_ADDR" if backend == "static" else "PET_RDZV_ENDPOINT"
-        raise ConfigError(f"{name} is not set: at it {machines()} machines meet; set it on each.")
-    port = where.rpartition(":")[2] if ":" in where else "0"
+        raise ConfigError(f"{name} is not set: at it {count} machines meet; set it on each.")
+    port = endpoint.rpartition(":")[2] if ":" in endpoint else "0"
     if not (port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(f"PET_MASTER_PORT or PET_RDZV_ENDPOINT: {port!r} is no port; give one, as 29500.")
-    if backend == "static" and given("PET_NODE_RANK") not in map(str, range(machines())):
+    number = variables.get("PET_NODE_RANK")
+    if backend == "static" and number not in map(str, range(count)):
         raise ConfigError(
-            f"PET_NODE_RANK: {given('PET_NODE_RANK')!r} is no machine's number; give each its own, from 0 "
-            f"to {machines() - 1}."
+            f"PET_NODE_RANK: {number!r} is no machine's number; give each its own, from 0 to {count - 1}."
         )
-    return where
+    if restarts and backend != "c10d":
+        raise ConfigError(
+            "--restarts: machines meet again only where the first, HOST, waits for them; set "
+            "PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT=HOST:PORT on each."
+        )
+    return endpoint
+
+
+# ---- why ranks ended ---------------------------------------------------------------------------------------
+
+
+def _attempts(folder: str) -> list[Path]:
+    """torchrun's folders of the starts of the ranks, the last one last."""
+    return sorted(Path(folder).glob("*/attempt_*"), key=os.path.getctime)
+
+
+def _heartbeats(folder: str) -> dict[int, dict[str, Any]]:
+    """Rank → content of its file in the last attempt: in torchrun's folder, or where that has a link to."""
+    if not (attempts := _attempts(folder)):
+        return {}
+    shared = attempts[-1] / ranks.SHARED
+    place = shared if shared.exists() else attempts[-1]
+    return ranks.read_all(place, 1 + max((int(f.stem[4:]) for f in place.glob("rank*.json")), default=-1))
+
+
+def _reports(folder: str) -> list[dict[str, Any]]:
+    """What the ranks of the last attempt wrote into torchrun's error files, see `ranks.tell`."""
+    reports = []
+    for file in _attempts(folder)[-1].glob("*/error.json") if _attempts(folder) else ():
+        message = json.loads(file.read_text())["message"]
+        reports.append({"message": message["message"], **message["extraInfo"]})
+    return reports
+
+
+def _last_words(folder: str, failures: Mapping[int, Any], otherwise: str = "") -> tuple[int, str]:
+    """(exit code, message) of a job: of the rank that failed first, by its own report or by its exit code."""
+    reasons = [
+        (_BEST_FIRST.index(report["kind"]), report["time"], report["code"], report["message"])
+        for report in _reports(folder)
+        if "kind" in report and report["message"]
+    ]
+    heartbeats = _heartbeats(folder)
+    for rank, failure in failures.items():
+        code, content = failure.exitcode, heartbeats.get(rank, {})
+        kind = "SIGTERM" if code == -signal.SIGTERM else "silence"
+        message = f"rank {rank} ended with code {code} and said nothing; MEGATRON_VLM_DEBUG=1 says more."
+        if code < 0:
+            kind = kind if kind == "SIGTERM" else "signal"
+            again = content.get("again", ranks.AGAIN)
+            message = by_signal(f"rank {rank}", -code, again, content.get("doing", ""))
+            code = 128 - code
+        if not Path(failure.error_file).is_file():
+            reasons.append((_BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {message}"))
+    return min(reasons, default=(0, 0.0, BUG_CODE, otherwise))[2:]

@@ -23,7 +23,6 @@ from megatron_vlm.generation.cache import bytes_per_row
 from megatron_vlm.generation.rows import AnswerRows, Piece, Request
 from megatron_vlm.generation.sampling import Sampling
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import check_number
 from megatron_vlm.models.head import output_logits
 from megatron_vlm.models.schedule import in_evaluation, run_schedule
@@ -93,7 +92,7 @@ def generate(
     inner = get_attr_wrapped_model(model[0], "layout", return_model_obj=True)
     request.check(inner)
     numbers: dict[tuple[int, int], np.ndarray] = {}  # by prompt and answer
-    with alarm(), in_evaluation(model):
+    with in_evaluation(model):
         for lanes in _waves(request, answers, inner, cache_bytes):
             _run(model, lanes)
             for rows in lanes:

@@ -1,34 +1,59 @@
-"""The last lines are the reason: whatever ends a command, on any rank, is said once, shortly and last.
+"""The last lines are the reason: what ends a command, on any rank, is said once, shortly and last.
 
-A rank that fails writes why into its file (`ranks`); its traceback goes to `<run_dir>/errors/rankN.txt`.
+A rank that fails writes why into torchrun's error file; its traceback goes to `<run_dir>/errors/rankN.txt`.
 Under `--nproc` the launcher speaks when all have ended; otherwise the first rank that failed by itself does.
-A rank that only lost another one is silent. MEGATRON_VLM_DEBUG=1 shows every traceback.
+MEGATRON_VLM_DEBUG=1 shows every traceback.
 """
 
 import contextlib
+import errno
 import functools
-import json
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_vlm.files import NotAFile, open_to_write, write_whole
+from megatron_vlm.config import ConfigError
+from megatron_vlm.files import NotAFile, open_to_write
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.ranks import again, interrupted, say
-from megatron_vlm.job.reasons import BUG_CODE, explain, is_anothers_end, is_for_users, without_traceback
 from megatron_vlm.job.stops import Stopped
+from megatron_vlm.messages import printable
 
+BUG_CODE, USERS_CODE, INTERRUPTED_CODE = 1, 2, 130
 PATIENCE = 5.0  # seconds for which a rank that lost another waits for the other's reason
-INTERRUPTED_CODE = 130
+OUT_OF_MEMORY = "most often for want of memory (see `dmesg`); fewer data workers or smaller buffers need less"
 
 _STOPS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+# what torch, gloo and NCCL say if another rank has ended
+_OTHERS_END = re.compile(
+    r"gloo|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|connectFullMesh|recvValue"
+    r"|sendBytes|Watchdog caught collective|Failed to recv|Timed out waiting",
+    re.IGNORECASE,
+)
+_MEMORY_REMEDY = (
+    "Lower train.micro_batch_size, data.seq_length, data.max_pixels, a policy's max_tokens or evaluate's "
+    "--batch-size, or set model.recompute=full."
+)
+_REMEDIES = {
+    errno.ENOSPC: "make room on that disk and start again",
+    errno.EFBIG: "the limit of a file's size is reached: raise `ulimit -f` and start again",
+    errno.EDQUOT: "your quota is used up: make room and start again",
+    errno.EACCES: "you may not read or write there: give another path, or ask for access",
+    errno.EROFS: "that file system is read-only: give another path",
+    errno.EMFILE: "too many files are open: raise `ulimit -n`, or lower data.num_workers",
+    errno.ENOMEM: "memory is used up: lower data.num_workers, the buffers or the batch",
+    errno.EADDRINUSE: "another program listens on that port: set another MASTER_PORT",
+    errno.EIO: "the disk or the network file system fails: look at `dmesg`, then start again",
+}
 
 
 class _Signalled(SystemExit):
@@ -39,8 +64,7 @@ class LastWords:
     """A context manager around a command: it says what ended the command, and exits with the matching code.
 
     The code is 2 for what a user can fix, 1 for a bug, 130 after Ctrl-C, 143 after SIGTERM, and 75 for a run
-    that was asked to end early (see `stops`); under DEBUG the traceback is shown above the message. Ranks
-    leave signals to their launcher.
+    that was asked to end early (see `stops`). Ranks leave signals to their launcher.
     """
 
     def __init__(self, name: str):
@@ -54,7 +78,7 @@ class LastWords:
                     signal.signal(number, functools.partial(_stop, os.getpid()))
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        watched, before = watchdog.watch(), f"{self._name}: {_place()}"
+        watched = watchdog.watch()
         if isinstance(error, Stopped):
             _end("interrupt", error.code, f"{self._name}: {error.text}", error)
         code = error.code if isinstance(error, SystemExit) else INTERRUPTED_CODE
@@ -65,6 +89,7 @@ class LastWords:
             _end("interrupt", code, message and f"{self._name}: {message}", error)
         if error is None or (isinstance(error, SystemExit) and watched is None):
             return
+        before = f"{self._name}: {_place(error)}"
         if isinstance(error, SystemExit):
             text = f"it left with sys.exit({error.code}) before the work was done; start again"
             if isinstance(error.__context__, BrokenPipeError):  # which click turns into an exit
@@ -74,18 +99,25 @@ class LastWords:
         if os.environ.get("MEGATRON_VLM_DEBUG"):
             traceback.print_exception(error)
         if is_anothers_end(error):
-            _end_after_others(self._name, error)
+            lost = f"it lost another rank: {without_traceback(str(error)).splitlines()[0]}"
+            _leave_the_reason_to_others()
+            _end("lost", BUG_CODE, f"{before}{lost}\n{watchdog.again().capitalize()}.", error)
         code, text = explain(error, file)
         _end("cause", code, before + text, error)
 
 
 @contextlib.contextmanager
 def closing(*parts: Any) -> Iterator[None]:
-    """Close the parts at the end. After an error, a part that fails to close does not hide that error."""
+    """Close the parts at the end. After an error, a part that fails to close does not hide that error, and
+    what it does meanwhile is not where the error came from."""
     failed = True
     try:
         yield
         failed = False
+    except BaseException as error:
+        if (watched := watchdog.watch()) and not hasattr(error, "doing"):
+            error.doing = watched.record.content["doing"]
+        raise
     finally:
         for part in parts:
             with contextlib.suppress(OSError, RuntimeError) if failed else contextlib.nullcontext():
@@ -101,90 +133,190 @@ def _stop(owner: int, number: int, frame: Any) -> None:
     raise _Signalled(128 + number)
 
 
-# ---- how a rank ends -------------------------------------------------------------------------------------
-
-
 def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
     """Say the message, here or to the launcher, and end this process."""
-    watched, record = watchdog.watch(), _record()
-    record.end(kind, message, code=code)
-    _tell_torchrun(message)
-    if record.claim():
-        say(message)
+    watched = watchdog.watch()
+    ranks.tell(kind, code, message, watched and watched.record)
     if watched:
         watched.tidy()
-    if ranks.world_size() > 1 and watched:
-        watchdog.end_now(code)
+        if ranks.world_size() > 1:
+            watchdog.end_now(code)
     raise SystemExit(code) from error
 
 
-def end_after(said: str) -> NoReturn:
-    """Ends this process, from any of its threads: it waits for a rank that has failed, and that said this."""
-    try:
-        with contextlib.suppress(SystemExit):
-            _end("cause", BUG_CODE, said, ranks.AnotherRankFailed(said))
-    finally:  # also where the words cannot be written
-        watchdog.end_now(BUG_CODE)
-
-
-def _end_after_others(name: str, error: BaseException) -> NoReturn:
-    """Ends a rank that lost another: in silence if any rank says why, else with what this one knows."""
-    record, deadline = _record(), time.monotonic() + PATIENCE
-    record.write(lost=True)
-    record.flush()
-    gone: list[dict[str, Any]] = []
-    while time.monotonic() < deadline and not gone:
-        time.sleep(PATIENCE / 10)
-        others = [content for content in record.others().values() if not content["lost"] or content["ended"]]
-        if {content["ended"]["kind"] for content in others if content["ended"]} - {"lost", "done"}:
+def _leave_the_reason_to_others() -> None:
+    """Ends a rank that lost another in silence if any rank says why; its launcher would choose itself."""
+    watched, deadline = watchdog.watch(), time.monotonic() + PATIENCE
+    while watched and not os.environ.get(ranks.LAUNCHER_SPEAKS) and time.monotonic() < deadline:
+        if {content["ended"] for content in watched.record.others().values()} - {None, "lost", "done"}:
             watchdog.end_now(BUG_CODE)
-        gone = [c for c in others if ranks.state(c) in ("", "Z") and not c["ended"]]
-    who = "another rank ended without a word here; look at the logs of the other machines"
-    if silent := gone or [c for c in others if ranks.state(c) == "?" and not c["ended"]]:
-        one = silent[0]
-        place = "" if gone else f" on {one['host']}"
-        who = f"rank {one['rank']} (pid {one['pid']}{place}) ended without a word while {one['doing']}"
-    said = without_traceback(str(error)).splitlines()[0]
-    text = f"{who}; rank {ranks.rank()} lost it: {said}\n{again([record.content]).capitalize()}."
-    _end("lost", BUG_CODE, f"{name}: {text}", error)
+        time.sleep(PATIENCE / 10)
 
 
-def _record() -> ranks.RankFile:
-    watched = watchdog.watch()
-    return watched.record if watched else ranks.RankFile(ranks.shared_folder())
-
-
-def _tell_torchrun(message: str) -> None:
-    """Writes the message in the format of torch.distributed.elastic, whose report then shows it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        write_whole(path, json.dumps({"message": {"message": message, "extraInfo": extra}}))
-
-
-def _place() -> str:
-    """`rank 1, step 3: `, without the parts that say nothing."""
+def _place(error: BaseException) -> str:
+    """`rank 1, training step 3: `, without the parts that say nothing."""
     watched = watchdog.watch()
     if watched is None:
         return ""
     rank = f"rank {ranks.rank()}" if ranks.world_size() > 1 else ""
-    doing = watched.record.content["doing"]
+    doing = getattr(error, "doing", watched.record.content["doing"])
     place = ", ".join(part for part in (rank, doing) if part not in ("", "starting"))
     return place and f"{place}: "
+
+
+def interrupted(contents: list[dict[str, Any]], by: str) -> str:
+    """Return the line after Ctrl-C or a signal; empty after Ctrl-C if no run was active."""
+    if not contents:
+        return "" if by == "Ctrl-C" else f"stopped by {by}."
+    step = max(content["step"] for content in contents)
+    when = f"after step {step}" if step else f"while {contents[0]['doing']}"
+    return f"stopped by {by} {when}; {contents[0]['again']}."
+
+
+def by_signal(who: str, number: int | None, again: str, doing: str = "") -> str:
+    """Return the last lines about a process that a signal has ended; None: nobody knows which signal."""
+    when = f" while {doing}" if doing else ""
+    number = number or signal.SIGKILL
+    why = "it crashed in compiled code; its stacks are in errors/ of the run folder"
+    if number in (signal.SIGKILL, signal.SIGTERM):
+        why = f"something outside did it, {OUT_OF_MEMORY}"
+    if number == signal.SIGBUS:
+        why = "a file that it reads became shorter or cannot be read any more, or /dev/shm is full"
+    name = f"signal {number:d} ({signal.Signals(number).name})"
+    return f"{who} was ended by {name}{when}: {why}.\n{again.capitalize()}."
+
+
+# ---- what an error means -----------------------------------------------------------------------------------
+
+
+def explain(error: BaseException, file: Path) -> tuple[int, str]:
+    """Return (exit code, message for the user) for an error; `file` holds its traceback.
+
+    An error that came while something was read that a user gave is about that (see `messages.reading`), and
+    a bug is what remains.
+    """
+    notes = "\n".join(["", *getattr(error, "__notes__", ())])
+    text, what = without_traceback(str(error)), _what_was_read(error)
+    # from the surest sign of what it is to the weakest: only what nothing here explains is a bug
+    if is_worker_death(error):
+        return USERS_CODE, text if _raised_by_us(error) else f"{text}\n{watchdog.again().capitalize()}."
+    if isinstance(error, OSError) and error.errno is not None:
+        return USERS_CODE, _os_error(error)
+    if "EADDRINUSE" in text:
+        return USERS_CODE, f"{text.splitlines()[0]}\n{_REMEDIES[errno.EADDRINUSE].capitalize()}."
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return USERS_CODE, (
+            f"out of memory{f' while reading {what}' if what else ''}: "
+            f"{text.splitlines()[0] if text else 'no more is to be had'}{notes}\n"
+            + (f"Make {what} smaller, or give it more memory." if what else _MEMORY_REMEDY)
+        )
+    if _is_for_users(error):
+        return USERS_CODE, text + notes
+    place = f"{named(error)}; {_raised_in(error)}"
+    if what:
+        return USERS_CODE, (
+            f"{what} cannot be read: {place}{notes}\n"
+            f"It is damaged, or of a kind that is not known: replace it; the traceback is in {file}."
+        )
+    return BUG_CODE, (
+        f"{place}{notes}\nThis is a bug of megatron_vlm or of a library; the traceback is in {file}."
+    )
+
+
+def _is_for_users(error: BaseException) -> bool:
+    """Whether the error's text was written for the user: it is a ConfigError, or our own code raised it."""
+    ours = type(error).__module__.startswith("megatron_vlm.")
+    is_usual = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
+    return isinstance(error, ConfigError) or ((ours or is_usual) and _raised_by_us(error))
+
+
+def _what_was_read(error: BaseException) -> str:
+    """The input of the user that was being read, as `messages.reading` notes it; empty if none was."""
+    what = getattr(error, "reading", None)
+    if what is None:  # what no library says of anything else
+        return "a file" if isinstance(error, OSError | EOFError) else ""
+    return ", ".join(map(printable, what)) if isinstance(what, list) else printable(what)
+
+
+def is_anothers_end(error: BaseException) -> bool:
+    """Whether the error only says that another rank has ended, or does not answer."""
+    if isinstance(error, ranks.AnotherRankFailed):
+        return True
+    if _raised_by_us(error) or ranks.world_size() == 1:
+        return False
+    is_torchs = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    return (is_torchs or type(error) is RuntimeError) and bool(_OTHERS_END.search(str(error)))
+
+
+def is_worker_death(error: BaseException) -> bool:
+    """Whether torch says that a data worker was killed; a signal handler raises this at any point."""
+    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+
+
+def worker_death(workers: Iterable[BaseProcess]) -> str:
+    """Return the message about the first of these data workers that has ended; no sample is to blame."""
+    workers = list(workers)
+    with contextlib.suppress(RuntimeError):  # with which torch interrupts the main thread when one has ended
+        ended = wait([worker.sentinel for worker in workers], timeout=5)  # its pipes close a little before,
+        for worker in workers:  # and its sentinel is one, so its exit is waited for
+            worker.join(5 if worker.sentinel in ended else 0)
+    died = next((worker for worker in workers if worker.exitcode), None)
+    which = f" (pid {died.pid})" if died else ""
+    number = -died.exitcode if died and died.exitcode < 0 else None
+    return by_signal(f"data: a DataLoader worker{which}", number, watchdog.again())
+
+
+def without_traceback(text: str) -> str:
+    """Return a message without tracebacks: workers put theirs into the text of their errors."""
+    marker = "Traceback (most recent call last):"
+    if marker not in text:
+        return text
+    after = text.rpartition(marker)[2].strip("\n").splitlines()
+    unindented = [number for number, line in enumerate(after) if not line.startswith((" ", "\t"))]
+    return "\n".join(after[unindented[0] :]) if unindented else text.partition(marker)[0].strip()
+
+
+def named(error: BaseException) -> str:
+    """Return the error's type and text; for our own types only the text; for a worker's, what it raised."""
+    text, kind = without_traceback(str(error)), type(error)
+    if kind.__module__.startswith("megatron_vlm."):  # the text is for users, and the class tells them nothing
+        return re.sub(rf"^(\w+\.)*{kind.__name__}: ", "", text)
+    return text if text != str(error) else f"{kind.__name__}: {text}"
+
+
+def _os_error(error: OSError) -> str:
+    watched = watchdog.watch()
+    names = [printable(name) for name in (error.filename, error.filename2) if name is not None]
+    remedy = _REMEDIES.get(error.errno, f"look at that path, then {ranks.AGAIN}")
+    if error.errno == errno.ENOSPC and not names:
+        remedy = remedy.replace("that disk", "that disk (`df -h`; /dev/shm counts, too)")
+    where = ": " + (" → ".join(names) or _raised_in(error)) if names or not watched else ""
+    return f"{error.strerror}{where}; {remedy.replace(ranks.AGAIN, watchdog.again())}."
+
+
+def _raised_in(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return "".join(f"in {frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in last)
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    tb = error.__traceback__
+    while tb and tb.tb_next:
+        tb = tb.tb_next
+    package = tb.tb_frame.f_globals.get("__package__") if tb else None
+    return (package or "").partition(".")[0] == "megatron_vlm"
 
 
 def _keep_traceback(error: BaseException) -> Path:
     """Writes the traceback to this rank's file in the run folder, else to a new file. Returns the path."""
     text = "".join(traceback.format_exception(error))
-    watched = watchdog.watch()
-    if watched is not None and (watched.owned or not is_for_users(error)):
-        try:
+    watched, is_for_users = watchdog.watch(), _is_for_users(error)
+    if watched is not None and (watched.owned or not is_for_users):
+        with contextlib.suppress(OSError, NotAFile):  # the disk is full, for instance
             with open_to_write(watched.path, append=True) as file:
                 file.write(text.encode(errors="backslashreplace"))
             return watched.path
-        except (OSError, NotAFile):  # the disk is full, for instance
-            pass
-    if is_for_users(error):
+    if is_for_users:
         return Path(os.devnull)  # the message does not mention it
     with tempfile.NamedTemporaryFile("w", prefix="megatron-vlm-", suffix=".txt", delete=False) as file:
         file.write(text)

@@ -1,21 +1,21 @@
-"""Nothing hangs: a job in which no rank makes progress for `train.hang_seconds` ends, with its stacks.
+"""Ends a job in which no rank makes progress for `train.hang_seconds`, with the stacks of all ranks.
 
 Code that can take long reports progress with `beat`: each micro batch, each imported tensor, each phase of a
 run. A thread of every rank looks at the beats of all ranks. If no rank has made progress, every rank writes
-the stacks of all its threads, and of its data workers, to `<errors>/rankN.txt`, and says what it does. The
-first rank that has heard all others names the rank that hangs, and all end.
-
-Code that never lets the interpreter go stops that thread, too. So a second process expects a sign of it in
-every period. When none has come for longer, it writes the stacks and ends the rank, see `guard`.
+the stacks of all its threads and data workers to `<errors>/rankN.txt`, and says what it does. One of them
+names the rank that hangs, and all end.
 
 A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time has missed nothing: it does not count the time
-in which it did not run, and neither does its guard. `kill -USR2 PID` writes a rank's stacks at any time.
+in which it did not run. `kill -USR2 PID` writes a rank's stacks at any time.
+
+nvidia-resiliency-ext (0.4.1) is not used: it needs a launcher and a monitor process of its own, has no stacks
+of data workers, declares itself experimental, and 0.4.1 depends on NVML for jobs that may run on a CPU.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import ctypes
 import faulthandler
 import io
 import multiprocessing
@@ -25,19 +25,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_vlm.files import open_to_write
-from megatron_vlm.job import guard, ranks
-from megatron_vlm.job.ranks import HANG_CODE, LOST_CODE, say
+from megatron_vlm.job import ranks
+from megatron_vlm.messages import listed
 
+HANG_CODE = 3  # the exit code when no rank makes progress
 WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
 WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
-GUARD_AFTER = 10  # seconds after the watchdog, which has better words
-SILENCE = 45  # seconds in which nothing is heard of any rank of another machine, until that counts as lost
+HELD_AFTER = 10  # seconds after the watchdog, until code that holds the interpreter has its stacks written
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
+_WORST_FIRST = ("is stopped (SIGSTOP)", "waits for a stopped data worker", "is no more", "does not answer")
+_WORST_FIRST += ("hangs", "waits for other ranks")
 
 _watch: Watch | None = None
 
@@ -46,24 +48,33 @@ _watch: Watch | None = None
 def watching(
     run_dir: str | Path, hang_seconds: float, errors: str = "errors", again: str = ranks.RUN_GOES_ON
 ) -> Iterator[None]:
-    """Watches this rank for the time of a command, from before anything heavy is imported. After an error the
-    watch stays on, so that `failures` can say where.
+    """Watch this rank for the time of a command, from before anything heavy is imported.
 
-    `again` is the advice that is printed last if no error of the command's own ends it. The files of errors
-    lie in the run's folder, or in a new one if that may only be read, as for an export.
+    After an error the watch stays on, so that `failures` can say where. `again` is the advice that is printed
+    last if no error of the command's own ends it. The files of errors lie in the run's folder, or in a new
+    one if that may only be read, as for an export.
     """
     global _watch
     folder = Path(run_dir)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # nothing else ends a rank whose torchrun was killed
+        end_with_parent(int(os.environ.get(ranks.LAUNCHER_SPEAKS, os.getppid())))
     _watch = Watch(folder / errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir), again))
     yield
     _watch.finish()
     _watch = None
 
 
+def end_with_parent(parent: int) -> None:
+    """From now on the kernel ends this process, also a stopped one, with `parent`, which has started it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux's PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def claim_files() -> None:
-    """Removes error and rank files of earlier runs; called when the run folder belongs to this run."""
+    """Remove error and rank files of earlier runs; called when the run folder belongs to this run."""
     if _watch is not None:
         _watch.owned = True
         _watch.file.truncate(0)
@@ -71,17 +82,17 @@ def claim_files() -> None:
 
 
 def watch() -> Watch | None:
-    """The watch of this process; None if nothing is watched."""
+    """Return the watch of this process; None if nothing is watched."""
     return _watch
 
 
 def again() -> str:
-    """The remedy of this process's command, as `watching` was told."""
-    return ranks.again([_watch.record.content] if _watch else [])
+    """Return the remedy of this process's command, as `watching` was told."""
+    return _watch.record.content["again"] if _watch else ranks.AGAIN
 
 
 def beat(doing: str | None = None, *, step: int | None = None, files: bool = False) -> None:
-    """Reports that this rank made progress. `doing` stays until it changes; `step` is the one just completed.
+    """Report that this rank made progress. `doing` stays until it changes; `step` is the one just completed.
 
     `files`: until the next beat, bytes that this process reads and writes count as progress.
     """
@@ -104,12 +115,6 @@ def count_as_progress(progress: Callable[[], Any]) -> None:
         _watch.progress.append(progress)
 
 
-def beside(groups: Iterable[int]) -> None:
-    """Names process groups that end with this process, also if it is killed."""
-    if _watch is not None:
-        _watch.record.write(beside=list(groups))
-
-
 def this_thread_reads() -> None:
     """Called by the thread that reads. While the main thread waits for it, its stack is the rank's place."""
     if _watch is not None:
@@ -125,26 +130,23 @@ class Watch:
         self.reader: int | None = None
         self.files, self._moved = False, 0
         self._progress_seen: list[Any] = []
-        self._machines: dict[str, tuple[float, float]] = {}  # host: last look, seconds since
         self._period = min(5.0, hang_seconds / 20)
         self._done = threading.Event()
         errors.mkdir(parents=True, exist_ok=True)
         self.path = errors / f"rank{ranks.rank()}.txt"
         self.owned = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
         self.file = io.TextIOWrapper(open_to_write(self.path, append=True), "utf-8")
-        to_guard = guard.start(record, self.file.fileno(), hang_seconds + GUARD_AFTER)
-        self._guarded = to_guard is not None  # not before Linux 5.3, and in some containers
-        atexit.register(record.end, "done", "")  # Python itself ends the process
-        os.register_at_fork(after_in_child=faulthandler.disable)  # a data worker enables it again
-        faulthandler.enable(to_guard if self._guarded else self.file)
+        faulthandler.enable(self.file)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
+        self._expect_to_look_again()
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
+        """End the watch of a command that has ended well."""
         self._done.set()
         self._thread.join()
-        self.record.end("done", "")
+        self.record.write(ended="done")
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
@@ -163,73 +165,53 @@ class Watch:
     # ---- the thread
 
     def _look(self) -> None:
-        seen = None
-        still = 0.0
-        looked = time.monotonic()
+        """Look at the beats of all ranks in every period, until none has changed for too long."""
+        seen, still, looked = None, 0.0, time.monotonic()
         while not self._done.wait(self._period):
             now = time.monotonic()
-            self.record.write(looked=time.time())
-            if not self._guarded:
-                faulthandler.dump_traceback_later(self.hang_seconds + GUARD_AFTER, exit=True, file=self.file)
-            passed = now - looked
+            passed = min(now - looked, 2 * self._period)  # in the rest of a longer gap, it was stopped
             looked = now
-            self._beat_for_files_and_workers(passed)
+            self._expect_to_look_again()
+            self._count_progress(passed)
+            self.record.write(looked=time.time())
             others = self.record.others()
             beats = [self.record.content["beats"], *((n, content["beats"]) for n, content in others.items())]
-            # in the rest of a longer gap, this process was stopped
-            still = still + min(passed, 2 * self._period) if beats == seen else 0.0
+            still = still + passed if beats == seen else 0.0
             seen = beats
             if still > self.hang_seconds and not self._done.is_set():
                 self._end_the_job()
-            if gone := self._silent_machine(others, min(passed, 2 * self._period)):
-                self._end_without(gone)
             if ranks.several_machines():
                 self.record.flush()
 
-    def _beat_for_files_and_workers(self, passed: float) -> None:
-        progress = [count() for count in self.progress]
-        moved = _bytes_read_and_written()
-        if progress != self._progress_seen or (self.files and moved - self._moved > MUCH_IO * passed):
-            self.record.write(beats=self.record.content["beats"] + 1)
-        self._progress_seen = progress
-        self._moved = moved
+    def _expect_to_look_again(self) -> None:
+        """A thread in C writes the stacks if code holds the interpreter, so that this one cannot look. It
+        also does so after a process was stopped for long, and so it does not end it."""
+        faulthandler.dump_traceback_later(self.hang_seconds + HELD_AFTER, file=self.file)
 
-    def _end_the_job(self) -> None:
+    def _count_progress(self, passed: float) -> None:
+        progress, moved = [count() for count in self.progress], _bytes_read_and_written()
+        if progress != self._progress_seen or (self.files and moved - self._moved > MUCH_IO * passed):
+            self.record.content["beats"] += 1
+        self._progress_seen, self._moved = progress, moved
+
+    def _end_the_job(self) -> NoReturn:
+        """Write the stacks, hear what the other ranks do, name the rank that hangs, and end."""
         frames = self._frames()
         innermost = "".join(frame.f_code.co_filename for frame in frames[:3])
         waits = ranks.world_size() > 1 and any(place in innermost for place in WAITING)
-        self.record.write(hang={"where": _where(frames), "waits": waits})
+        workers = multiprocessing.active_children()
+        stopped = [worker.pid for worker in workers if ranks.process_state(worker.pid) == "T"]
+        self.record.write(hang={"where": _where(frames), "waits": waits, "stopped": stopped})
         self._write_stacks()
         others = self._hear_others()
-        contents = {ranks.rank(): self.record.content, **others}
-        if self.record.claim():
-            self.record.end("hang", ranks.hung(contents, self.hang_seconds, self.errors))
-            say(self.record.content["ended"]["message"])
-        else:
-            self.record.end("hang", "")
+        message = hung({ranks.rank(): self.record.content, **others}, self.hang_seconds, self.errors)
         for content in others.values():  # torchrun sends SIGTERM, which does not reach a stopped process
             if ranks.state(content) == "T":
                 os.kill(content["pid"], signal.SIGKILL)
+        # a rank of another machine that does not answer may be lost with it: then the job may start again
+        is_lost = any(ranks.state(content) == "?" and not content["hang"] for content in others.values())
+        ranks.tell("lost" if is_lost else "hang", HANG_CODE, message, self.record)
         end_now(HANG_CODE)
-
-    def _silent_machine(self, others: dict[int, dict[str, Any]], passed: float) -> str | None:
-        """The name of a machine whose ranks have all been silent for SILENCE seconds, as without power."""
-        looks: dict[str, float] = {}
-        for content in others.values():
-            is_done = content["ended"] and content["ended"]["kind"] == "done"
-            if content["host"] != self.record.content["host"] and not is_done:
-                looks[content["host"]] = max(looks.get(content["host"], 0.0), content["looked"])
-        for host, looked in looks.items():
-            before, silence = self._machines.get(host, (looked, 0.0))
-            self._machines[host] = looked, silence + passed if looked == before else 0.0
-        return next((host for host in looks if self._machines[host][1] > SILENCE), None)
-
-    def _end_without(self, host: str) -> NoReturn:
-        said = f"megatron-vlm: no rank on {host} was heard of for {SILENCE} s: it, or the way to it, is lost"
-        self.record.end("lost", f"{said}.\n{again().capitalize()}.", code=LOST_CODE)
-        if self.record.claim():
-            say(self.record.content["ended"]["message"])
-        end_now(LOST_CODE)
 
     def _frames(self) -> list[Any]:
         """The main thread's, the innermost first; the reader's, if the main thread waits for that."""
@@ -240,36 +222,64 @@ class Watch:
         return frames
 
     def _write_stacks(self) -> None:
-        content = self.record.content
-        self.file.write(f"rank {ranks.rank()}: no progress for {self.hang_seconds:g} s; {content['doing']}\n")
+        doing = self.record.content["doing"]
+        self.file.write(f"rank {ranks.rank()}: no progress for {self.hang_seconds:g} s; {doing}\n")
         self.file.flush()
         faulthandler.dump_traceback(self.file)
-        for worker in multiprocessing.active_children():
+        workers = multiprocessing.active_children()
+        for worker in workers:
             letter = ranks.process_state(worker.pid)
             self.file.write(f"\nworker {worker.name}, pid {worker.pid}, state {letter}\n")
             self.file.flush()
             os.kill(worker.pid, signal.SIGUSR2)  # it writes into the same file, unless it is stopped (T)
             time.sleep(0.2)
+        time.sleep(bool(workers))  # also on a machine that is busy
 
     def _hear_others(self) -> dict[int, dict[str, Any]]:
-        """The words of the other ranks, when all have answered or time is up; asks late ones for stacks."""
+        """What the other ranks say when all have answered or time is up; late ones write their stacks."""
         deadline = time.monotonic() + max(3.0, 6 * self._period)
         while True:
             others = self.record.others()
-            silent = [(ranks.state(c), c["pid"]) for c in others.values() if not c["hang"]]
-            if all(letter in ("T", "", "Z") for letter, _ in silent):
-                return others
-            if time.monotonic() > deadline:
+            late = [content for content in others.values() if not content["hang"]]
+            late = [content["pid"] for content in late if ranks.state(content) not in ("T", "", "Z")]
+            if not late or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        for letter, pid in silent:
-            if letter in ("R", "S", "D"):
-                os.kill(pid, signal.SIGUSR2)
-        time.sleep(2)
-        return self.record.others()
+        here = {content["pid"] for content in others.values() if ranks.state(content) in ("R", "S", "D")}
+        for pid in here.intersection(late):
+            os.kill(pid, signal.SIGUSR2)
+            time.sleep(1)
+        return others
 
 
-def _outwards(frame) -> Iterable[Any]:
+def hung(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path) -> str:
+    """Return the last lines of a job without progress: which rank hangs, where, and what to do."""
+    states = {number: _state_of(content) for number, content in sorted(contents.items())}
+    worst = min(states.values(), key=_WORST_FIRST.index)  # the other ranks only wait for these
+    texts = []
+    for number in (number for number, state in states.items() if state == worst):
+        content, hang = contents[number], contents[number]["hang"] or {}
+        workers = f" (pid {', '.join(map(str, hang['stopped']))})" if hang.get("stopped") else ""
+        where = f", in {hang['where']}" if hang else ""
+        texts.append(f"rank {number} (pid {content['pid']}) {worst}{workers} while {content['doing']}{where}")
+    may_be_slow = worst in ("hangs", "waits for other ranks")
+    return (
+        f"megatron-vlm: no rank came further for {hang_seconds:g} s: {listed(texts, 3, '; ')}.\n"
+        f"The stacks of all ranks and workers are in {errors}; "
+        f"{'raise train.hang_seconds if it only needs longer' if may_be_slow else again()}."
+    )
+
+
+def _state_of(content: dict[str, Any]) -> str:
+    letter, hang = ranks.state(content), content["hang"]
+    if letter in ("T", "", "Z"):
+        return _WORST_FIRST[0 if letter == "T" else 2]
+    if hang is None:
+        return "does not answer"
+    return _WORST_FIRST[1 if hang["stopped"] else 5 if hang["waits"] else 4]
+
+
+def _outwards(frame) -> Iterator[Any]:
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -280,10 +290,9 @@ def _where(frames: list[Any]) -> str:
     if not frames:
         return "compiled code"
     ours = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith("megatron_vlm.")]
-    named = list(dict.fromkeys([frames[0], *ours[:1]]))
     return ", called by ".join(
         f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-        for frame in named
+        for frame in dict.fromkeys([frames[0], *ours[:1]])
     )
 
 

@@ -18,7 +18,6 @@ from megatron_vlm import files
 from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.config_rules.layout import check_gpus, layout_problems
 from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.alarm import own_connection
 from megatron_vlm.parallel import cpu
 
 cpu.install()
@@ -109,7 +108,6 @@ def shutdown() -> None:
     """Leave all process groups, `group_beside`'s, too. Every process calls it when its work is done."""
     _destroy_groups()
     dist.destroy_process_group()
-    own_connection.cache_clear()  # or the store would live on, with what was said in it
 
 
 def collective_timeout() -> timedelta:

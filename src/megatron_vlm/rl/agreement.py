@@ -12,7 +12,6 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_vlm.job.alarm import alarm
 from megatron_vlm.parallel.setup import from_all_ranks
 from megatron_vlm.rl.micro_batches import Document, MicroBatch
 
@@ -41,8 +40,7 @@ def told(own: Any, error: Exception | None = None) -> list[Any]:
 
     If a rank has an error, it raises that, and the others ValueError that quotes it.
     """
-    with alarm():
-        every = from_all_ranks((own, None if error is None else f"{type(error).__name__}: {error}"))
+    every = from_all_ranks((own, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
     for rank, (_, problem) in enumerate(every):

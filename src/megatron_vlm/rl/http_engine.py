@@ -23,7 +23,6 @@ import torch
 
 from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
@@ -87,8 +86,7 @@ class HttpEngine:
             except EngineError as error:
                 return str(error)
 
-        with alarm():
-            said = setup.on_first_rank(answers_or_problem)
+        said = setup.on_first_rank(answers_or_problem)
         if isinstance(said, str):
             raise EngineError(said)
         return samples_of(policy, prompts, said)

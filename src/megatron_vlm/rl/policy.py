@@ -16,7 +16,6 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.job.alarm import alarm
 from megatron_vlm.messages import check_number
 from megatron_vlm.models.adapters.model import adapter_tensors, with_adapters
 from megatron_vlm.models.head import of_all_context_ranks, output_scores
@@ -74,7 +73,8 @@ class Policy:
     not all tokens are wanted, `routes` if its experts are given, and any fields for losses. `samples` is a
     sequence of them: a list, a lazy stack of tensordict, or `TensorBatch.samples()`. Each data-parallel rank
     gives its own, any number, also none; the ranks of one model give the same. Every method but `to` is a
-    collective of all ranks: what one raises alone, in the middle of a pass, ends the others (`job.alarm`).
+    collective of all ranks: where one raises alone, in the middle of a pass, its process must end, so that
+    the others, which wait for it, end too.
     """
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
@@ -122,7 +122,7 @@ class Policy:
         head = self._scores_head(temperature, entropy)
         rows = self._rows(samples)
         recording = recorded(self.chunks) if routes else nullcontext({})
-        with in_evaluation(self.chunks), recording as chosen, alarm():
+        with in_evaluation(self.chunks), recording as chosen:
             streams = streams_of(self.chunks, [row.batch for row in rows])
             reports = run_schedule(self.chunks, streams, _reported, head, forward_only=True)
             placed = by_sample(reports, [each for row in rows for each in row.documents], 1 + entropy)
@@ -169,9 +169,8 @@ class Policy:
             return total, of_row.logs | {"loss": torch.stack([total.detach(), total.new_zeros(())])}
 
         try:
-            with alarm():
-                streams = streams_of(self.chunks, [row.batch for row in rows])
-                reports = run_schedule(self.chunks, streams, loss, head)
+            streams = streams_of(self.chunks, [row.batch for row in rows])
+            reports = run_schedule(self.chunks, streams, loss, head)
             return means(reports, rows, failed)
         except BaseException:
             self._empty()  # some rows' gradients are there, others are not
@@ -184,10 +183,9 @@ class Policy:
         rank if the norm is not finite; then the weights stay as they are, and the gradients are gone.
         """
         self.memory.need("step", *KINDS)
-        with alarm():
-            reduce_gradients(self.chunks)
-            _, norm, _ = step_if(self.optimizer)
-            self._empty()
+        reduce_gradients(self.chunks)
+        _, norm, _ = step_if(self.optimizer)
+        self._empty()
         if not math.isfinite(norm):
             raise ValueError(
                 f"step: the norm of the gradients is {norm}, so no step was taken and they are gone; lower "
@@ -218,7 +216,7 @@ class Policy:
         self.memory.need("hf_weights", MODEL)
         chunks = [chunk.module for chunk in self.chunks]
         value = with_adapters(chunks) if self.config.adapter.used else torch.detach
-        return _to_the_end(hf_weights(chunks, self.source.folder, self.source.weight_map, value))
+        return hf_weights(chunks, self.source.folder, self.source.weight_map, value)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(peft's name, tensor) of the adapters and of what is trained whole beside them; an engine that has
@@ -227,7 +225,7 @@ class Policy:
         if not self.config.adapter.used:
             raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
         adapters = adapter_tensors([chunk.module for chunk in self.chunks])
-        return _to_the_end(from_every_stage(adapters))
+        return from_every_stage(adapters)
 
     def compare(
         self, samples: Samples, rollout: Sequence[Tensor], temperature: float = 1.0
@@ -283,11 +281,6 @@ class Policy:
         pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
         missing = -(-most_rows(given, error) // pp) * pp - len(rows)
         return rows + [blank(needs, self.source.description.visual_kinds)] * missing
-
-
-def _to_the_end(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    with alarm():
-        yield from tensors
 
 
 def _joined(config: RunConfig, max_tokens: int) -> RunConfig:

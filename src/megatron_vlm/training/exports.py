@@ -34,6 +34,8 @@ from megatron_vlm.run_folder.run_log import RunLogger
 # what would make a program take itself for a rank of this job, beside what begins with TORCHELASTIC_
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_RANKS += (ranks.LAUNCHER_SPEAKS,)
+# runs the command "$0", and kills its group when this process is gone, which holds the other end of stdin
+_ENDS_WITH_US = 'exec 3<&0 </dev/null; ((read _ <&3 || kill -KILL 0) &); exec 3<&-; exec sh -c "$0"'
 PATIENCE = 3.0  # seconds for a command to end in when it is asked to
 
 
@@ -83,7 +85,7 @@ class Exports:
     def close(self) -> None:
         """Ends the commands that still run."""
         for process in self.commands.values():
-            self._tell(process.args, "ended with the run, and started again with it")
+            self._tell(process.args[-1], "ended with the run, and started again with it")
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
@@ -93,20 +95,22 @@ class Exports:
         output = running(self.config.run_dir, step)
         folder = Path(self.config.run_dir, "exports", output.stem).resolve()
         words = f"{self.config.train.on_export} {shlex.quote(str(folder))}"
-        how = {"shell": True, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        how = {"stdin": subprocess.PIPE, "start_new_session": True}
         mine = {name for name in os.environ if name in OF_RANKS or name.startswith("TORCHELASTIC_")}
         how["env"] = {name: value for name, value in os.environ.items() if name not in mine}
         try:
             with open_to_write(output) as file:
-                self.commands[step] = subprocess.Popen(words, stdout=file, stderr=file, **how)
-            self._name_them()
+                self.commands[step] = subprocess.Popen(
+                    ["sh", "-c", _ENDS_WITH_US, words], stdout=file, stderr=file, **how
+                )
         except (OSError, ValueError) as error:
             self._tell(words, str(error))
 
     def _log_ended(self) -> None:
         for step in [step for step, process in self.commands.items() if process.poll() is not None]:
             process = self.commands.pop(step)
-            self._name_them()
+            with suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(b"\n")  # what the command left running may go on
             output = running(self.config.run_dir, step).with_suffix(".txt")
             try:
                 os.replace(output.with_suffix(".running"), output)
@@ -115,10 +119,7 @@ class Exports:
                 scores = scores_in(next(filter(str.strip, reversed(last_lines(output))), ""))
                 self.log.log_scores(step, {f"on_export/{name}": scores[name] for name in scores})
             except (OSError, ValueError) as error:
-                self._tell(process.args, f"{error}; its output is in {output}")
-
-    def _name_them(self) -> None:
-        watchdog.beside(process.pid for process in self.commands.values())
+                self._tell(process.args[-1], f"{error}; its output is in {output}")
 
     def _tell(self, words: str, problem: str) -> None:
         self.log.message(f"train.on_export: {printable(words)}: {printable(problem)}")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import MIN_SAMPLES, DropReport
-from megatron_vlm.job.reasons import worker_death
+from megatron_vlm.job.failures import worker_death
 
 
 def over_epochs(drops: DropReport, place: Sequence[int], settled: Iterable[tuple]) -> Iterator[tuple]:

@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
 from megatron_vlm.data.accounts.ledger import REMEDY, LostSample
-from megatron_vlm.job import guard, watchdog
+from megatron_vlm.job import watchdog
 
 PLACES = 16  # of a worker; a place that was never needed takes no memory
 PLACE = 1 << 27  # bytes of a place; a larger tensor does not fit
@@ -114,7 +114,7 @@ def through_arenas(loader: DataLoader) -> DataLoader:
 def _begin(arenas: list[Arena], then: Callable[[int], None] | None, worker: int) -> None:
     # the parent's garbage stays: a process group would end the worker, or wait for threads that are not here
     gc.freeze()
-    guard.end_with_parent(os.getppid())  # a worker looks for it every 5 s, and not while it is stopped
+    watchdog.end_with_parent(os.getppid())  # a worker looks for it every 5 s, and not while it is stopped
     watch = watchdog.watch()
     faulthandler.enable(watch.file if watch else 2)  # the descriptor of stderr
     Queue._on_queue_feeder_error = staticmethod(_end)
