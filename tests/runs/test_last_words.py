@@ -67,7 +67,7 @@ LONG_CASES = [
         r"saving step 3 in .*: No space left on device; make room on that disk \(`df -h`.* and start again: ",
     ),
     ("hang", 2, 3, r"rank 1 \(pid \d+\) hangs while training step 3, in .*small_job.py:\d+", STACKS),
-    ("data", 1, 3, r"rank 0 \(pid \d+\) hangs while waiting for the data of step 3, in select ", STACKS),
+    ("data", 2, 3, r"rank 1 \(pid \d+\) hangs while waiting for the data of step 3, in select ", STACKS),
     ("save", 1, 3, r"rank 0 \(pid \d+\) hangs while saving step 3, in .*small_job.py:\d+", STACKS),
     ("before", 1, 3, r"rank 0 \(pid \d+\) hangs while starting, in .*small_job.py:\d+", STACKS),
     ("spin", 1, 3, r"rank 0 \(pid \d+\) hangs while training step 3, in spin \(small_job.py:\d+\)", STACKS),
@@ -128,7 +128,7 @@ def test_the_last_lines_are_the_reason(jobs, fault, ranks, code, lines):
     assert "Traceback" not in output and len(printed) == len(lines)
     assert not still_running(run_dir)
     if fault == "data":
-        assert re.search(r"worker .*\n(.*\n)*.*in __getitem__", (run_dir / "errors/rank0.txt").read_text())
+        assert re.search(r"worker .*\n(.*\n)*.*in __getitem__", (run_dir / "errors/rank1.txt").read_text())
     if fault == "hang":
         stacks = (run_dir / f"errors/rank{ranks - 1}.txt").read_text()
         assert "training step 3" in stacks and re.search(r"small_job.py.*, line \d+ in <lambda>", stacks)

@@ -142,6 +142,7 @@ def torchrun(
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import launch_agent
 
     check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
     logging.disable(logging.ERROR)  # this process only starts others and waits
@@ -149,7 +150,8 @@ def torchrun(
     # in a store that outlives ranks, those that follow would find addresses of those before
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
-        command = [f"--nproc_per_node={nproc}", f"--log-dir={folder}", f"--max-restarts={restarts}"]
+        command = [f"--nproc_per_node={nproc}", f"--log-dir={folder}"]
+        command += [f"--max-restarts={restarts}"] if restarts else []
         if endpoint is None:
             command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
         command += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", "-m", module, *arguments]
@@ -162,10 +164,11 @@ def torchrun(
             number = f" as number {number} (PET_NODE_RANK; each has its own)" if number else ""
             typer.echo(f"waiting for {machines()} machines at {printable(endpoint)}{number}", err=True)
         try:
-            launcher.elastic_launch(config, entrypoint)(*words)
+            launch_agent(config, entrypoint, words)
         except SignalException as stop:
             by = "Ctrl-C" if stop.sigval == signal.SIGINT else signal.Signals(stop.sigval).name
-            code, message = 128 + stop.sigval, interrupted(list(_heartbeats(folder).values()), by)
+            code = 128 + stop.sigval
+            message = interrupted(list(_heartbeats(folder).values()), by)
             message = message and f"megatron-vlm: {message}"
         except ChildFailedError as failed:
             code, message = _last_words(folder, failed.failures)
@@ -238,11 +241,10 @@ def _wrap_rendezvous(config: Any, folder: str) -> None:
         meet = handler.next_rendezvous
 
         def next_rendezvous() -> Any:
-            reports, attempts = _reports(folder), _attempts(folder)
-            kinds = {report["kind"] for report in reports}
+            kinds = {report["kind"] for report in _reports(folder)}
             if kinds & {"cause", "hang"} or ("interrupt" in kinds and not handler.num_nodes_waiting()):
                 raise rendezvous.RendezvousClosedError
-            if attempts:
+            if _attempts(folder):
                 why = _last_words(folder, {}, "megatron-vlm: a rank or a machine was lost")[1].splitlines()[0]
                 again = "megatron-vlm: starting again from the last checkpoint"
                 typer.echo(printable_lines(f"{why}\n{again}"), err=True)
@@ -265,8 +267,8 @@ def _wrap_rendezvous(config: Any, folder: str) -> None:
 def _rendezvous_endpoint(restarts: int) -> str | None:
     """Where several machines meet; None for one. Raises ConfigError if that, or this machine's number, is
     missing or wrong: torch would say so later, or wait."""
-    count, variables = machines(), os.environ
-    if count == 1:
+    variables = os.environ
+    if (count := machines()) == 1:
         return None
     backend = variables.get("PET_RDZV_BACKEND", "static")
     if backend not in ("static", "c10d"):
@@ -313,7 +315,7 @@ def _heartbeats(folder: str) -> dict[int, dict[str, Any]]:
 
 
 def _reports(folder: str) -> list[dict[str, Any]]:
-    """What the ranks of the last attempt wrote into torchrun's error files, see `ranks.tell`."""
+    """The texts that the ranks of the last attempt wrote into torchrun's error files, see `ranks.tell`."""
     reports = []
     for file in _attempts(folder)[-1].glob("*/error.json") if _attempts(folder) else ():
         message = json.loads(file.read_text())["message"]
@@ -330,7 +332,8 @@ def _last_words(folder: str, failures: Mapping[int, Any], otherwise: str = "") -
     ]
     heartbeats = _heartbeats(folder)
     for rank, failure in failures.items():
-        code, content = failure.exitcode, heartbeats.get(rank, {})
+        code = failure.exitcode
+        content = heartbeats.get(rank, {})
         kind = "SIGTERM" if code == -signal.SIGTERM else "silence"
         message = f"rank {rank} ended with code {code} and said nothing; MEGATRON_VLM_DEBUG=1 says more."
         if code < 0:

@@ -146,7 +146,8 @@ def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
 
 def _leave_the_reason_to_others() -> None:
     """Ends a rank that lost another in silence if any rank says why; its launcher would choose itself."""
-    watched, deadline = watchdog.watch(), time.monotonic() + PATIENCE
+    watched = watchdog.watch()
+    deadline = time.monotonic() + PATIENCE
     while watched and not os.environ.get(ranks.LAUNCHER_SPEAKS) and time.monotonic() < deadline:
         if {content["ended"] for content in watched.record.others().values()} - {None, "lost", "done"}:
             watchdog.end_now(BUG_CODE)
@@ -310,7 +311,8 @@ def _raised_by_us(error: BaseException) -> bool:
 def _keep_traceback(error: BaseException) -> Path:
     """Writes the traceback to this rank's file in the run folder, else to a new file. Returns the path."""
     text = "".join(traceback.format_exception(error))
-    watched, is_for_users = watchdog.watch(), _is_for_users(error)
+    watched = watchdog.watch()
+    is_for_users = _is_for_users(error)
     if watched is not None and (watched.owned or not is_for_users):
         with contextlib.suppress(OSError, NotAFile):  # the disk is full, for instance
             with open_to_write(watched.path, append=True) as file:

@@ -166,7 +166,9 @@ class Watch:
 
     def _look(self) -> None:
         """Look at the beats of all ranks in every period, until none has changed for too long."""
-        seen, still, looked = None, 0.0, time.monotonic()
+        seen = None
+        still = 0.0
+        looked = time.monotonic()
         while not self._done.wait(self._period):
             now = time.monotonic()
             passed = min(now - looked, 2 * self._period)  # in the rest of a longer gap, it was stopped
@@ -189,10 +191,12 @@ class Watch:
         faulthandler.dump_traceback_later(self.hang_seconds + HELD_AFTER, file=self.file)
 
     def _count_progress(self, passed: float) -> None:
-        progress, moved = [count() for count in self.progress], _bytes_read_and_written()
+        progress = [count() for count in self.progress]
+        moved = _bytes_read_and_written()
         if progress != self._progress_seen or (self.files and moved - self._moved > MUCH_IO * passed):
             self.record.content["beats"] += 1
-        self._progress_seen, self._moved = progress, moved
+        self._progress_seen = progress
+        self._moved = moved
 
     def _end_the_job(self) -> NoReturn:
         """Write the stacks, hear what the other ranks do, name the rank that hangs, and end."""
@@ -236,7 +240,7 @@ class Watch:
         time.sleep(bool(workers))  # also on a machine that is busy
 
     def _hear_others(self) -> dict[int, dict[str, Any]]:
-        """What the other ranks say when all have answered or time is up; late ones write their stacks."""
+        """Return the others' content when all have answered or time is up; late ones write their stacks."""
         deadline = time.monotonic() + max(3.0, 6 * self._period)
         while True:
             others = self.record.others()
@@ -258,7 +262,8 @@ def hung(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path)
     worst = min(states.values(), key=_WORST_FIRST.index)  # the other ranks only wait for these
     texts = []
     for number in (number for number, state in states.items() if state == worst):
-        content, hang = contents[number], contents[number]["hang"] or {}
+        content = contents[number]
+        hang = content["hang"] or {}
         workers = f" (pid {', '.join(map(str, hang['stopped']))})" if hang.get("stopped") else ""
         where = f", in {hang['where']}" if hang else ""
         texts.append(f"rank {number} (pid {content['pid']}) {worst}{workers} while {content['doing']}{where}")
