@@ -81,7 +81,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
             exports.after(step, feed.milestones)
             if feed.milestones.ends_after(step):
                 break
-        writer.wait()
+        writer.announce(log.saved)
         run.sum_up()
         exports.wait(stopping=feed.milestones.stop is not None)
         watchdog.beat("leaving the other ranks")
@@ -118,6 +118,7 @@ class Run:
     def train(self, step: int) -> None:
         """One optimizer step with the next global batch."""
         self.writer.check()
+        self.figures.is_saving = self.writer.is_writing
         began = time.monotonic()
         rates = learning_rates(self.scheduler)
         micro_batches = self.feed.train(step)
@@ -148,16 +149,21 @@ class Run:
             dropped=self.feed.dropped_everywhere(),
             figures=self.figures.of_step(seconds, waited) | self.feed.epoch_after(step) | rates,
         )
+        if not self.figures.any_rank_saves:
+            self.writer.announce(self.log.saved)
         if self.figures.asked_to_stop:
             self.feed.milestones = self.feed.milestones.stopping_soon(step)
 
     def save(self, step: int, rated: float | None) -> None:
         """Write a checkpoint of a step, and the pictures of the run so far."""
+        self.writer.announce(self.log.saved)  # of the checkpoint before, if it took until now
         extra = {**self.log.totals, "rows": self.feed.rows_after(step), "rated": rated}
         extra |= {"best": self.evaluations.best.saved, "spikes": self.figures.spikes.saved}
         extra |= {"dropped": self.feed.dropped_by_reason()}
         self.writer.save(step, self.feed.state(), extra)
-        self.log.save(step)
+        if not self.config.train.async_save:
+            self.writer.announce(self.log.saved)
+        self.log.save()
 
     def sum_up(self) -> None:
         """The last lines of a run: what it dropped, and why it ended early."""

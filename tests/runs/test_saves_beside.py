@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import time
 
 import launches
 import torch.distributed as dist
+from sources import write_sharegpt
 
 from megatron_vlm.config import ParallelConfig
+from megatron_vlm.parallel import setup
+from megatron_vlm.recipes import compose
+from megatron_vlm.run_folder.callbacks import Callback
+from megatron_vlm.train import train
 from tiny.distributed import run_distributed
 
 
@@ -96,3 +102,42 @@ def test_what_fails_beside_training_ends_it_with_the_same_words(tmp_path):
     assert str(tmp_path) in found["error"] and "OSError" in found["error"]
     assert found["error"].endswith("make room (a quota and `ulimit -f` count, too) and start again.")
     assert found["left"] == ["latest", "step_00000001"] and found["then"] == "step_00000003"
+
+
+class Moves(Callback):
+    """Takes each checkpoint away, as a callback does that copies it and keeps none here."""
+
+    def __init__(self):
+        self.saved: list[tuple[int, bool]] = []
+        self.step = 0
+
+    def on_step(self, step, figures):
+        self.step = step
+
+    def on_save(self, step, checkpoint):
+        self.saved.append((step, (checkpoint / "state.json").is_file()))
+        assert self.step >= step
+        setup.on_first_rank(shutil.rmtree, checkpoint)
+
+
+def _train_and_move(root: str, checkpoint: str) -> dict[str, list]:
+    saved = {}
+    for beside in ("true", "false"):
+        settings = ["steps=8", "tp=1", "micro_batch_size=1", "global_batch_size=2", "num_workers=0"]
+        settings += ["data.dataset_type=hf", "train.save_every=3", f"train.async_save={beside}"]
+        paths = {
+            "run_dir": f"{root}/{beside}",
+            "hf_path": checkpoint,
+            "train_data_path": f"{root}/data.jsonl",
+        }
+        callback = Moves()
+        train(compose("gemma3_tiny_digits", settings=settings, arguments=paths), callbacks=[callback])
+        saved[beside] = callback.saved
+    return saved
+
+
+def test_callbacks_hear_of_a_checkpoint_that_is_there_and_may_take_it_away(tmp_path, tiny_gemma3):
+    write_sharegpt(tmp_path, 8)
+    ranks = run_distributed(2, _train_and_move, str(tmp_path), str(tiny_gemma3))
+    expected = [(3, True), (6, True), (8, True)]
+    assert ranks == [{"true": expected, "false": expected}] * 2

@@ -52,7 +52,8 @@ def run(log: RunLogger, first=1) -> None:
         log.log_step(step, math.nan if step == 2 else 1 / step, 0.1, 2.0, 10, 0.5)
         if step == 2:
             log.log_eval(2, 0.7, {"loss/a": 0.9})
-            log.save(2)
+            log.saved(2)
+            log.save()
     log.close()
 
 

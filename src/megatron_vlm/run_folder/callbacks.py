@@ -18,7 +18,11 @@ class Callback:
         """After each validation; `figures` are the `valid_` ones of several sources."""
 
     def on_save(self, step: int, checkpoint: Path) -> None:
-        """When a step is saved: all its tensors may change now. `checkpoint` is the folder that it has."""
+        """When the checkpoint of a step is complete in its folder `checkpoint`.
+
+        With `train.async_save`, that is after one of the next steps, or at the end. All ranks call it after
+        the same step.
+        """
 
     def on_end(self, step: int) -> None:
         """After the last step of the run, not after an error."""

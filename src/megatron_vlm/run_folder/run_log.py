@@ -152,10 +152,13 @@ class RunLogger:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def save(self, step: int | None = None) -> None:
-        """Bring files on disk and loss.png up to date; called when `step` is saved, and at the end."""
-        for callback in self.callbacks if step else ():
+    def saved(self, step: int) -> None:
+        """Tell the callbacks that the checkpoint of a step is complete."""
+        for callback in self.callbacks:
             callback.on_save(step, checkpoints(self.run_dir) / f"step_{step:08d}")
+
+    def save(self) -> None:
+        """Bring files on disk and loss.png up to date; called when a step is saved, and at the end."""
         if self.is_writer:
             draw_losses(self.run_dir / "metrics.jsonl", self.run_dir / "loss.png")
             self._trackers.save()

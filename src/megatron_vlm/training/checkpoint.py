@@ -156,6 +156,7 @@ class CheckpointWriter:
         self._group = group_beside() if beside else None
         self._thread = ThreadPoolExecutor(1, "checkpoints", use_device, (device(),)) if beside else None
         self._writing: Future[Path] | None = None
+        self._unannounced: int | None = None  # the step that was saved last, until `announce`
         self._doing = ""
 
     def save(self, step: int, loader_state: Any, extra: dict[str, Any]) -> None:
@@ -177,6 +178,20 @@ class CheckpointWriter:
             write(None)
         else:
             self._writing = self._thread.submit(write, self._group)
+        self._unannounced = step
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread still writes."""
+        return self._writing is not None and not self._writing.done()
+
+    def announce(self, on_save: Callable[[int], None]) -> None:
+        """Call `on_save` with the step that was saved last, once, when its checkpoint is complete."""
+        self.wait()
+        if self._unannounced is not None:
+            step = self._unannounced
+            self._unannounced = None
+            on_save(step)
 
     def check(self) -> None:
         """Raises what has failed on the thread so far; it waits for nothing."""

@@ -69,6 +69,8 @@ class StepFigures:
         self.spikes = Spikes(config.train.on_spike, spikes)  # as a checkpoint has them
         self.sums: list[float] = []  # over all ranks, of what `of_this_rank` returned
         self.asked_to_stop: list[str] = []  # the ways in which any rank was, up to the last step
+        self.is_saving = False  # whether this rank still writes a checkpoint; set before each step
+        self.any_rank_saves = False  # up to the last step
         on_gpu = setup.device().type == "cuda"
         name = torch.cuda.get_device_name() if on_gpu and config.model.dtype == "bf16" else ""
         self._peak = peak_flops(name)
@@ -90,7 +92,8 @@ class StepFigures:
         """The numbers to add over all ranks, fp64 on the device."""
         memory = [0.0] * dist.get_world_size()  # added, it has that of each rank
         memory[dist.get_rank()] = _peak_memory()
-        numbers = on_device(np.array([*self._done, *stops.asked(), *memory], np.float64), setup.device())
+        numbers = np.array([*self._done, *stops.asked(), self.is_saving, *memory], np.float64)
+        numbers = on_device(numbers, setup.device())
         experts = self._expert_tokens.flatten().double()
         self._expert_tokens.zero_()
         return torch.cat((numbers, experts, self._by_source.sums()))
@@ -98,8 +101,10 @@ class StepFigures:
     def of_step(self, seconds: float, data_seconds: float) -> dict[str, float]:
         """The figures of the step that took `seconds`, in `data_seconds` of which it waited for data."""
         done, ranks = Work(*self.sums[: len(Work._fields)]), dist.get_world_size()
-        sizes = [len(stops.WAYS), ranks, self._expert_tokens.numel()]
-        asked, memory, experts, by_source = np.split(np.array(self.sums[len(done) :]), np.cumsum(sizes))
+        sizes = [len(stops.WAYS), 1, ranks, self._expert_tokens.numel()]
+        parts = np.split(np.array(self.sums[len(done) :]), np.cumsum(sizes))
+        asked, saving, memory, experts, by_source = parts
+        self.any_rank_saves = bool(saving.any())
         self.asked_to_stop = [way for way, number in zip(stops.WAYS, asked, strict=True) if number]
         device_seconds = max(seconds, 1e-9) * ranks
         figures = {
