@@ -79,6 +79,10 @@ def train(
     arguments.check(config, nproc, restarts=restarts)
     arguments.check_run_folder(config)
     arguments.check_profile(config, profile)
+    if arguments.is_first_process() and (
+        note := recipe_table.family_note(recipe, file, config.model.hf_path)
+    ):
+        typer.echo(note)
     arguments.prepare_cuda(config.parallel)
     if nproc:
         options = {"recipe": recipe, "config": file, **flags, "profile": profile}
@@ -119,6 +123,10 @@ def plan(
     a row has. --rehearse and --search tell the time of a step, too, by a simple model of an H100.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
+    if gpu and not (rehearse or search):
+        raise configs.ConfigError("--gpu: only --rehearse and --search tell a time by it; add one of them.")
+    if rank is not None and not rehearse:
+        raise configs.ConfigError(f"--rank {rank}: only --rehearse looks at a rank; add it.")
     config = recipe_table.compose(recipe, file, settings or ())
     missing = configs.missing_settings(config)
     config = apply_overrides(config, dict.fromkeys(missing, "given later"))
@@ -255,7 +263,7 @@ def export(
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder, adapters merged; --adapter: these alone."""
     config = arguments.config_of_trained_run(run_dir, settings, nproc, needs_processor=False)
-    output = arguments.new_output(output)
+    output = arguments.new_output(output, run_dir)
     if adapter and not config.adapter.used:
         raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
     arguments.prepare_cuda(config.parallel)

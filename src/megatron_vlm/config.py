@@ -26,7 +26,10 @@ def as_path(text: str) -> str:
     """The path without quotes that a shell left, with the home folder in place of `~`: a shell expands only
     words that begin with it."""
     quoted = len(text) > 2 and text[0] == text[-1] and text[0] in "\"'"
-    return os.path.expanduser(text[1:-1] if quoted else text)
+    path = os.path.expanduser(text[1:-1] if quoted else text)
+    if path.startswith("~"):
+        raise ValueError(f"{path}: there is no such user; write the path out.")
+    return path
 
 
 def seconds_in(time: str) -> float:

@@ -71,7 +71,10 @@ class Feed:
             write_whole(Path(self._config.run_dir, HELD_OUT), "".join(lines))
 
     def _milestones(self) -> Milestones:
-        check_validation(self._train, self._data.valid_loader is not None, self._data.sources[1])
+        has_questions = self._config.data.score_path is not None
+        check_validation(
+            self._train, self._data.valid_loader is not None, self._data.sources[1], has_questions
+        )
         return milestones(self._train, self._epochs, *self._begun)
 
     def resume(self, resumed: Saved | None) -> None:

@@ -107,7 +107,10 @@ def split_override(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (equals and key.strip()):
         if os.path.exists(text):
-            raise ConfigError(f"{text}: a path without its flag; give each its own, as --data A --data B.")
+            raise ConfigError(
+                f"{text}: a path that is not said to be what; write hf_path={text} for a checkpoint, "
+                f"train_data_path={text} for data, or a flag before each path."
+            )
         raise ConfigError(f"{text}: expected key.path=value, as train.steps=100.")
     return key.strip(), value
 

@@ -58,7 +58,9 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     optimizer, scheduler = build_optimizer(model, config, feed.milestones.steps, parts)
     best = Best(config.train, saved.extra.get("best"))
     feed.milestones = feed.milestones.heeding(best, saved.step)
-    feed.resume(checkpoint.load_latest(config.run_dir, model, optimizer, scheduler))
+    with checkpoint.naming_changes(config):
+        resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
+    feed.resume(resumed)
     figures = StepFigures(config, description, model, feed.sources, saved.extra.get("spikes"))
     first = saved.step + 1
     watchdog.beat("opening the log and its trackers")

@@ -237,6 +237,16 @@ def test_a_stopped_evaluation_says_what_goes_on(asked, by, ranks, tmp_path):
         ("answers.jsonl", lambda text: f"5\n{text}", "answers.jsonl: line 1 is not what an evaluation wrote"),
         (
             "answers.jsonl",
+            lambda text: text.replace('{"key": ', '{"key": NaN, "was": ', 1),
+            "answers.jsonl: line 1 is not what an evaluation wrote",
+        ),
+        (
+            "answers.jsonl",
+            lambda text: text.partition("\n")[2],
+            f"answers.jsonl: line {len(rows()) - 1} has the key",
+        ),
+        (
+            "answers.jsonl",
             lambda text: text * 2,
             f"answers.jsonl: {2 * len(rows())} lines for {len(rows())} q",
         ),

@@ -6,7 +6,7 @@ from places import ROOT
 
 from megatron_vlm.config import ConfigError, fewest_processes
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.recipes import RECIPES, compose, load_recipe
+from megatron_vlm.recipes import RECIPES, compose, family_note, load_recipe
 from megatron_vlm.recipes.published import DEMO
 
 RUN_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -120,6 +120,7 @@ def test_a_runs_own_config_can_be_given_back(tmp_path):
         ("recipe: gemma3_vl_4b\nargs: {tpp: 1}", "tpp: not an argument of a recipe; did you mean tp?"),
         ("recipe: gemma3_vl_4b\nargs: 3", "args is 3, expected dict | None; correct it"),
         ("[", "not readable as YAML"),
+        ("args: {hf_path: a}", "has args and no recipe; add `recipe: NAME`"),
         ("recipe: gemma3_vl_4b\nargs: {tp: 1}\nargs: {tp: 2}", "args stands there twice; write it once"),
     ],
 )
@@ -128,3 +129,15 @@ def test_bad_run_file_names_the_entry(tmp_path, text, message):
     with pytest.raises(ConfigError) as raised:
         compose(file=tmp_path / "run.yaml")
     assert message in str(raised.value)
+
+
+def test_a_recipe_of_another_family_is_said(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: qwen3_vl_2b")
+    for recipe, given in (("qwen3_vl_2b", None), (None, file)):
+        note = family_note(recipe, given, str(tmp_path))
+        assert f"recipe qwen3_vl_2b is for qwen3_vl, and {tmp_path} is gemma3: " in note
+        assert "recipes for gemma3: gemma3_vl_4b, gemma3_vl_12b" in note
+    assert family_note("gemma3_vl_4b", None, str(tmp_path)) is None
+    assert family_note("gemma4_e2b_tiny_digits", None, str(tmp_path)) is None

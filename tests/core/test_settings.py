@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
-from megatron_vlm.config import MOST, ConfigError, RunConfig, all_settings, setting_types
-from megatron_vlm.config_rules.layout import check_gpus
+from megatron_vlm.config import MOST, ConfigError, ParallelConfig, RunConfig, all_settings, setting_types
+from megatron_vlm.config_rules.layout import check_gpus, misfit, sizes_in
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 
@@ -201,3 +201,12 @@ def test_nproc_is_compared_with_the_gpus_before_any_process_starts():
 
     with pytest.raises(ConfigError, match="--nproc: 3 processes"):
         torchrun(3, ["--never-started"], gpus=2)
+
+
+def test_experts_in_parallel_need_experts():
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    ep2 = ParallelConfig(ep=2)
+    assert "ep 2 spreads experts, and the model has none" in misfit(ep2, sizes_in({"text_config": text}))
+    assert misfit(ep2, sizes_in({"text_config": text | {"num_experts": 4}})) is None
+    assert misfit(ep2, sizes_in({"text_config": text | {"num_experts_per_tok": 2}})) is None
+    assert misfit(ep2, sizes_in({})) is None

@@ -225,7 +225,7 @@ def test_what_is_no_address_is_told_in_a_line(address, kind):
     assert problem_of(kind, address).endswith(said)
     assert list(upload_problems(address)) == [f"train.upload_to: {address} {said}"]
     with pytest.raises(stores.StoreError, match="is no address"):
-        new_output(address)
+        new_output(address, Path("run"))
 
 
 def test_an_address_is_shown_as_it_was_written(folder, encoder):

@@ -54,7 +54,7 @@ def test_scores_are_logged_at_the_step_of_their_export(tmp_path, capsys):
         ("echo \"{'a': 1}\"", "its last line is no JSON object of numbers: Expecting property name"),
         (
             """echo '{"a": {"b": 1}}'""",
-            "its last line is no JSON object of numbers: float() argument must be",
+            "its last line is no JSON object of numbers: a is ",
         ),
         ("""echo '{"a": 1}'; exit 3""", "exit code 3; its output is in "),
     ],
@@ -70,7 +70,20 @@ def test_what_goes_wrong_is_told_once_and_logs_nothing(tmp_path, capsys, does, s
 
 
 @pytest.mark.parametrize(
-    "line", ['{"a": null}', '{"a": "b"}', '{"a": 1', '{"a": 1} b', '{"a": 1e', "{" * 99_999]
+    "line",
+    [
+        '{"a": true}',
+        '{"a": "1.5"}',
+        '{"a": NaN}',
+        '{"a": 1e999}',
+        '{"a\\nb": 1}',
+        '{"a": null}',
+        '{"a": "b"}',
+        '{"a": 1',
+        '{"a": 1} b',
+        '{"a": 1e',
+        "{" * 99_999,
+    ],
 )
 def test_lines_that_are_no_objects_of_numbers(line):
     with pytest.raises(ValueError, match="no JSON object of numbers: "):

@@ -138,13 +138,14 @@ def test_the_runs_of_a_folder_with_their_states(tmp_path, finished):
     """One finished, one that a process holds, one that stopped, one that died with and one without a word,
     one damaged."""
     runs = tmp_path / "runs"
-    for name in ("alive", "asked", "failed", "deep/killed", "broken"):
+    for name in ("alive", "asked", "failed", "deep/killed", "broken", "cut"):
         logged(runs / name, steps=2).close()
     (runs / "failed/errors").mkdir()
     error = 'Traceback (most recent call last):\n  File "x"\nValueError: no \x1b[31mroom\n'
     (runs / "failed/errors/rank1.txt").write_text(error)
     complete(begin(runs / "asked", 2), {"files": {}})
     (runs / "broken/metrics.jsonl").write_text("garbage\n")
+    (runs / "cut/checkpoints").symlink_to("checkpoints")  # to itself
     (runs / "notes").mkdir()
     holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(runs / "alive")], stdout=subprocess.PIPE)
     try:
@@ -156,18 +157,19 @@ def test_the_runs_of_a_folder_with_their_states(tmp_path, finished):
         holder.kill()
         holder.wait()
     by_name = {line.split()[0].removeprefix(f"{runs}/"): line for line in said[1:]}
-    assert set(by_name) == {"alive", "failed", "asked", "deep/killed", "broken", "done"}
+    assert set(by_name) == {"alive", "failed", "asked", "deep/killed", "broken", "cut", "done"}
     assert " running " in by_name["alive"] and " 2/6 " in by_name["alive"]
     assert " stopped " in by_name["asked"] and " 2/6 " in by_name["asked"]
     assert " finished " in by_name["done"] and "0.7500 at step 3" in by_name["done"]
     assert by_name["failed"].endswith("ValueError: no \\x1b[31mroom") and " died " in by_name["failed"]
     assert by_name["deep/killed"].endswith("no last word: killed or interrupted after step 2")
     assert " damaged " in by_name["broken"] and "metrics.jsonl: line 1" in by_name["broken"]
+    assert " damaged " in by_name["cut"] and "checkpoints is not a folder" in by_name["cut"]
     assert not lock.is_held(runs / "alive")
     for place, name in enumerate(("failed", "done", "deep/killed", "alive", "asked")):
         os.utime(runs / name / "metrics.jsonl", (0, 1000 - place))
     order = [line.split()[0].removeprefix(f"{runs}/") for line in listed(runs, "--sort", "when")[1:]]
-    assert order == ["failed", "done", "deep/killed", "alive", "asked", "broken"]
+    assert order == ["failed", "done", "deep/killed", "alive", "asked", "broken", "cut"]
 
 
 def listed(folder, *arguments) -> list[str]:
@@ -183,6 +185,8 @@ def test_a_folder_with_numbers_and_types_that_no_run_writes_still_has_a_page(tmp
     (finished / "starts.jsonl").write_text('{"step": 1, "time": -1e98, "versions": []}\n')
     with (finished / "config.yaml").open("a") as file:
         file.write('own: "\\ud800"\n')  # which UTF-8 has no bytes for
+    (finished / "batches").mkdir()
+    (finished / "batches/rank0.jsonl").write_text('{"keys": 5}\n{"keys": true}\n{"keys": [["a"], 3]}\n')
     draw_losses(finished / "metrics.jsonl", tmp_path / "loss.png")
     result = CliRunner().invoke(app, ["report", str(finished)])
     assert result.exit_code == 0 and (tmp_path / "loss.png").exists(), result.exception

@@ -8,10 +8,11 @@ import pytest
 from prepared_shards import prepare
 from sources import record, write_sharegpt
 
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.evaluation.answering import scored
 from megatron_vlm.files import read_rows
+from megatron_vlm.job.milestones import check_validation
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
 from megatron_vlm.report.charts import charts_of
@@ -155,3 +156,17 @@ def test_what_does_not_fit_together_is_refused(settings, said):
     needed = {"run_dir": "r", "model.hf_path": "m", "data.train_data_path": "d"}
     with pytest.raises(ConfigError, match=said):
         validate(apply_overrides(RunConfig(), needed | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"score_every": 2}, "score_every"), ({"keep_best": True, "best_by": "score/anls"}, "best_by")],
+)
+def test_scores_without_conversations_are_refused(settings, name):
+    train = TrainConfig(**settings)
+    with pytest.raises(
+        ConfigError, match=f"train.{name}: there are no conversations .*; give data.score_path"
+    ):
+        check_validation(train, has_data=False)
+    check_validation(train, has_data=False, has_questions=True)
+    check_validation(train, has_data=True)

@@ -14,6 +14,7 @@ import urllib.request
 import pytest
 from slurm import wait_for
 
+from megatron_vlm.commands.arguments import check_run_folder
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides
@@ -98,6 +99,13 @@ def test_what_is_no_tracker_is_refused_before_the_start(name):
 def test_a_class_without_the_methods_is_refused(own, tmp_path):
     with pytest.raises(ConfigError, match="Lacks has no save, close; write them"):
         logger(tmp_path / "run", f"{own}:Lacks")
+
+
+def test_a_class_that_is_not_there_is_refused_before_the_start(own, tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    settings = {"run_dir": str(tmp_path / "run"), "logging.trackers": [f"{own}:Theirs"]}
+    with pytest.raises(ConfigError, match="the file has no class Theirs; give the name of one"):
+        check_run_folder(apply_overrides(RunConfig(), settings))
 
 
 def test_one_that_cannot_be_made_is_told_as_the_users(own, tmp_path):

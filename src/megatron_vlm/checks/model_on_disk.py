@@ -57,7 +57,7 @@ def is_prepared(path: Path) -> bool:
 
 def is_energon(name: str) -> bool:
     """Whether this is a dataset of Energon, or the file of a metadataset."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if stores.is_store(name):  # folders of rows are not read there
         return path.suffix not in ROWS
     return is_prepared(path) if path.is_dir() else path.is_file() and path.suffix == ".yaml"

@@ -16,10 +16,11 @@ from megatron_vlm.commands.program import machines, on_disk, processes, world_si
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import check_output, read_file, refuse_existing
+from megatron_vlm.job.ranks import LAUNCHER_SPEAKS
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml
-from megatron_vlm.run_folder.folder import check_folder, check_start, latest_checkpoint, refuse_links
-from megatron_vlm.run_folder.trackers import check_tracker
+from megatron_vlm.run_folder.folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
+from megatron_vlm.run_folder.trackers import tracker_class
 from megatron_vlm.supported import read_config
 
 NO_DATA = "none://"
@@ -119,11 +120,17 @@ def prepare_cuda(parallel: ParallelConfig) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def is_first_process() -> bool:
+    """Return whether this process is the only one, a launcher, or rank 0 of torchrun's own."""
+    return os.environ.get("RANK", "0") == "0" and LAUNCHER_SPEAKS not in os.environ
+
+
 def check_run_folder(config: RunConfig) -> None:
     """Raises ConfigError unless a run may start in its folder, with trackers that are there; torchrun's
     processes check more together."""
     for name in config.logging.trackers:
-        check_tracker(name)
+        if is_first_process():
+            tracker_class(name)
     if world_size() or machines() > 1:  # those that wait for this one may hold the folder
         check_folder(config.run_dir)
     else:
@@ -209,14 +216,28 @@ def _with_some_data(config: RunConfig) -> RunConfig:
     return apply_overrides(config, {"data.train_data_path": NO_DATA})
 
 
-def new_output(output: str) -> str:
-    """The folder, here or in a store, without a slash at its end. Raises OSError if it cannot be written."""
+def new_output(output: str, run_dir: Path) -> str:
+    """Return the folder for a run's export, here or in a store, without a slash at its end.
+
+    Raises:
+        OSError: The folder cannot be written.
+        ConfigError: It lies among what the run itself writes.
+    """
     output = str(stores.folder(output))
+    parts = [run_dir / name for name in FOLDERS if name != "exports"]
+    if not stores.is_store(output) and any(_is_in(Path(output), part) for part in parts):
+        raise ConfigError(
+            f"{printable(output)} lies among what the run writes; give one outside of {printable(run_dir)}."
+        )
     if not stores.is_store(output):
         refuse_existing(Path(output))
     elif stores.names(output):
         raise FileExistsError(f"{printable(output)} exists; give a new name or remove it.")
     return output
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def image_of(path: Path) -> bytes:

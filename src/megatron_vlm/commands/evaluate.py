@@ -52,7 +52,7 @@ def evaluate(
         settings = [data, *(settings or ())]
         data = None
     settings = settings or []
-    names = metric or ["exact_match"]
+    names = [name for text in metric or ["exact_match"] for name in text.split(",")]
 
     from megatron_vlm.scoring.metrics import metric_of
 

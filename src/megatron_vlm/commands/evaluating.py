@@ -11,6 +11,7 @@ from tqdm import tqdm
 from megatron_vlm.commands.runs import open_run
 from megatron_vlm.config import MISSING, ConfigError, RunConfig
 from megatron_vlm.data.accounts.fingerprint import digest
+from megatron_vlm.data.encode.questions import Question
 from megatron_vlm.evaluation import files
 from megatron_vlm.evaluation.answering import Asking, Record, Scored, answers, scored
 from megatron_vlm.evaluation.questions import Questions, open_questions
@@ -52,6 +53,7 @@ def evaluate_model(
     setup.on_first_rank(lambda: locks.append(files.claim(output)))
     watchdog.claim_files()
     done = setup.on_first_rank(files.begin, output, settings)
+    setup.on_first_rank(_check_place, output, questions, done)
     with tqdm(total=len(questions), initial=done, unit="answer", disable=None if first else True) as bar:
         for records in answers(chunks, source, questions, how, done, config.data.num_workers):
             if first:
@@ -74,6 +76,23 @@ def evaluate_model(
         yield f"wrote {printable(output)}/answers.jsonl, scores.json and answers.html"
         locks[0].close()
     setup.shutdown()
+
+
+def _check_place(output: Path, questions: Questions, done: int) -> None:
+    """Raise ConfigError unless the last answer of the folder is the one to question `done` - 1.
+
+    It is another one if a line of answers.jsonl was lost.
+    """
+    if not 0 < done <= len(questions):
+        return
+    question = questions[done - 1]
+    key = question.key if isinstance(question, Question) else question["key"]
+    last = files.read_answers(output)[-1]["key"]
+    if last != key:
+        raise ConfigError(
+            f"{printable(output)}/answers.jsonl: line {done} has the key {printable(last)}, and question "
+            f"{done} has {printable(key)}; remove the folder, or give another one."
+        )
 
 
 def scores_text(result: Scored, records: list[Record]) -> str:

@@ -69,14 +69,15 @@ def runs(
     for asked in state or ():
         if asked not in (*STATES, DAMAGED):
             raise ConfigError(f"--state {printable(asked)}: give one of {', '.join((*STATES, DAMAGED))}.")
-    found: list[History] = []
+    readable: list[tuple[Any, tuple[str, ...]]] = []
     damaged: list[tuple[str, ...]] = []
     for path in find_runs(folder):
         try:
-            found.append(read_history(path))
+            history = read_history(path)
+            readable.append((SORTS[sort](history), _line(history)))
         except (OSError, ValueError) as error:  # the others are listed all the same
             damaged.append((printable(path), DAMAGED, "", "", "", "", printable(error)))
-    lines = [_line(run) for run in sorted(found, key=SORTS[sort])] + damaged
+    lines = [line for _, line in sorted(readable)] + damaged
     lines = [line for line in lines if not state or line[1] in state]
     if not lines:
         typer.echo(f"no runs in {printable(folder)}" + (f" that are {' or '.join(state)}" if state else ""))

@@ -41,6 +41,8 @@ def sizes_in(config_json: Mapping[str, Any]) -> dict[str, int]:
     sizes = {name: text.get(key) for name, keys in KEYS.items() for key in keys if key in text}
     if "num_global_key_value_heads" in text:  # the layers differ
         sizes.pop("num_query_groups", None)
+    if "num_hidden_layers" in text and not any("expert" in key for key in text):
+        sizes["num_moe_experts"] = 0
     return {name: size for name, size in sizes.items() if type(size) is int}
 
 
@@ -55,6 +57,10 @@ def misfit(parallel: ParallelConfig, sizes: Mapping[str, Any]) -> str | None:
         return (
             f"parallel: pp · vpp = {stages} stages are more than the model's {layers} layers; "
             "lower pp or vpp."
+        )
+    if parallel.ep > 1 and sizes.get("num_moe_experts") == 0:
+        return (
+            f"parallel: ep {parallel.ep} spreads experts, and the model has none; drop it, or use tp or pp."
         )
     if experts and tp > 1 and not parallel.sequence_parallel:
         return f"parallel: a mixture of experts at tp {tp} needs sequence parallelism; drop sp=false."

@@ -15,10 +15,12 @@ from typing import Any, BinaryIO
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import naming, open_to_write, read_file, read_text, write_whole
-from megatron_vlm.messages import listed, printable
+from megatron_vlm.messages import listed, odd_fields, printable
 from megatron_vlm.run_folder import lock
 
 MOST_BYTES = 1 << 34
+# the fields of a line of answers.jsonl, which has either `problem` or the other three beside its key
+ANSWER = {"key": str, "question": str, "answer": str, "references": list[str], "problem": str}
 
 
 def check_folder(folder: str | Path) -> None:
@@ -74,17 +76,26 @@ def append(folder: str | Path, records: Sequence[Mapping[str, Any]]) -> None:
 def read_answers(folder: str | Path) -> list[dict[str, Any]]:
     """All records, in order. Raises ConfigError that names a line that is none."""
     lines = read_file(Path(folder, "answers.jsonl"), MOST_BYTES).splitlines()
-    return [_object_of(line, folder, f"answers.jsonl: line {n}", "key") for n, line in enumerate(lines, 1)]
+    return [_answer_of(line, folder, f"answers.jsonl: line {n}") for n, line in enumerate(lines, 1)]
 
 
-def _object_of(text: str | bytes, folder: str | Path, place: str, *keys: str) -> dict[str, Any]:
+def _answer_of(line: bytes, folder: str | Path, place: str) -> dict[str, Any]:
+    record = _object_of(line, folder, place)
+    names = ("key", "problem") if "problem" in record else ("key", "question", "answer", "references")
+    if not record.keys() >= {*names} or any(odd_fields(record, {name: ANSWER[name] for name in names})):
+        raise ConfigError(_not_ours(folder, place))
+    return record
+
+
+def _object_of(text: str | bytes, folder: str | Path, place: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or not found.keys() >= {*keys}:
-        raise ConfigError(
-            f"{printable(folder)}/{place} is not what an evaluation wrote; remove the folder, or give "
-            "another one."
-        )
+    if not isinstance(found, dict):
+        raise ConfigError(_not_ours(folder, place))
     return found
+
+
+def _not_ours(folder: str | Path, place: str) -> str:
+    return f"{printable(folder)}/{place} is not what an evaluation wrote; remove the folder, or give another."

@@ -53,10 +53,25 @@ class Epochs:
             )
 
 
-def check_validation(train: TrainConfig, has_data: bool, sources: Sequence[str] = ()) -> None:
-    """Raises ConfigError if the best checkpoint or an early end is asked for, and nothing is to tell it by:
-    neither data nor, in `valid_loss/SOURCE`, one of their sources."""
+def check_validation(
+    train: TrainConfig, has_data: bool, sources: Sequence[str] = (), has_questions: bool = False
+) -> None:
+    """Raise ConfigError if nothing can tell the best checkpoint, an early end or a score.
+
+    Args:
+        train: The settings that ask for them.
+        has_data: Whether there is validation data.
+        sources: The names of its sources, of which `valid_loss/SOURCE` needs one.
+        has_questions: Whether there are conversations for scores alone (`data.score_path`).
+    """
     asked = [name for name in ("keep_best", "patience") if getattr(train, name)]
+    scores = [*asked, "best_by"] if asked and train.best_is_score else []
+    scores += ["score_every"] if train.score_every else []
+    if scores and not (has_data or has_questions):
+        raise ConfigError(
+            f"train.{scores[-1]}: there are no conversations to score answers by; give data.score_path, "
+            "data.valid_data_path or data.validation_share."
+        )
     if asked and not train.best_is_score and not has_data:
         raise ConfigError(
             f"train.{asked[0]}: there is no validation data to tell which step is the best; give "

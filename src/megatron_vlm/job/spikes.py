@@ -13,6 +13,7 @@ from typing import Any
 
 WINDOW = 128  # steps
 SIGMAS = 6
+LEAST_SPREAD = 1e-3  # of a mean: of steps that are alike, rounding is no spike
 MOST_IN_A_ROW = 10  # skipped steps, after which it is no spike but the model
 
 
@@ -67,7 +68,8 @@ class Spikes:
         if len(self._before) < WINDOW // 2:
             return
         for name, value, before in zip(names, values, zip(*self._before, strict=True), strict=True):
-            most = fmean(before) + SIGMAS * stdev(before)
-            if math.isfinite(value) and value > most:
-                usual = f"{fmean(before):.4g} ± {stdev(before):.2g} in the {len(before)} trained steps before"
+            mean = fmean(before)
+            spread = max(stdev(before), LEAST_SPREAD * abs(mean))
+            if math.isfinite(value) and value > mean + SIGMAS * spread:
+                usual = f"{mean:.4g} ± {spread:.2g} in the {len(before)} trained steps before"
                 yield f"the {name} is {value:.4g}, and was {usual}"

@@ -10,10 +10,11 @@ from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_text
-from megatron_vlm.messages import odd_fields, suggestion
+from megatron_vlm.messages import listed, odd_fields, printable, suggestion
 from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, split_override
 from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings, merged
-from megatron_vlm.recipes.published import RECIPES, Recipe
+from megatron_vlm.recipes.published import OF_PARTS, RECIPES, Recipe
+from megatron_vlm.supported import read_config
 
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE = {"recipe": str, "args": dict | None, "overrides": dict | None}
@@ -65,6 +66,19 @@ def compose(
     return apply_overrides(config, given)
 
 
+def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | None:
+    """Return a line about a recipe that is for another family than the checkpoint; None if it fits."""
+    name = recipe or (_read_run_file(file).get("recipe") if file else None)
+    model_type = read_config(hf_path)["model_type"]
+    if name is None or (of_recipe := RECIPES[name].model_type) in (model_type, *OF_PARTS):
+        return None
+    fitting = [one.name for one in RECIPES.values() if one.model_type == model_type]
+    return (
+        f"recipe {name} is for {of_recipe}, and {printable(hf_path)} is {model_type}: its layout, "
+        f"lengths and rates are taken all the same; recipes for {model_type}: {listed(fitting, 4)}"
+    )
+
+
 def said(settings: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a command line, by dotted key. Raises ConfigError if it gives a setting two values."""
     pairs = dict(split_override(text) for text in settings)
@@ -86,6 +100,11 @@ def _read_run_file(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{file}: not readable ({error.strerror}); give a file of recipes/.") from error
     if "recipe" not in written:
+        if entries := [name for name in ("args", "overrides") if name in written]:
+            raise ConfigError(
+                f"{file}: has {entries[0]} and no recipe; add `recipe: NAME`, "
+                "`megatron-vlm recipes` lists them."
+            )
         return written
     for key in written:
         if key not in RUN_FILE:

@@ -31,7 +31,10 @@ def as_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Recipe arguments by the settings they set. Raises ConfigError on an unknown argument."""
     for name in arguments:
         if name not in SETTING_OF_ARGUMENT:
-            raise ConfigError(f"{name}: not an argument of a recipe{suggestion(name, SETTING_OF_ARGUMENT)}")
+            hint = suggestion(name, SETTING_OF_ARGUMENT)
+            if name.lower() in ("lora", "peft"):
+                hint = "; adapter.r=16 trains LoRA of that rank."
+            raise ConfigError(f"{name}: not an argument of a recipe{hint}")
     return {SETTING_OF_ARGUMENT[name]: value for name, value in arguments.items()}
 
 

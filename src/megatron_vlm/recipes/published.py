@@ -12,7 +12,7 @@ from typing import Any
 from megatron_vlm import hub
 from megatron_vlm.config import RunConfig
 from megatron_vlm.recipes.base import build
-from megatron_vlm.supported import SUPPORTED
+from megatron_vlm.supported import SUPPORTED, read_config
 
 CONFIGS = Path(__file__).parent / "configs"  # config.json of each published size, under the recipe's name
 DEMO = "_tiny_digits"  # the end of a demo recipe's name
@@ -33,6 +33,13 @@ class Recipe:
     defaults: dict[str, Any]  # its own, beside those of `RunConfig`
     gpus: int = 1  # the fewest of 80 GB that its layout fits
     roomy: str = ""  # arguments that make it quicker on as many GPUs of 141 GB
+
+    @property
+    def model_type(self) -> str:
+        """The model type of the checkpoints that it is for."""
+        if self.name.endswith(DEMO):
+            return self.name.removesuffix(DEMO)
+        return read_config(CONFIGS / f"{self.name}.json")["model_type"]
 
     def __call__(self, **changes: Any) -> RunConfig:
         """The run's configuration, with `changes` in place of what the recipe says. Raises as `build`."""

@@ -200,7 +200,8 @@ def samples_in_rows(folder: Path) -> Counter[int]:
     for file in sorted((folder / batch_log.FOLDER).glob("rank*.jsonl")):
         for row in _objects(file):
             keys = row.get("keys")
-            counted.update(len(of_row) for of_row in keys if isinstance(of_row, list)) if keys else None
+            if isinstance(keys, list):
+                counted.update(len(of_row) for of_row in keys if isinstance(of_row, list))
     return counted
 
 

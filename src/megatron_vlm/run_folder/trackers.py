@@ -149,6 +149,8 @@ def tracker_class(name: str) -> Callable[[RunConfig, int], Tracker]:
     path, _, class_name = name.rpartition(":")
     place = f"logging.trackers: {printable(name)}"
     found = object_of(place, Path(path), class_name)
+    if found is None:
+        raise ConfigError(f"{place}: the file has no class {class_name}; give the name of one that it has.")
     missing = [method for method in METHODS if not callable(getattr(found, method, None))]
     if missing:
         raise ConfigError(f"{place} has no {', '.join(missing)}; write them as docs/reports.md shows.")

@@ -15,8 +15,9 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,10 +28,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config import ConfigError, RunConfig, all_settings
+from megatron_vlm.files import read_text
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import reading
+from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.model import check_same
+from megatron_vlm.overrides import flatten, load_yaml
 from megatron_vlm.parallel.setup import device, from_all_ranks, group_beside, on_first_rank, use_device
 from megatron_vlm.run_folder import checkpoint_files
 from megatron_vlm.run_folder import folder as run_folder
@@ -42,6 +45,9 @@ from megatron_vlm.training.tensor_files import (
     sharded_state,
     write_tensors,
 )
+
+# settings on which it depends what a checkpoint holds of the optimizer
+SHAPING = ("model.freeze", "parallel.distributed_optimizer", "optimizer.offload")
 
 
 @dataclass
@@ -213,6 +219,29 @@ class CheckpointWriter:
         finally:
             if self._thread:
                 self._thread.shutdown()
+
+
+@contextmanager
+def naming_changes(config: RunConfig) -> Iterator[None]:
+    """Name, in an error from inside, the settings that make a saved optimizer another one and were changed.
+
+    The run folder's config.yaml still has the earlier values: a resumed run writes it later.
+    """
+    try:
+        yield
+    except Exception as error:
+        file = Path(config.run_dir, "config.yaml")
+        text = read_text(file) if file.exists() else ""
+        before = flatten(load_yaml(text, str(file))) if text.strip() else {}
+        now = dict(all_settings(config))
+        changed = [name for name in SHAPING if name in before and before[name] != now[name]]
+        if not changed:
+            raise
+        changes = "; ".join(f"{name} was {before[name]} and is {now[name]}" for name in changed)
+        raise ConfigError(
+            f"checkpoint: {printable(changes)}, so the saved optimizer does not fit; set it "
+            "back, or start another run_dir from an export of this run."
+        ) from error
 
 
 @reading("run_dir")

@@ -7,6 +7,7 @@
 """
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -131,11 +132,24 @@ def fetch(config: RunConfig) -> bytes:
 
 
 def scores_in(line: str) -> dict[str, float]:
-    """The numbers by name in a line that is a JSON object; none if it does not begin as one. Raises
-    ValueError for an object that is not whole, or has other values than numbers."""
+    """Return the numbers by name in a line that is a JSON object; none if it does not begin as one.
+
+    Raises:
+        ValueError: The object is not whole, a value is no finite number, or a name has a line break.
+    """
+    if line[:1] != "{":
+        return {}
     try:
-        return {name: float(value) for name, value in json.loads(line).items()} if line[:1] == "{" else {}
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        scores = json.loads(line)
+        for name, value in scores.items():
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ValueError(
+                    f"{printable(name)} is {printable(json.dumps(value))}; print a finite number"
+                )
+            if not name.isprintable():
+                raise ValueError(f"{printable(name)} is no name; print one without line breaks and escapes")
+        return {name: float(value) for name, value in scores.items()}
+    except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"its last line is no JSON object of numbers: {error}") from error
 
 
