@@ -296,10 +296,10 @@ def test_renderings_are_few(processor):
 
 CHANGES = "{{ messages | string | length }}"
 REFUSED = {  # what is before, or at the end of, the conversation
-    "a reply twice": "{% for turn in messages[1:2] %}{{ turn.content[0].text }}{% endfor %}",
+    "a reply twice": "{% for turn in messages[1:2] %}{{ turn.content }}{% endfor %}",
     "how long all turns are": CHANGES,
     "the end": CHANGES,
-    "the end of the last": "{{ 'x' if messages[-1].content[0].text.endswith('b') else 'y' }}",
+    "the end of the last": "{{ 'x' if messages[-1].content.endswith('b') else 'y' }}",
 }
 
 
@@ -313,7 +313,7 @@ def test_a_template_whose_replies_change_the_rest_is_refused(processor, what):
 
 
 def test_a_conversation_whose_reply_changes_the_rest_is_dropped(processor):
-    shouts = "{% if messages[3:] and '!' in messages[1].content[0].text %}loud{% endif %}"
+    shouts = "{% if messages[3:] and '!' in messages[1].content %}loud{% endif %}"
     chat = ChatTemplate(templated(processor, shouts + without_generation_tags(SHAPES["qwen3"])))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b!"}]
     assert chat.render(cook_chatml_sample(turns)[0])[1]

@@ -6,7 +6,9 @@ The template's `{% generation %}` blocks say where replies lie; for a template w
 
 import contextlib
 import functools
+import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,13 +22,15 @@ from megatron_vlm.data.conversation.chatml import INVISIBLE
 from megatron_vlm.data.conversation.replies import REPLY, TURN, Span, UntaggedReplies
 from megatron_vlm.data.conversation.turns import DOCUMENT, between_thinking
 
-WORD_JOINER = "\u2060"
 # Before and after each reply, image and video in what a processor is called with.
 MARK_PAIRS = (("\U0010ff00", "\U0010ff01"), ("\U0010ff02", "\U0010ff03"), ("\U0010ff04", "\U0010ff05"))
 MARKS = re.compile("[\U0010ff00-\U0010ff05]")
+# After the first character of a control token in record text, until `text.TypedTokens` tokenizes it.
+TYPED = "\U0010ff08"
 # All marks, and the two characters with which transformers >= 5.23 marks control tokens.
-RESERVED = re.compile(f"[\U0010ff00-\U0010ff05{TURN}{REPLY}\U000f0000\U000f0001]")
+RESERVED = re.compile(f"[\U0010ff00-\U0010ff05{TURN}{REPLY}{TYPED}\U0010ff09\U000f0000\U000f0001]")
 BEFORE, AFTER = "before the image", "after the image"  # texts that show how a template writes an image
+PROBE_TEXT = "Seven."
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template's own code raises on values it does not expect, besides jinja's errors.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
@@ -49,9 +53,12 @@ class RenderedChat:
 class ChatTemplate:
     """The chat template of a processor.
 
-    Special tokens typed in record text are broken by a word joiner after their first character, so that no
-    record can write a role marker or an image token. Added tokens that are not special (`<think>`) remain,
-    and those that are `spoken`: the tags in which the family writes boxes.
+    Control tokens typed in record text get the character TYPED after their first one, so that no record can
+    write a role marker or an image token. Tokenizing removes it, and the token stays text. All other added
+    tokens are tokens: `<think>`, a user's own, and those that are `spoken`, in which the family writes boxes.
+
+    Content is passed as text, and as a list of parts where it has media, or where the template would lose a
+    role's text. So do vLLM and SGLang.
 
     If the template writes no more for a reply than for an empty one, it does not count, nor does its end.
     With `mask_thinking`, a reply is what lies outside its thinking blocks.
@@ -62,7 +69,12 @@ class ChatTemplate:
     def __init__(self, processor: ProcessorMixin, mask_thinking: bool = False, spoken: Sequence[str] = ()):
         self.text = _template_of(processor)
         self._tokenizer = processor.tokenizer
-        self._control_tokens = _control_tokens(processor, spoken)
+        self._needs_parts = {role for role in PROBED_TURNS if self._loses_text(role)}
+        tokens = control_tokens(processor, self.text + self._probed_text(), spoken)
+        self._control_tokens = one_of(tokens)
+        self.added_control_tokens = [
+            token for token in tokens if token in self._tokenizer.added_tokens_encoder
+        ]
         self._image_patterns = [re.escape(token) for token in placeholder_tokens(processor)]
         video = getattr(processor, "video_token", None)
         self._video_patterns = [self._with_control_tokens(video)] if video else []
@@ -72,6 +84,26 @@ class ChatTemplate:
         self._next_turn, self._mask_thinking = None, False
         self._no_content = self._what_is_no_content()
         self._next_turn, self._mask_thinking = self._token_that_ends_replies(), mask_thinking
+
+    def _loses_text(self, role: str) -> bool:
+        """Whether the template leaves out a turn's text unless it is in a list of parts."""
+        turns = PROBED_TURNS[role]
+        as_text = [turn | {"content": text_of(turn)} if turn["role"] == role else turn for turn in turns]
+        texts = []
+        for messages in (as_text, turns):
+            try:
+                texts.append(self._render_as_is(messages, None)[0])
+            except BadSample:
+                texts.append("")
+        return PROBE_TEXT not in texts[0] and PROBE_TEXT in texts[1]
+
+    def _probed_text(self) -> str:
+        """What the template writes for turns of each role: it may build its markers from their names."""
+        written = []
+        for turns in PROBED_TURNS.values():
+            with contextlib.suppress(BadSample):
+                written.append(self._render(turns, None)[0])
+        return "".join(written)
 
     def _with_control_tokens(self, video: str) -> str:
         """A pattern of a video with the control tokens right before and after it, but not of other media.
@@ -210,6 +242,17 @@ class ChatTemplate:
         return follows[0] if follows and not self._control_tokens.search(prompt, start, stop) else None
 
     def _render(self, messages: list[dict], tools: list[dict] | None, **how: bool) -> tuple[str, list[Span]]:
+        return self._render_as_is([self._with_content(message) for message in messages], tools, **how)
+
+    def _with_content(self, message: dict) -> dict:
+        """The turn with content as text if it has no media and the template takes it."""
+        if message["role"] in self._needs_parts or any(part["type"] != "text" for part in message["content"]):
+            return message
+        return message | {"content": text_of(message)}
+
+    def _render_as_is(
+        self, messages: list[dict], tools: list[dict] | None, **how: bool
+    ) -> tuple[str, list[Span]]:
         try:
             prompts, spans = render_jinja_template(
                 [messages], tools, chat_template=self.text, **self._tokenizer.special_tokens_map, **how
@@ -309,14 +352,40 @@ def _template_of(processor: ProcessorMixin) -> str:
     return template
 
 
-def _control_tokens(processor: ProcessorMixin, spoken: Sequence[str]) -> re.Pattern[str]:
-    tokenizer = processor.tokenizer
-    tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens.update(tokenizer.all_special_tokens, placeholder_tokens(processor))
+def control_tokens(processor: ProcessorMixin, template: str, spoken: Sequence[str] = ()) -> list[str]:
+    """Return the tokens that no record can write, longest first.
+
+    These are the tokens with a name (BOS, the image token), and the special tokens that are in the `template`
+    or in the source of the processor. Other special tokens are a user's own.
+    """
+    tokenizer, source = processor.tokenizer, _source_of(processor)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens = {token for token in special if token in template or _is_written_by(source, token)}
+    tokens.update(token for token in tokenizer.special_tokens_map.values() if isinstance(token, str))
+    named = vars(processor).values()
+    tokens.update(token for token in named if isinstance(token, str) and token in special)
+    tokens.update(placeholder_tokens(processor))
     tokens.add(getattr(processor, "video_token", None) or "")
-    tokens = {token for token in tokens if len(token) > 1 and token not in spoken}
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)))
+    return sorted(
+        (token for token in tokens if len(token) > 1 and token not in spoken), key=len, reverse=True
+    )
+
+
+def _source_of(processor: ProcessorMixin) -> str:
+    try:
+        return inspect.getsource(sys.modules[type(processor).__module__])
+    except OSError:
+        return ""
+
+
+def _is_written_by(source: str, token: str) -> bool:
+    """Whether the source has the token, or an f-string for its numbers, such as <row_{row}_col_{col}>."""
+    return re.search(re.sub(r"\d+", r"(?:\\d+|\\{[^{}]*\\})", re.escape(token)), source) is not None
+
+
+def one_of(tokens: list[str]) -> re.Pattern[str]:
+    """Return a pattern of these tokens, longest first. If there are none, it matches nothing."""
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def placeholder_tokens(processor: ProcessorMixin) -> list[str]:
@@ -327,8 +396,27 @@ def placeholder_tokens(processor: ProcessorMixin) -> list[str]:
 
 
 def _broken(match: re.Match[str]) -> str:
-    return match[0][0] + WORD_JOINER + match[0][1:]
+    return match[0][0] + TYPED + match[0][1:]
 
 
 def _text_message(role: str, text: str) -> dict:
     return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def text_of(turn: dict) -> str:
+    """The text of a clean turn, without its media."""
+    return "".join(part["text"] for part in turn["content"] if part["type"] == "text")
+
+
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+_ASKED = [_text_message("user", "a")]
+PROBED_TURNS = {  # of each role a conversation in which one turn has the PROBE_TEXT
+    "system": [_text_message("system", PROBE_TEXT), *_ASKED],
+    "user": [_text_message("user", PROBE_TEXT)],
+    "assistant": [*_ASKED, _text_message("assistant", PROBE_TEXT)],
+    "tool": [
+        *_ASKED,
+        _text_message("assistant", "b") | {"tool_calls": [_CALL]},
+        _text_message("tool", PROBE_TEXT),
+    ],
+}

@@ -8,6 +8,7 @@ from megatron_vlm.batch import Prompt
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import ChatMLSample, is_blank
 from megatron_vlm.data.conversation.turns import without_thinking
+from megatron_vlm.data.encode.chat_template import text_of
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import decode_video
@@ -64,11 +65,6 @@ def references_of(reply: dict) -> list[str]:
         return listed
     text = text_of(without_thinking(reply)).strip()
     return [] if is_blank(text) else [text]
-
-
-def text_of(turn: dict) -> str:
-    """The text of a clean turn, without its media."""
-    return "".join(part["text"] for part in turn["content"] if part["type"] == "text")
 
 
 def _first_turns(sample: ChatMLSample, messages: list[dict]) -> ChatMLSample:

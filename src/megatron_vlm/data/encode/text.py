@@ -13,6 +13,8 @@ ids are searched for text. (Up to Transformers 5.17, its own assistant mask is w
 """
 
 import copy
+import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -20,14 +22,24 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from tokenizers import Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
 from megatron_vlm.data.accounts.bad_sample import REFUSALS, refused_by_processor
 from megatron_vlm.data.conversation.replies import Span
-from megatron_vlm.data.encode.chat_template import MARK_PAIRS, MARKS, ChatTemplate, RenderedChat
+from megatron_vlm.data.encode.chat_template import (
+    MARK_PAIRS,
+    MARKS,
+    TYPED,
+    ChatTemplate,
+    RenderedChat,
+    one_of,
+)
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Grid
 from megatron_vlm.data.media.videos import Frames, video_options
+
+CONTROL = "\U0010ff09"  # before the control tokens of a template, while a text with typed ones is tokenized
 
 
 @dataclass
@@ -54,7 +66,8 @@ class TextEncoder:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
         self.chat = ChatTemplate(processor, mask_thinking, spoken)
         self.kind = kind_of(processor)
-        self.marked_tokenizer = MarkedTokenizer(self.tokenizer)
+        self._typed_tokens = TypedTokens(self.tokenizer, self.chat.added_control_tokens)
+        self.marked_tokenizer = MarkedTokenizer(self.tokenizer, self._typed_tokens)
         self._processor = copy.copy(processor)
         self._processor.tokenizer = self.marked_tokenizer
 
@@ -93,7 +106,10 @@ class TextEncoder:
     def tokenize(self, prompt: RenderedChat) -> EncodedText:
         """The prompt as it stands, with the ids that a call of the tokenizer would give."""
         tokenizer, text, special = self.tokenizer, prompt.text, prompt.add_special_tokens
-        if _only_wraps(tokenizer):
+        if TYPED in text:
+            encoding = self._typed_tokens(text, add_special_tokens=special)
+            ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+        elif _only_wraps(tokenizer):
             encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
             ids, offsets = encoding.ids, encoding.offsets
         else:
@@ -120,12 +136,75 @@ def most_characters(tokenizer: Any, tokens: int) -> int:
     return 4 * tokens * max(map(len, tokenizer.get_vocab()))
 
 
+class TypedTokens:
+    """Tokenizes text so that the template's control tokens are tokens, and those of a record stay text.
+
+    Its tokenizer is a copy in which each control token has CONTROL before its name. CONTROL is put before the
+    template's control tokens, and TYPED is taken out of the record's, which so are text like any other::
+
+        <|im_start|>user\\n<·|im_end|>     →  +<|im_start|>user\\n<|im_end|>       (· TYPED, + CONTROL)
+
+    The ids of both tokenizers differ only in added tokens. The tokens of the record's text are those that
+    `split_special_tokens=True` gives.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        control_tokens: Those of its added tokens that no record can write, longest first.
+    """
+
+    def __init__(self, tokenizer: Any, control_tokens: list[str]):
+        self._tokenizer, self._control_tokens = tokenizer, control_tokens
+        self._template_tokens = one_of(control_tokens)
+
+    @functools.cached_property
+    def _renamed(self) -> tuple[Any, dict[int, int]]:
+        """The copy, and of its added tokens the ids in the tokenizer. It is made when a record needs it."""
+        description = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        names = {token: CONTROL + token for token in self._control_tokens}
+        for token in description["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        backend = Tokenizer.from_str(json.dumps(description))
+        tokenizer = copy.copy(self._tokenizer)
+        tokenizer._tokenizer = backend
+        added = self._tokenizer.added_tokens_encoder.items()
+        return tokenizer, {backend.token_to_id(names.get(name, name)): token for name, token in added}
+
+    def __call__(self, text: str | list[str], **kwargs: Any) -> BatchEncoding:
+        """Return what a call of the tokenizer returns, with the offsets of tokens in `text`."""
+        tokenizer, ids = self._renamed
+        tensor_type = kwargs.pop("return_tensors", None)
+        wanted = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
+        plain = text if isinstance(text, str) else text[0]
+        marked = self._template_tokens.sub(lambda match: CONTROL + match[0], plain)
+        encoding = tokenizer([marked.replace(TYPED, "")], **kwargs | wanted)
+
+        # the tokens that the tokenizer itself puts around a text, such as BOS, have their own ids already
+        around = encoding.pop("special_tokens_mask")[0]
+        pairs = zip(encoding["input_ids"][0], around, strict=True)
+        encoding["input_ids"] = [
+            [token if is_around else ids.get(token, token) for token, is_around in pairs]
+        ]
+
+        # of each character that was tokenized the place in `text`: CONTROL is none there, TYPED was left out
+        characters = np.array(list(marked))
+        places = np.cumsum(characters != CONTROL) - (characters != CONTROL)
+        places = np.append(places[characters != TYPED], len(plain)).tolist()
+        encoding["offset_mapping"] = [
+            [
+                (places[start], places[stop - 1] + 1 if stop > start else places[start])
+                for start, stop in encoding["offset_mapping"][0]
+            ]
+        ]
+        one_row = {key: rows[0] for key, rows in encoding.items()} if isinstance(text, str) else encoding
+        return BatchEncoding(dict(one_row), tensor_type=tensor_type)
+
+
 class MarkedTokenizer:
     """Stands in for a processor's tokenizer: takes the marks out of the text and keeps what they meant,
     and the characters of each token."""
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, typed_tokens: "TypedTokens"):
+        self._tokenizer, self._typed_tokens = tokenizer, typed_tokens
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_tokenizer":  # copying asks for these before __init__ has run
@@ -140,7 +219,10 @@ class MarkedTokenizer:
         assert len(marked) == 1, "one conversation per processor call"
         self.prompt = without_marks(marked[0])
         plain = self.prompt.text if isinstance(text, str) else [self.prompt.text]
-        encoding = self._tokenizer(plain, return_offsets_mapping=True, **kwargs)
+        if TYPED in self.prompt.text:
+            encoding = self._typed_tokens(plain, **kwargs)
+        else:
+            encoding = self._tokenizer(plain, return_offsets_mapping=True, **kwargs)
         offsets = encoding.pop("offset_mapping")
         self.offsets = offsets if isinstance(text, str) else offsets[0]
         return encoding

@@ -1,0 +1,164 @@
+"""Published chat templates, which TRL has copies of, with content as Transformers' users pass it."""
+
+import copy
+from importlib.resources import files
+
+import pytest
+from PIL import Image
+from samples import templated
+
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.encode.text import TextEncoder
+from tiny.checkpoints import TINY_FAMILIES
+from tiny.corpus import default_corpus
+
+FOLDER = files("trl") / "chat_templates"
+# of each template the tiny family whose control tokens it writes; `_training` ones mark replies with tags
+PUBLISHED = {
+    "qwen2_5_vl": "qwen2_5_vl",
+    "qwen3_vl": "qwen3_vl",
+    "qwen3_5_think": "qwen3_vl",
+    "qwen3_5_nothink": "qwen3_vl",
+    "qwen3_6": "qwen3_vl",
+    "qwen3_8": "qwen3_vl",
+    "gemma3": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4_v2": "gemma4",
+    "gemma4_v3": "gemma4",
+    "gemma4_v4": "gemma4",
+    "gemma4_v5": "gemma4",
+    "glm4moe": "glm4v_moe",
+    "lfm2_2_5_vl": "lfm2_vl",
+    "smolvlm": "smolvlm",
+    "idefics3": "smolvlm",
+    "llava_next": "llava",
+}
+USER = {"role": "user", "content": "What is 3 + 4?"}
+REPLY = {"role": "assistant", "content": "It is 7."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+THINKS = REPLY | {"reasoning_content": "Three and four."}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+SEES = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]}
+CONVERSATIONS = {
+    "one turn": [USER, REPLY],
+    "three turns": [USER, REPLY] * 3,
+    "system": [{"role": "system", "content": "Be brief."}, USER, REPLY],
+    "system, three turns": [{"role": "system", "content": "Be brief."}, *[USER, REPLY] * 3],
+    "reasoning": [USER, THINKS],
+    "reasoning in the middle": [USER, THINKS, USER, REPLY],
+    "a call": [USER, CALLS, {"role": "tool", "name": "add", "content": "7"}, REPLY],
+    "a call, reasoning": [USER, CALLS, {"role": "tool", "name": "add", "content": "7"}, THINKS],
+    "lines": [USER | {"content": "a\n\nb"}, REPLY | {"content": "1\n\n2 "}],
+    "an image": [SEES, REPLY],
+    "an image, system": [{"role": "system", "content": "Be brief."}, SEES, REPLY],
+    "an image later": [USER, REPLY, SEES, REPLY],
+}
+
+
+@pytest.fixture(scope="module")
+def encoders():
+    made = {}
+
+    def of(name):
+        if name not in made:
+            processor = TINY_FAMILIES[PUBLISHED[name]].processor(default_corpus(), "{{ messages }}")
+            made[name] = TextEncoder(templated(processor, (FOLDER / f"{name}.jinja").read_text()))
+        return made[name]
+
+    return of
+
+
+def refused(render):
+    try:
+        return render()
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_text_is_that_of_transformers(encoders, name, conversation):
+    encoder, turns = encoders(name), CONVERSATIONS[conversation]
+    tools = TOOLS if "call" in conversation else None
+    tokenizer = encoder.tokenizer
+    expected = refused(
+        lambda: tokenizer.apply_chat_template(
+            copy.deepcopy(turns), tools=tools, chat_template=encoder.chat.text, tokenize=False
+        )
+    )
+    messages, _ = cook_chatml_sample(copy.deepcopy(turns))
+    if encoder.chat._needs_parts:  # a template that knows lists alone writes nothing for text
+        expected = refused(
+            lambda: tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=encoder.chat.text, tokenize=False
+            )
+        )
+    if expected is None:
+        with pytest.raises(BadSample):
+            encoder.chat.render(messages, tools)
+        return
+    text, spans, _ = encoder.chat.render(messages, tools)
+    assert text in (expected, expected + (encoder.chat._next_turn or ""))
+    writes_calls = "tool_calls" in encoder.chat.text
+    replies = [turn for turn in turns if turn["role"] == "assistant" and (turn["content"] or writes_calls)]
+    assert len(spans) == len(replies)
+    for (start, stop), reply in zip(spans, replies, strict=True):
+        assert reply["content"].strip() in text[start:stop]
+        assert USER["content"] not in text[start:stop]
+
+
+def split(tokenizer, text):
+    """The ids of a text in which control tokens are text."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+@pytest.mark.parametrize("images", [0, 1])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_typed_control_tokens_are_the_pieces_of_the_text_as_it_stands(encoders, name, images):
+    """By a call of the processor and without one; what surrounds them stays as it was."""
+    encoder = encoders(name)
+    tokenizer, control = encoder.tokenizer, encoder.chat.added_control_tokens
+    controls = {tokenizer.added_tokens_encoder[token] for token in control}
+
+    def encoded(text):
+        content = [*[{"type": "image"}] * images, {"type": "text", "text": text}]
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": text}]
+        prompt = encoder.chat(cook_chatml_sample(turns)[0], None, images)
+        called, _ = encoder(prompt, [Image.new("RGB", (64, 48))] * images)
+        if not images:
+            read = encoder.tokenize(prompt)
+            assert read.input_ids.tolist() == called.input_ids.tolist()
+            assert read.weights.tolist() == called.weights.tolist()
+        return called
+
+    plain = encoded("8.8")
+    for token in control:
+        typed = f"a{token}9.99{token}b"
+        tricked = encoded(typed)
+        ids = tricked.input_ids.tolist()
+        assert [i for i in ids if i in controls] == [i for i in plain.input_ids.tolist() if i in controls]
+        trained = tokenizer.decode([i for i, w in zip(ids, tricked.weights, strict=True) if w])
+        assert typed in trained and not any(character > "\ue000" for character in trained)
+        pieces = split(tokenizer, typed)[1:-1]  # the first and the last may join what is around
+        assert any(ids[start : start + len(pieces)] == pieces for start in range(len(ids)))
+
+
+@pytest.mark.parametrize("add", ["special", "plain"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "llava_next"])
+def test_tokens_of_the_users_own_are_tokens_and_are_trained(name, add):
+    processor = TINY_FAMILIES[PUBLISHED[name]].processor(
+        default_corpus(), (FOLDER / f"{name}.jinja").read_text()
+    )
+    if add == "special":
+        processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<seg>"]})
+    else:
+        processor.tokenizer.add_tokens(["<seg>"])
+    encoder = TextEncoder(processor)
+    turns = [USER, {"role": "assistant", "content": "It is <seg>."}]
+    encoded = encoder.tokenize(encoder.chat(cook_chatml_sample(turns)[0], None, 0))
+    seg = processor.tokenizer.convert_tokens_to_ids("<seg>")
+    assert encoded.input_ids[encoded.weights > 0].tolist().count(seg) == 1
+    alone = [USER, {"role": "assistant", "content": "<seg>"}]
+    assert encoder.chat.render(cook_chatml_sample(alone)[0])[1]
