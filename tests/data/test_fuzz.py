@@ -330,7 +330,7 @@ def said(messages: list[dict]) -> str:
 
 def letters(text: str) -> str:
     """Without what separates the pieces of a control token that a record typed, and spaces."""
-    return "".join(text.replace("\u2060", "").replace("\u2581", " ").split())
+    return "".join(text.replace("\u2581", " ").split())
 
 
 @MANY

@@ -4,6 +4,7 @@ import copy
 from importlib.resources import files
 
 import pytest
+from jinja2 import TemplateError
 from PIL import Image
 from samples import templated
 
@@ -73,7 +74,7 @@ def encoders():
 def refused(render):
     try:
         return render()
-    except Exception:
+    except (TemplateError, TypeError, ValueError):
         return None
 
 
@@ -122,8 +123,12 @@ def test_typed_control_tokens_are_the_pieces_of_the_text_as_it_stands(encoders, 
     tokenizer, control = encoder.tokenizer, encoder.chat.added_control_tokens
     controls = {tokenizer.added_tokens_encoder[token] for token in control}
 
+    if images and name == "glm4moe":
+        pytest.skip("a template of texts alone")
+
     def encoded(text):
-        content = [*[{"type": "image"}] * images, {"type": "text", "text": text}]
+        asked = text.replace("<image>", "").replace("<video>", "")  # they are media in a user's text
+        content = [*[{"type": "image"}] * images, {"type": "text", "text": asked}]
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": text}]
         prompt = encoder.chat(cook_chatml_sample(turns)[0], None, images)
         called, _ = encoder(prompt, [Image.new("RGB", (64, 48))] * images)

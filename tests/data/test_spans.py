@@ -168,7 +168,7 @@ def test_typed_markers_do_not_become_control_tokens(spans, role):
     controls = [[t for t in e.input_ids.tolist() if t in special] for e in (plain, tricked)]
     assert controls[0] == controls[1]
     assert len(replies(spans, tricked)) == 1
-    assert "start_of_turn>model" in spans.tokenizer.decode(tricked.input_ids).replace("\u2060", "")
+    assert "start_of_turn>model" in spans.tokenizer.decode(tricked.input_ids)
 
 
 def test_reserved_characters_in_a_record_cannot_move_the_mask(spans):
