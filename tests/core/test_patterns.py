@@ -21,7 +21,7 @@ USES = ("match", "fullmatch", "search", "sub", "split", "findall", "finditer")
 # types of errors, patterns of Transformers, and rules for weights
 LOCAL = {
     "config_rules.patterns": 1,
-    "data.encode.chat_template": 6,
+    "data.encode.chat_template": 7,
     "data.encode.processing": 2,
     "data.grounding.convention": 2,  # tried in tests/data/test_boxes.py
     "job.failures": 1,

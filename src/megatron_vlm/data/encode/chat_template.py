@@ -98,7 +98,7 @@ class ChatTemplate:
         return PROBE_TEXT not in texts[0] and PROBE_TEXT in texts[1]
 
     def _probed_text(self) -> str:
-        """What the template writes for turns of each role: it may build its markers from their names."""
+        """Render turns of each role: the template may build its markers from the roles' names."""
         written = []
         for turns in PROBED_TURNS.values():
             with contextlib.suppress(BadSample):
@@ -358,7 +358,8 @@ def control_tokens(processor: ProcessorMixin, template: str, spoken: Sequence[st
     These are the tokens with a name (BOS, the image token), and the special tokens that are in the `template`
     or in the source of the processor. Other special tokens are a user's own.
     """
-    tokenizer, source = processor.tokenizer, _source_of(processor)
+    tokenizer = processor.tokenizer
+    source = _source_of(processor)
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens = {token for token in special if token in template or _is_written_by(source, token)}
     tokens.update(token for token in tokenizer.special_tokens_map.values() if isinstance(token, str))

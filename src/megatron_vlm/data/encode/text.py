@@ -106,14 +106,12 @@ class TextEncoder:
     def tokenize(self, prompt: RenderedChat) -> EncodedText:
         """The prompt as it stands, with the ids that a call of the tokenizer would give."""
         tokenizer, text, special = self.tokenizer, prompt.text, prompt.add_special_tokens
-        if TYPED in text:
-            encoding = self._typed_tokens(text, add_special_tokens=special)
-            ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
-        elif _only_wraps(tokenizer):
+        if TYPED not in text and _only_wraps(tokenizer):
             encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
             ids, offsets = encoding.ids, encoding.offsets
         else:
-            encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+            call = self._typed_tokens if TYPED in text else tokenizer
+            encoding = call(text, add_special_tokens=special, return_offsets_mapping=True)
             ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         weights, images, videos = on_tokens(prompt, offsets)
         return EncodedText(np.fromiter(ids, np.int64, len(ids)), weights, images, videos)
@@ -137,23 +135,24 @@ def most_characters(tokenizer: Any, tokens: int) -> int:
 
 
 class TypedTokens:
-    """Tokenizes text so that the template's control tokens are tokens, and those of a record stay text.
+    """Tokenizes text so that control tokens of the template are tokens, and typed ones stay text.
 
     Its tokenizer is a copy in which each control token has CONTROL before its name. CONTROL is put before the
     template's control tokens, and TYPED is taken out of the record's, which so are text like any other::
 
         <|im_start|>user\\n<·|im_end|>     →  +<|im_start|>user\\n<|im_end|>       (· TYPED, + CONTROL)
 
-    The ids of both tokenizers differ only in added tokens. The tokens of the record's text are those that
-    `split_special_tokens=True` gives.
+    The ids of both tokenizers differ only in added tokens. The record's text gets the same tokens as with
+    `split_special_tokens=True`.
 
     Args:
         tokenizer: A fast tokenizer.
-        control_tokens: Those of its added tokens that no record can write, longest first.
+        control_tokens: Its added tokens that no record can write, longest first.
     """
 
     def __init__(self, tokenizer: Any, control_tokens: list[str]):
-        self._tokenizer, self._control_tokens = tokenizer, control_tokens
+        self._tokenizer = tokenizer
+        self._control_tokens = control_tokens
         self._template_tokens = one_of(control_tokens)
 
     @functools.cached_property
@@ -204,7 +203,8 @@ class MarkedTokenizer:
     and the characters of each token."""
 
     def __init__(self, tokenizer: Any, typed_tokens: "TypedTokens"):
-        self._tokenizer, self._typed_tokens = tokenizer, typed_tokens
+        self._tokenizer = tokenizer
+        self._typed_tokens = typed_tokens
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_tokenizer":  # copying asks for these before __init__ has run
@@ -219,10 +219,8 @@ class MarkedTokenizer:
         assert len(marked) == 1, "one conversation per processor call"
         self.prompt = without_marks(marked[0])
         plain = self.prompt.text if isinstance(text, str) else [self.prompt.text]
-        if TYPED in self.prompt.text:
-            encoding = self._typed_tokens(plain, **kwargs)
-        else:
-            encoding = self._tokenizer(plain, return_offsets_mapping=True, **kwargs)
+        call = self._typed_tokens if TYPED in self.prompt.text else self._tokenizer
+        encoding = call(plain, return_offsets_mapping=True, **kwargs)
         offsets = encoding.pop("offset_mapping")
         self.offsets = offsets if isinstance(text, str) else offsets[0]
         return encoding
