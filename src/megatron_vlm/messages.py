@@ -21,22 +21,32 @@ def printable(text: object, longest: int = LONGEST) -> str:
     Escapes, newlines, bidirectional marks and everything else that Unicode does not call printable appear as
     Python writes them (`\\x1b`, `\\n`, `\\u202e`), also lone surrogates, so that any encoding can write them.
     More than `longest` characters are cut in the middle, as both ends of a path are useful. Keys in an
-    address (`s3://key:secret@bucket`) are left out.
+    address are left out, see `mask_addresses`.
     """
-    shown = "".join(_shown(character) for character in _cut(_addresses(text), longest))
+    shown = "".join(_shown(character) for character in _cut(mask_addresses(text), longest))
     return _cut(shown, 3 * longest)  # an escape takes up to ten characters
 
 
 def printable_lines(text: object) -> str:
     """A whole text that no terminal obeys: as by `printable`, but nothing is cut, and newlines, tabs, all
     spaces and what joins characters of scripts and emojis are kept."""
-    return "".join(c if _is_of_text(c) else _shown(c) for c in _addresses(text))
+    return "".join(c if _is_of_text(c) else _shown(c) for c in mask_addresses(text))
 
 
-def _addresses(text: object) -> str:
-    """The text with its addresses as users write them: without keys, and buckets not by Energon's name."""
+def mask_addresses(text: object) -> str:
+    """Return the text without the keys in its addresses, and with buckets not under Energon's name for them.
+
+    Keys stand before an @, or in the query of a presigned address (`?X-Amz-Signature=…`).
+    """
     text = str(text).replace("msc://_s3-", "s3://")
-    return re.sub(r"(?i)((?:s3|msc):/+)[^/\s:@]*:\S*@|(://)[^/\s@]*@", r"\1\2…@", text)
+    text = re.sub(r"(?i)((?:s3|msc):/+)[^/\s:@]*:\S*@|(://)[^/\s@]*@", r"\1\2…@", text)
+    return re.sub(r"(\b[A-Za-z][\w+.-]*:/+[^\s?'\"]*\?)[^\s'\"]*=[^\s'\"]*", r"\1…", text)
+
+
+def has_keys(address: object) -> bool:
+    """Return whether an address, or any in a list of them, has what `mask_addresses` leaves out."""
+    found = re.findall(r"(?i)\b(?:s3|msc|gs|az|abfss?|hf|https?|ftp):/+[^\s,\]]*", str(address))
+    return any(mask_addresses(one) != one for one in found)
 
 
 class PrintableRecord(logging.LogRecord):

@@ -15,7 +15,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
-from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.messages import has_keys, printable, suggestion
 from megatron_vlm.stores import KEYS
 
 EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
@@ -144,9 +144,12 @@ def checked(name: str, value: Any) -> Any:
     """The value of a setting in the setting's type. Raises ConfigError if it has another or breaks a rule."""
     if "${" in str(value):  # other programs would fill it in
         raise ConfigError(f"{name}: {value!r}: ${{…}} is not filled in; write the value out.")
-    if re.search(r"(?i)(s3|msc):/+[^/\s,]*[:@]", str(value)):
+    if name != "train.on_export":  # a command of the user's, which may ask any server
+        refuse_keys(name, value)
+    if name.endswith(("_data_path", "score_path")) and re.search(r"(?i)\bhttps?:/", str(value)):
         raise ConfigError(
-            f"{name}: an address with keys, which files of the run would show; give them by {KEYS}."
+            f"{name}: data is not read by https; download the file, or give the name of a dataset of the hub "
+            "or s3://BUCKET/PATH."
         )
     hint = setting_types()[name]
     try:
@@ -156,6 +159,15 @@ def checked(name: str, value: Any) -> Any:
     except (TypeError, yaml.YAMLError) as error:
         example = f", as {name}.NAME=VALUE" if get_origin(hint) is dict else ""
         raise ConfigError(f"{name}: {value!r} does not fit; expected {in_words(hint)}{example}.") from error
+
+
+def refuse_keys(name: str, value: Any) -> None:
+    """Raise ConfigError for an address that holds keys, which the files of a run would show."""
+    if re.search(r"(?i)(s3|msc):/+[^/\s,]*[:@]", str(value)) or has_keys(value):
+        raise ConfigError(
+            f"{name}: an address with keys, which files of the run would show; give it without them, and the "
+            f"keys by {KEYS}."
+        )
 
 
 def fitted(value: Any, hint: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -13,6 +14,7 @@ from threading import Timer
 import pytest
 from loaders import open_loader, take
 from prepared_shards import prepare, stored
+from programs import TYPED, ask
 from sources import image_bytes, write_hf_folder, write_sharegpt
 
 pytest.importorskip("moto", reason="moto is not installed")
@@ -283,11 +285,50 @@ def test_no_sample_is_lost_while_a_store_is_away(folder, encoder, name, workers,
 def test_keys_in_an_address_are_refused_and_never_shown():
     address = f"s3://{KEY}:{SECRET}@bucket/data.jsonl"
     others = [f"S3:/{KEY}:a/{SECRET}@bucket/x", f"msc://{KEY}:a/{SECRET}@bucket/x"]
-    for setting in ("data.train_data_path", "data.media_dir", "train.upload_to", "model.hf_path"):
-        for value in (address, f"[{address}]", *others):
+    presigned = [
+        f"s3://bkt/data.jsonl?AWSAccessKeyId={KEY}&Signature={SECRET}",
+        f"https://bkt.s3.amazonaws.com/x.jsonl?X-Amz-Credential={KEY}&X-Amz-Signature={SECRET}",
+        f"https://{KEY}:{SECRET}@host/x.jsonl",
+    ]
+    for setting in ("data.train_data_path", "data.media_dir", "train.upload_to", "model.hf_path", "run_dir"):
+        for value in (address, f"[{address}]", *others, *presigned, f"[a.jsonl,{presigned[0]}]"):
             with pytest.raises(ConfigError, match="an address with keys") as error:
                 apply_overrides(RunConfig(), [f"{setting}={value}"])
             assert KEY not in str(error.value) and SECRET not in str(error.value)
     assert printable(address) == "s3://…@bucket/data.jsonl"
     assert [printable(other) for other in others] == ["S3:/…@bucket/x", "msc://…@bucket/x"]
     assert printable("s3://bucket/a:b@c/x") == "s3://bucket/a:b@c/x"
+    assert (
+        printable(presigned[0]) == "s3://bkt/data.jsonl?…" and printable("s3://b/x-?.tar") == "s3://b/x-?.tar"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["evaluate run ADDRESS", "prepare ADDRESS out", "export run ADDRESS", "train --data ADDRESS --model m"],
+)
+def test_no_command_takes_or_shows_an_address_with_keys(words):
+    address = f"https://bkt.s3.amazonaws.com/x.jsonl?X-Amz-Signature={SECRET}"
+    answer = ask(*TYPED, *words.replace("ADDRESS", address).split())
+    assert answer.returncode == 2 and "an address with keys" in answer.stderr
+    assert SECRET not in answer.stdout + answer.stderr
+
+
+def test_nothing_that_a_run_prints_or_writes_has_a_key(tmp_path, tiny_gemma3):
+    """Records may hold presigned addresses of images: they are dropped, and named without their keys."""
+    (tmp_path / "rows").mkdir()
+    file = write_sharegpt(tmp_path / "rows", 8)
+    rows = (tmp_path / "rows" / "data.jsonl").read_text().splitlines()
+    signed = {"images": [f"https://bkt.s3.amazonaws.com/a.png?X-Amz-Signature={SECRET}"]}
+    bucket = {"images": [f"s3://{KEY}:{SECRET}@bkt/a.png"]}
+    bad = [json.dumps(json.loads(rows[0]) | one) for one in (signed, bucket)]
+    (tmp_path / "rows" / "data.jsonl").write_text("\n".join([*rows, *bad]) + "\n")
+    answer = ask(
+        *TYPED,
+        *("train", "--recipe=gemma3_tiny_digits", f"--hf_path={tiny_gemma3}", "--dataset_type=hf", "tp=1"),
+        *(f"--train_data_path={file}", f"--run_dir={tmp_path}/run", "steps=4", "data.max_drop_share=1"),
+    )
+    written = [path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    assert sum("missing_media" in text for text in written) and "a.png?…" in "".join(written)
+    assert not any(SECRET in text for text in [answer.stdout, answer.stderr, *written])

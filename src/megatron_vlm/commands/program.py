@@ -27,6 +27,7 @@ from megatron_vlm.job.failures import BUG_CODE, LastWords, by_signal, interrupte
 from megatron_vlm.job.ranks import LAUNCHER_SPEAKS
 from megatron_vlm.job.stops import AGAIN_AFTER, WARNINGS
 from megatron_vlm.messages import PrintableRecord, printable, printable_lines
+from megatron_vlm.overrides import refuse_keys
 
 START_AGAIN = "Start again."
 # torchrun sends SIGTERM to all others when one rank ends, so this counts only without another reason
@@ -78,6 +79,9 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     with LastWords(name):
         for number in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             ranks.from_environment(number, 0)
+        for word in sys.argv[1:] if arguments is None else arguments:
+            if address := re.fullmatch(r"(?:([\w.-]+)=)?(\[?\w+:/\S*)", word):
+                refuse_keys(address[1] or "the command line", address[2])
         program(arguments, prog_name=name)
 
 

@@ -26,7 +26,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.files import NotAFile, open_to_write
 from megatron_vlm.job import ranks, watchdog
 from megatron_vlm.job.stops import Stopped
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import mask_addresses, printable
 
 BUG_CODE, USERS_CODE, INTERRUPTED_CODE = 1, 2, 130
 PATIENCE = 5.0  # seconds for which a rank that lost another waits for the other's reason
@@ -310,7 +310,7 @@ def _raised_by_us(error: BaseException) -> bool:
 
 def _keep_traceback(error: BaseException) -> Path:
     """Writes the traceback to this rank's file in the run folder, else to a new file. Returns the path."""
-    text = "".join(traceback.format_exception(error))
+    text = mask_addresses("".join(traceback.format_exception(error)))
     watched = watchdog.watch()
     is_for_users = _is_for_users(error)
     if watched is not None and (watched.owned or not is_for_users):

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.files import keep_rows_before, open_to_write, read_rows, write_whole
+from megatron_vlm.messages import mask_addresses
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.run_folder.callbacks import Callback
@@ -149,7 +150,7 @@ class RunLogger:
     def message(self, text: str) -> None:
         """Print a line above the bar."""
         if self.is_writer:
-            tqdm.write(text, file=sys.stdout)
+            tqdm.write(mask_addresses(text), file=sys.stdout)
             sys.stdout.flush()
 
     def saved(self, step: int) -> None:

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from megatron_vlm.files import naming, open_to_write
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import mask_addresses, printable
 
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {
@@ -125,7 +125,7 @@ class DropReport:
         slot = self._slots[reason]
         line = {"key": key, "reason": reason}
         if self._counts[slot] < DETAILS:
-            line["detail"] = detail[:500]
+            line["detail"] = mask_addresses(detail)[:500]
         self._write(json.dumps(line).encode() + b"\n")  # before counting, so that every counted drop is named
         with self._locked():
             self._counts[slot] += 1
