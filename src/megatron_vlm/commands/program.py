@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.layout import check_gpus
+from megatron_vlm.files import read_text
 from megatron_vlm.job import ranks
 from megatron_vlm.job.failures import BUG_CODE, LastWords, by_signal, interrupted
 from megatron_vlm.job.ranks import LAUNCHER_SPEAKS
@@ -322,7 +323,7 @@ def _reports(folder: str) -> list[dict[str, Any]]:
     """The texts that the ranks of the last attempt wrote into torchrun's error files, see `ranks.tell`."""
     reports = []
     for file in _attempts(folder)[-1].glob("*/error.json") if _attempts(folder) else ():
-        message = json.loads(file.read_text())["message"]
+        message = json.loads(read_text(file))["message"]
         reports.append({"message": message["message"], **message["extraInfo"]})
     return reports
 

@@ -14,10 +14,11 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch.utils._device import _device_constructors
+
+from megatron_vlm.files import read_file
 
 _installed = False
 _device = torch.device("cpu")  # what "cuda" means here
@@ -77,7 +78,7 @@ def _is_torchruns_own() -> bool:
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_WORLD_SIZE") == "1":
         return False
     try:
-        return b"OMP_NUM_THREADS=" not in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+        return b"OMP_NUM_THREADS=" not in read_file(f"/proc/{os.getppid()}/environ", 1 << 24)
     except OSError:
         return True
 
