@@ -127,9 +127,7 @@ class Feed:
         if self._begun[0] and self._config.data.restart:
             yield "data.restart: the data begins again from here"
         if self._data:
-            if why := self._data.why_hf_processor:
-                yield f"data: the Hugging Face processor encodes every sample, slower: {why}"
-            yield from (*self._unknown, *self._data.train_loader.notes)
+            yield from (*self._data.notes, *self._unknown, *self._data.train_loader.notes)
             yield from validation_notes(self._train, self._data.valid_loader is not None)
         last = self.milestones.steps
         if self._epochs:

@@ -1,6 +1,7 @@
 """Pixel and frame limits that a record names, within those of the run."""
 
 import io
+import json
 from pathlib import Path
 from random import Random
 
@@ -19,6 +20,8 @@ from megatron_vlm.data.conversation.limits import limits_of
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media.videos import VideoRules, choose_clip, plan_video, rules_of_video
 from megatron_vlm.data.records.normalise import normalise, read_record
+from megatron_vlm.data.run_data import RunData
+from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import build_tiny_checkpoint
 
 SMALL, LARGE = 60 * 60, 90 * 90
@@ -209,3 +212,41 @@ def test_a_processor_with_one_size_for_all_images_says_so(tiny_gemma3, picture):
         BadSample, match="processor_error: Gemma3Processor makes all images one size: max_pixels"
     ):
         encoded(arguments_of("gemma3", tiny_gemma3), record, packing=False)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "smolvlm"])
+def test_limits_of_a_run_resample_no_image_of_a_fixed_budget(tmp_path, picture, family, packing):
+    arguments = arguments_of(family, build_tiny_checkpoint(family, tmp_path))
+    record = {"images": [{"bytes": picture}], "messages": turns("<image>a chart?")}
+    without = encoded(arguments, record, packing)
+    same(encoded(arguments, record, packing, max_pixels=SMALL // 9), without)
+    same(encoded(arguments, record, packing, min_pixels=LARGE * 9), without)
+
+
+def test_limits_change_the_tiles_of_an_image(tmp_path, picture):
+    """The tiles have one size, and their number depends on the image's."""
+    arguments = arguments_of("internvl", build_tiny_checkpoint("internvl", tmp_path))
+    image = {"bytes": picture, "max_pixels": 20 * 20}
+    limited, free = (
+        encoded(arguments, {"images": [entry], "messages": turns("<image>a chart?")})
+        for entry in (image, {"bytes": picture})
+    )
+    assert len(limited.input_ids) < len(free.input_ids)
+
+
+def test_a_run_says_that_its_limits_have_no_effect(tmp_path):
+    checkpoint = build_tiny_checkpoint("gemma3", tmp_path / "base")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns("what?")}) + "\n")
+    config = load_recipe("gemma3_tiny_digits")(
+        hf_path=str(checkpoint),
+        run_dir=str(tmp_path / "run"),
+        dataset_type="hf",
+        train_data_path=str(tmp_path / "a.jsonl"),
+    )
+    arguments = arguments_of("gemma3", checkpoint)
+    for limit, notes in ((SMALL, 1), (None, 0)):
+        config.data.max_pixels = limit
+        data = RunData(config, arguments["processor"], arguments["needs"], 0, 1)
+        data.close()
+        assert len([line for line in data.notes if "data.max_pixels: no effect" in line]) == notes

@@ -199,7 +199,7 @@ def test_draws_spread_between_the_limits():
     assert abs(np.mean(np.array(sizes) < np.sqrt(LEAST * MOST)) - 0.5) < 0.05
 
 
-@pytest.mark.parametrize("family", ["gemma3", "internvl", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma3", "smolvlm", "gemma4"])
 def test_a_processor_of_one_size_is_refused_by_name(family, tmp_path):
     arguments = arguments_of(family, build_tiny_checkpoint(family, tmp_path))
     with pytest.raises(ConfigError, match="data.resize_jitter: .*Processor makes .* one size"):

@@ -9,6 +9,7 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import Batch, DataNeeds
 from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.accounts.drops import DropReport
+from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder, VLMTaskEncoder
 from megatron_vlm.messages import reading
 from megatron_vlm.objectives import objective_of
@@ -47,8 +48,8 @@ class RunData:
             encoder.documents = objective_of(config).sample_encoder(encoder.documents, data)
         reader = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
         self.patches_of = train.patches_of
-        # why the HF processor encodes the samples; None: it does not
-        self.why_hf_processor = train.documents.why_hf_processor
+        # what a user should know before the first step about how samples are encoded
+        self.notes = list(_notes(data, train.documents))
         self.train_loader = provider.train_loader(train, seed=config.train.seed, **reader)
         self.valid_loader = provider.valid_loader(valid, **reader)
         # of each loader, what the keys of its samples begin with; none unless it reads several sources
@@ -66,3 +67,14 @@ class RunData:
         for loader in (self.train_loader, self.valid_loader):
             if loader is not None:
                 loader.close()
+
+
+def _notes(data: DataConfig, documents: DocumentEncoder) -> Iterator[str]:
+    """Yield lines about how samples are encoded that a user should know before the first step."""
+    if why := documents.why_hf_processor:
+        yield f"data: the Hugging Face processor encodes every sample, slower: {why}"
+    kind = documents.processing.kind
+    limits = [f"data.{name}" for name in ("min_pixels", "max_pixels") if getattr(data, name)]
+    if limits and kind.makes_one_size:
+        name = type(kind.processor).__name__
+        yield f"{' and '.join(limits)}: no effect, as {name} makes all images one size; remove it."

@@ -140,6 +140,8 @@ class DocumentEncoder:
         run's. Both are the same number if a size is drawn.
         """
         most, least = self._data.max_pixels, self._data.min_pixels
+        if self.processing.kind.makes_one_size:  # they would only resample the image once more
+            most = least = None
         images = []
         pairs = zip(sample.imgs or [], sample.limits["image"], strict=True)
         for number, (image, named) in enumerate(pairs):

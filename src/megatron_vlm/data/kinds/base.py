@@ -6,7 +6,7 @@ a processor's work without calling it is another question (`data.kinds.why_unkno
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,6 +27,7 @@ SWITCHES = ("do_resize", "do_rescale", "do_normalize")
 # images are RGB already and padded in any case; frames of videos are chosen before
 WITHOUT_EFFECT = ("do_convert_rgb", "do_pad", "do_sample_frames")
 PROBE_SIZE = (56, 56)
+SIDES = (28, 112, 448, 1792, 7168)  # of squares that show whether an image's pixels count
 PATCH_SIZE = 14  # pixels along a patch's side if nothing tells: SigLIP's
 
 
@@ -68,7 +69,6 @@ class Kind:
     alike: ClassVar[tuple[str, ...]] = ()  # settings in which their image and video processors must agree
     splits: ClassVar[str] = ""  # the setting that makes several images of one, which nothing counts
     writes_by_size: ClassVar[bool] = False  # of an image more than a run of its tokens, see `of_size`
-    makes_one_size: ClassVar[bool] = False  # so that limits on an image's pixels have no effect
     pads_to_largest: ClassVar[bool] = False  # images of a batch, right and bottom, to `image_sizes`
     colours_last: ClassVar[bool] = False  # in the patches that the tower takes
 
@@ -95,15 +95,23 @@ class Kind:
         name = type(self.processor).__name__
         raise ValueError(f"{name}: {why}, as packing needs; {remedy} data.packing=none.")
 
+    @functools.cached_property
+    def makes_one_size(self) -> bool:
+        """Whether limits on an image's pixels have no effect: only its aspect counts."""
+        return bool(self.sign) and len(self._results(SIDES)) == 1
+
+    def _results(self, sides: Iterable[int]) -> set[tuple]:
+        """Return what squares of these sides become: size, tokens and pieces."""
+        return {(self.target(side, side), self.told(side, side)) for side in sides}
+
     def check_sizes(self, least: int, most: int) -> None:
         """Raises ConfigError if images of `least` and of `most` pixels are resized to one size."""
-        sides = map(math.isqrt, (least, most))
-        sizes = {self.target(side, side) if self.sign else "unknown" for side in sides}
-        if len(sizes) == 1:
+        results = self._results(map(math.isqrt, (least, most))) if self.sign else {("unknown", None)}
+        if len(results) == 1:
             limits = f"data.min_pixels {least} and of data.max_pixels {most}"
             raise ConfigError(
                 f"data.resize_jitter: {type(self.processor).__name__} makes images of {limits} one size "
-                f"({sizes.pop()}); drop it, or move the two apart."
+                f"({results.pop()[0]}); drop it, or move the two apart."
             )
 
     def told(self, height: int, width: int, **options: Any) -> tuple[int, int] | None:

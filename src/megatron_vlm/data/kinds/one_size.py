@@ -18,7 +18,6 @@ class OneSize(Kind):
     }
     size_keys = ("height", "width")
     splits = "do_pan_and_scan"
-    makes_one_size = True
 
     @property
     def size(self) -> tuple[int, int]:
