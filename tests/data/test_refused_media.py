@@ -115,6 +115,31 @@ def test_every_way_takes_the_same_images(name):
     assert (dropped == 0) == (name in NEVER_DROPS)
 
 
+@pytest.mark.parametrize("size", [(1, 2001), (30_000, 10), (900_000, 1)])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "internvl", "qwen2_vl", "glm4v"])
+def test_the_processor_decides_whether_it_takes_a_long_image(family, size):
+    processor, config = made(family)
+    image = Image.new("RGB", size)
+    try:
+        theirs = processor.image_processor(images=[image], return_tensors="pt")
+    except ValueError as error:
+        theirs = str(error)
+    for way in WAYS:
+        ours = outcome(way, processor, config, sample(size))
+        if isinstance(theirs, str):
+            assert ours == ("processor_error", theirs), way
+        else:
+            assert not isinstance(ours, tuple), (way, ours)
+    assert isinstance(theirs, str) == (family in ("qwen2_vl", "glm4v")), theirs
+
+
+def test_the_crop_of_an_image_that_would_fill_the_memory_is_refused():
+    processor, config = made("llava", {"size": SizeDict(shortest_edge=336)})
+    for way in WAYS:
+        reason, detail = outcome(way, processor, config, sample((900_000, 1)))
+        assert reason == "image_too_large" and "302400000x336" in detail
+
+
 def test_what_the_model_refuses_fails_in_transformers_too():
     processor, config = made("llava_onevision", **TILES)
     reason, detail = outcome("known", processor, config, sample((2000, 40)))

@@ -44,7 +44,6 @@ REASONS = {
     "image_undecodable": "replace or remove the images",
     "image_truncated": "the files are cut short; copy them again",
     "image_too_large": "shrink the images before preparing the dataset",
-    "image_aspect": "crop the images: one side is over 200 times the other",
     "template_error": "the chat template refuses the conversation; its message says why",
     "processor_error": "the Hugging Face processor refuses the sample; its message says why",
     "model_refuses": "the model cannot take what the processor makes of the images or videos; its message "

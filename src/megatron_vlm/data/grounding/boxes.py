@@ -92,7 +92,8 @@ class Boxes:
         model saw it. What a model wrote may lie outside the image. Raises BadSample if there is no
         convention, or if the processor cannot take such an image.
         """
-        frame = self._frame(target_size(size, most, least), alone)
+        limited = size if self._kind.makes_one_size else target_size(size, most, least)
+        frame = self._frame(limited, alone)
         starts = (frame.left, frame.top)
         lengths = (frame.image_width, frame.image_height)
 

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 from transformers.image_transforms import get_resize_output_image_size
 
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.kinds.base import SWITCHES, Frame, Kind, resized
+from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 
 
 class OneSize(Kind):
@@ -52,6 +54,16 @@ class Cropped(OneSize):
     def size(self) -> tuple[int, int]:
         return self.images.crop_size["height"], self.images.crop_size["width"]
 
+    def refuse(self, height: int, width: int, alone: bool) -> None:
+        high, wide = self.target(height, width)
+        if high * wide > MAX_DECODED_PIXELS:
+            detail = f"{width}x{height} is resized to {wide}x{high} by its processor"
+            raise BadSample("image_too_large", detail)
+
+    def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
+        self.refuse(height, width, alone)
+        return super().count(height, width, alone)
+
     def target(self, height: int, width: int) -> tuple[int, int]:
         return get_resize_output_image_size(
             np.broadcast_to(0, (height, width, 3)),  # it looks at the shape alone
@@ -68,6 +80,7 @@ class Cropped(OneSize):
         return Frame(*self.size[::-1], left, top, width, height)
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
+        self.refuse(*image.shape[:2], alone)
         # black is around the middle where the image is smaller
         colours_first = torch.from_numpy(self.fitted(image)).movedim(-1, 0)
         middle = self.images.center_crop(colours_first, self.images.crop_size)

@@ -16,7 +16,7 @@ from megatron_vlm.data.kinds.one_size import OneSize
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
 
-MOST_OF_SQUARE = 4 * MAX_DECODED_PIXELS  # 960 MB; an image of 1:200 would take 200 times its own memory
+MOST_OF_SQUARE = 4 * MAX_DECODED_PIXELS  # 960 MB; the square of a long image takes many times its own memory
 
 
 class Tiles(OneSize):

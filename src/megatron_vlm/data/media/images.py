@@ -24,7 +24,6 @@ from megatron_vlm.signatures import unreadable
 # in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/data/test_images.py measures).
 MAX_DECODED_PIXELS = 80_000_000
 BAND_PIXELS = 2**19  # are converted at a time, as copies of a large image would take several times its size
-MAX_ASPECT = 200  # processors of grids of patches refuse longer images
 # Without formats that run an interpreter (EPS), or that no camera, browser or scanner writes.
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
 Image.init()
@@ -165,8 +164,6 @@ def _check_size(size: tuple[int, int]) -> None:
     width, height = size
     if width * height > MAX_DECODED_PIXELS:
         raise BadSample("image_too_large", f"{width}x{height} is over {MAX_DECODED_PIXELS} pixels")
-    if max(size) > MAX_ASPECT * min(size):
-        raise BadSample("image_aspect", f"{width}x{height} is longer than {MAX_ASPECT}:1")
 
 
 def target_size(size: tuple[int, int], max_pixels: int | None, min_pixels: int | None) -> tuple[int, int]:
