@@ -207,9 +207,10 @@ NOISE_JPEG = encoded(Image.effect_noise((64, 64), 50), "JPEG")
         (png_header(9000, 9000), "image_too_large"),
         (png_header(12_000, 12_000), "image_too_large"),
         (png_header(60_000, 60_000), "image_too_large"),
+        (png_header(1, 2**17 + 1), "image_too_large"),
         (tiff_of_a_large_tile(), "image_too_large"),
     ],
-    ids="empty text damaged eps nan truncated large warned bomb tile".split(),
+    ids="empty text damaged eps nan truncated large warned bomb long tile".split(),
 )
 def test_a_bad_image_says_why(data, reason):
     with pytest.raises(BadSample) as bad:

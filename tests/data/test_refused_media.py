@@ -115,7 +115,7 @@ def test_every_way_takes_the_same_images(name):
     assert (dropped == 0) == (name in NEVER_DROPS)
 
 
-@pytest.mark.parametrize("size", [(1, 2001), (30_000, 10), (900_000, 1)])
+@pytest.mark.parametrize("size", [(1, 2001), (30_000, 10), (100_000, 1)])
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "internvl", "qwen2_vl", "glm4v"])
 def test_the_processor_decides_whether_it_takes_a_long_image(family, size):
     processor, config = made(family)
@@ -136,8 +136,8 @@ def test_the_processor_decides_whether_it_takes_a_long_image(family, size):
 def test_the_crop_of_an_image_that_would_fill_the_memory_is_refused():
     processor, config = made("llava", {"size": SizeDict(shortest_edge=336)})
     for way in WAYS:
-        reason, detail = outcome(way, processor, config, sample((900_000, 1)))
-        assert reason == "image_too_large" and "302400000x336" in detail
+        reason, detail = outcome(way, processor, config, sample((100_000, 1)))
+        assert reason == "image_too_large" and "33600000x336" in detail
 
 
 def test_what_the_model_refuses_fails_in_transformers_too():

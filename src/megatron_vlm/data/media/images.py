@@ -23,6 +23,7 @@ from megatron_vlm.signatures import unreadable
 # Below Pillow's own bomb warning. While it is decoded, a pixel takes up to 8 bytes, so an image up to 640 MB;
 # in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/data/test_images.py measures).
 MAX_DECODED_PIXELS = 80_000_000
+MAX_SIDE = 2**17  # libraries resize one axis at a time: the other one's length then multiplies the new one
 BAND_PIXELS = 2**19  # are converted at a time, as copies of a large image would take several times its size
 # Without formats that run an interpreter (EPS), or that no camera, browser or scanner writes.
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
@@ -164,6 +165,8 @@ def _check_size(size: tuple[int, int]) -> None:
     width, height = size
     if width * height > MAX_DECODED_PIXELS:
         raise BadSample("image_too_large", f"{width}x{height} is over {MAX_DECODED_PIXELS} pixels")
+    if max(size) > MAX_SIDE:
+        raise BadSample("image_too_large", f"{width}x{height} has a side over {MAX_SIDE} pixels")
 
 
 def target_size(size: tuple[int, int], max_pixels: int | None, min_pixels: int | None) -> tuple[int, int]:
