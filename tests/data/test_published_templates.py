@@ -11,6 +11,7 @@ from samples import templated
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.generation.generate import reply_text
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
 
@@ -165,5 +166,6 @@ def test_tokens_of_the_users_own_are_tokens_and_are_trained(name, add):
     encoded = encoder.tokenize(encoder.chat(cook_chatml_sample(turns)[0], None, 0))
     seg = processor.tokenizer.convert_tokens_to_ids("<seg>")
     assert encoded.input_ids[encoded.weights > 0].tolist().count(seg) == 1
+    assert reply_text(processor, encoded.input_ids[encoded.weights > 0]) == "It is <seg>."
     alone = [USER, {"role": "assistant", "content": "<seg>"}]
     assert encoder.chat.render(cook_chatml_sample(alone)[0])[1]

@@ -7,6 +7,7 @@ lanes, so that each stage computes one while the next stage computes another.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from operator import index
 
@@ -109,17 +110,28 @@ def generate(
 def reply_text(
     processor: ProcessorMixin, ids: Sequence[int], spoken: Sequence[str] = (), until: Sequence[str] = ()
 ) -> str:
-    """A reply as text, without special tokens except those that are `spoken`: the tags around boxes.
+    """A reply as text, without control tokens; a user's own special tokens and those `spoken` are text.
 
     It ends before the first of the texts `until`, and has no white space around it.
     """
-    tokenizer = processor.tokenizer
-    added = tokenizer.added_tokens_decoder
-    silent = {token for token, of in added.items() if of.special and of.content not in spoken}
-    text = tokenizer.decode([token for token in ids if token not in silent])
+    silent = _silent_tokens(processor, tuple(spoken))
+    text = processor.tokenizer.decode([token for token in ids if token not in silent])
     for end in until:
         text = text.partition(end)[0]
     return text.strip()
+
+
+@lru_cache(maxsize=4)
+def _silent_tokens(processor: ProcessorMixin, spoken: tuple[str, ...]) -> frozenset[int]:
+    """Return the ids of the control tokens; of all special tokens if no chat template tells them apart."""
+    from megatron_vlm.data.encode.chat_template import ChatTemplate
+
+    added = processor.tokenizer.added_tokens_decoder
+    try:
+        control = {*ChatTemplate(processor, spoken=spoken).added_control_tokens}
+    except ValueError:
+        control = {token.content for token in added.values() if token.content not in spoken}
+    return frozenset(number for number, token in added.items() if token.special and token.content in control)
 
 
 def check_settings(max_new_tokens: int, temperature: float, top_p: float, answers: int = 1) -> None:
