@@ -565,7 +565,7 @@ class Model:
         self.chunks = build_model(run, description, setup.device())
         import_hf(self.chunks, path, description.weight_map)
         if run.adapter.used:
-            load_adapters(self.chunks, Path(path), run.adapter.start)
+            load_adapters(self.chunks, Path(path), description.renames, run.adapter.start)
         self.step_loss = None if per_token_loss else mean_of_means
         self.ddp = gradients.data_parallel(self.chunks, run)
 

@@ -8,10 +8,14 @@ import adapter_parity
 import parity
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.models.adapters.lora import Adapted, Lora
 from megatron_vlm.models.adapters.targets import Target
 from megatron_vlm.models.weights.rules import Rule, Whole
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,26 @@ def test_dora_with_dropout_is_that_of_peft():
     for mine, of_peft in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, of_peft.grad)
     assert not torch.allclose(outputs[0], linear.eval()(x), atol=1e-2), "nothing was dropped"
+
+
+@pytest.mark.parametrize(
+    ("family", "older"), [("qwen2_5_vl", ("model.", "visual.")), ("gemma3", ("language_model.model.",))]
+)
+def test_names_of_older_transformers_are_read_as_transformers_reads_them(family, older, tmp_path):
+    path, folder = build_tiny_checkpoint(family, tmp_path / "base"), tmp_path / "adapter"
+    adapter_parity.peft_model(path, {"r": 2, "target_modules": ["q_proj", "v_proj"]}).save_pretrained(folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    prefixes = zip(("model.language_model.", "model.visual."), older, strict=False)
+    for name, old_name in prefixes:
+        start, old_start = f"base_model.model.{name}", f"base_model.model.{old_name}"
+        tensors = {key.replace(start, old_start): tensor for key, tensor in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    theirs = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    theirs.load_adapter(str(folder))
+    read = {k.replace(".default", ""): v for k, v in theirs.state_dict().items() if "lora_" in k}
+    [ours] = run_distributed(1, adapter_parity.read_adapter, str(path), str(folder))
+    assert ours.keys() == {f"base_model.model.{key}" for key in read} and len(ours) == len(tensors)
+    assert all(ours[f"base_model.model.{key}"].equal(tensor) for key, tensor in read.items())
 
 
 INPUTS = [*adapter_parity.INPUTS, *adapter_parity.PACKED]

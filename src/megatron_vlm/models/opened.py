@@ -43,7 +43,8 @@ def open_model(
         watchdog.beat(f"importing {source.folder}", files=True)
         import_hf(chunks, source.folder, source.description.weight_map)
     if config.adapter.used:
-        load_adapters(chunks, source.folder, None if resumes else config.adapter.start, run_dir)
+        start = None if resumes else config.adapter.start
+        load_adapters(chunks, source.folder, source.description.renames, start, run_dir)
     return chunks
 
 

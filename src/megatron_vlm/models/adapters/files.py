@@ -25,9 +25,11 @@ from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
 from megatron_vlm.models.weights.exporting import from_every_stage
+from megatron_vlm.models.weights.files import hub_name
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder.adapter_start import keep, of_run
 
+Renames = tuple[tuple[str, str], ...]
 WEIGHTS = "adapter_model.safetensors"
 SAMPLE = 4096  # bytes that are looked at in the middle of each tensor of a checkpoint
 
@@ -50,10 +52,15 @@ def notes_of_start(config: RunConfig) -> Iterator[str]:
 
 @reading("start")
 def load_adapters(
-    chunks: list[MegatronModule], base: Path, start: str | None, run_dir: str | None = None
+    chunks: list[MegatronModule],
+    base: Path,
+    renames: Renames,
+    start: str | None,
+    run_dir: str | None = None,
 ) -> None:
     """Notes which checkpoint the adapters adapt, and fills them from the folder `start`, if there is one.
-    The run of `run_dir` keeps a copy of that.
+    The run of `run_dir` keeps a copy of that. `renames`, of the base model's family, lets an older
+    Transformers have named the modules.
 
     Collective. Raises ConfigError, with keys and shapes, if the folder holds anything but these adapters.
     """
@@ -72,10 +79,10 @@ def load_adapters(
         )
     weight_files.header(file)  # refuses what is cut short
     with safe_open(file, framework="pt") as stored:
-        _check_keys(file, set(stored.keys()), chunks[0])
+        names = _names_in_file(file, list(stored.keys()), chunks[0], renames)
         for chunk in chunks:
             try:
-                _fill(chunk, stored)
+                _fill(chunk, stored, names)
             except ValueError as error:
                 raise ConfigError(f"adapter.start: {printable(file)}: {error}") from error
     if run_dir is not None:
@@ -100,34 +107,44 @@ def fingerprint(folder: Path) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(sorted(seen)).encode())
 
 
-def _check_keys(file: Path, stored: set[str], chunk: MegatronModule) -> None:
+def _names_in_file(file: Path, stored: list[str], chunk: MegatronModule, renames: Renames) -> dict[str, str]:
+    """Return what the file calls each tensor, by peft's key of today.
+
+    Names of older Transformers and those of today have one spelling on the hub. Raises ConfigError unless
+    the file has exactly the tensors that the model's adapters need.
+    """
     targets = chunk.adapters.targets
     wanted = {peft_key(target, name) for target in targets for name in ("lora_A", "lora_B")}
     wanted |= {peft_key(target, "lora_magnitude_vector") for target in targets if target.dora}
     wanted |= {PREFIX + key for one in chunk.adapters.saved.values() for key in one.keys}
-    for keys, what in ((wanted - stored, "lacks"), (stored - wanted, "has, and the model does not,")):
+    by_hub_name = {hub_name(key.removeprefix(PREFIX), renames): key for key in wanted}
+    names = {by_hub_name.get(hub_name(key.removeprefix(PREFIX), renames), key): key for key in stored}
+    # of a tensor under two names, one is unexpected
+    unexpected = set(stored) - {names[key] for key in wanted & names.keys()}
+    for keys, what in ((wanted - names.keys(), "lacks"), (unexpected, "has, and the model does not,")):
         if keys:
             raise ConfigError(
                 f"adapter.start: {printable(file)} {what} {len(keys)} tensors, such as "
                 f"{printable(min(keys))}; do its {CONFIG} and the model belong together, and does "
                 f"{printable(min(stored, default=''))} begin as peft's names do, with {PREFIX}?"
             )
+    return names
 
 
 @torch.no_grad()
-def _fill(chunk: MegatronModule, stored: Any) -> None:
-    """Reads this rank's part of a file whose keys are those wanted. Raises ValueError for a tensor of another
-    shape, or with values that are not finite."""
+def _fill(chunk: MegatronModule, stored: Any, names: dict[str, str]) -> None:
+    """Reads this rank's part of a file, which calls the tensors `names`. Raises ValueError for a tensor of
+    another shape, or with values that are not finite."""
     for lora in chunk.adapters.children():
         for name, shape in lora.whole.items():
-            key = peft_key(lora.target, name)
+            key = names[peft_key(lora.target, name)]
             local = getattr(lora, name)
             local.copy_(lora.part(name, _sliced(stored, key, shape)))
             _check_finite(key, local)
     group = parallel_state.get_tensor_model_parallel_group()
     for one, weight in saved_weights(chunk):
         pairs = zip(one.keys, one.shapes, strict=True)
-        sources = [_sliced(stored, PREFIX + key, shape) for key, shape in pairs]
+        sources = [_sliced(stored, names[PREFIX + key], shape) for key, shape in pairs]
         one.rule.operation.load(weight, sources, group.rank(), group.size())
         _check_finite(PREFIX + one.keys[0], weight)
 
