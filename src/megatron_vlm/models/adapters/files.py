@@ -110,8 +110,8 @@ def fingerprint(folder: Path) -> str:
 def _names_in_file(file: Path, stored: list[str], chunk: MegatronModule, renames: Renames) -> dict[str, str]:
     """Return what the file calls each tensor, by peft's key of today.
 
-    Names of older Transformers and those of today have one spelling on the hub. Raises ConfigError unless
-    the file has exactly the tensors that the model's adapters need.
+    An old name and today's name have one spelling on the hub. Raises ConfigError unless the file
+    has exactly the tensors that the model's adapters need.
     """
     targets = chunk.adapters.targets
     wanted = {peft_key(target, name) for target in targets for name in ("lora_A", "lora_B")}
