@@ -25,8 +25,9 @@ from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.batch_log import how_to_look, keys_of, named, naming_samples
 from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.run_log import RunLogger
+from megatron_vlm.run_folder.uploads import Uploads, restore
 from megatron_vlm.training import checkpoint
-from megatron_vlm.training.exports import Exports, fetch
+from megatron_vlm.training.exports import Exports
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.losses.tokens import StepLoss
@@ -44,7 +45,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     """
     setup.init_distributed(config.parallel, config.train.seed, config.train.deterministic)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
-    mark = fetch(config)
+    restored = setup.on_first_rank(restore, config)
     saved = checkpoint.saved(config.run_dir)
     threads_note = setup.resume_threads(saved.threads)
     asked_for = config
@@ -65,15 +66,20 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     first = saved.step + 1
     watchdog.beat("opening the log and its trackers")
     log = open_log(asked_for, feed.milestones.steps, first, setup.is_first_rank(), saved.extra, callbacks)
-    for message in chain(notes_of_start(config), feed.notes(), filter(None, [threads_note])):
+    notes = filter(None, [restored.note, threads_note])
+    for message in chain(notes_of_start(config), feed.notes(), notes):
         log.message(message)
     writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
     evaluations = Evaluations(config, source, model, step_loss, best)
-    exports = Exports(config, source, model, log, mark)
+    exports = Exports(config, source, model, log)
+    uploads = Uploads(config, restored.token, log.is_writer, log.message)
+    log.callbacks.append(uploads)
     run = Run(config, feed, model, optimizer, scheduler, step_loss, figures, evaluations, log, writer)
     profiler = profiling(config.run_dir, profile_steps, first, model, log.message)
     with closing(writer, exports, log, feed), stops.heeding(config.train.stop_after), profiler as profiled:
         exports.after(saved.step, feed.milestones, replace=False)  # an export that a kill interrupted
+        if saved.path:
+            uploads.on_save(saved.step, saved.path)
         for step in range(first, feed.milestones.steps + 1):
             run.train(step)
             profiled()
@@ -81,16 +87,20 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
             if feed.milestones.saves_after(step):
                 run.save(step, rated)
             exports.after(step, feed.milestones)
+            if not config.train.async_save:
+                writer.announce(log.saved)
             if feed.milestones.ends_after(step):
                 break
         writer.announce(log.saved)
         run.sum_up()
-        exports.wait(stopping=feed.milestones.stop is not None)
+        stop, steps = feed.milestones.stop, feed.milestones.steps
+        asked_to_stop = figures.asked_to_stop if stop else exports.wait()
+        uploads.wait()
         watchdog.beat("leaving the other ranks")
     lock.close()
     setup.shutdown()
-    if stop := feed.milestones.stop:
-        raise stops.Stopped(stop, feed.milestones.steps, " and ".join(figures.asked_to_stop))
+    if stop or asked_to_stop:
+        raise stops.Stopped(stop or steps, steps, " and ".join(asked_to_stop))
 
 
 def starting_model(config: RunConfig, source: Source) -> list[Module]:
@@ -163,8 +173,6 @@ class Run:
         extra |= {"best": self.evaluations.best.saved, "spikes": self.figures.spikes.saved}
         extra |= {"dropped": self.feed.dropped_by_reason()}
         self.writer.save(step, self.feed.state(), extra)
-        if not self.config.train.async_save:
-            self.writer.announce(self.log.saved)
         self.log.save()
 
     def sum_up(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch import distributed as dist
 
 from megatron_vlm.config import LoggingConfig, RunConfig, TrainConfig
 from megatron_vlm.files import read_rows
@@ -19,12 +20,19 @@ from megatron_vlm.training.exports import Exports, running, scores_in
 NONE = Milestones(TrainConfig(), 10)  # exports none
 
 
+@pytest.fixture(autouse=True)
+def ranks_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def commands_of(folder: Path, text: str, first_step: int = 9) -> Exports:
     """Of a run in `folder` whose next step is `first_step`; `text` is what its command does with $1."""
     (folder / "command.sh").write_text(text)
     train = TrainConfig(on_export=f"sh {folder}/command.sh")
     config = RunConfig(run_dir=str(folder), train=train, logging=LoggingConfig(tensorboard=False))
-    return Exports(config, None, [], RunLogger(folder, config, 10, first_step), b"")
+    return Exports(config, None, [], RunLogger(folder, config, 10, first_step))
 
 
 def export(commands: Exports, step: int) -> None:
@@ -150,8 +158,8 @@ def test_the_watchdog_hears_of_the_wait_which_a_warning_ends(tmp_path, monkeypat
         content = watchdog.watch().record.content
         beats = content["beats"]
         left = iter([False, False, True])
-        monkeypatch.setattr(stops, "asked", lambda: [next(left)])
-        commands.wait()
+        monkeypatch.setattr(stops, "asked", lambda: [next(left), False, False])
+        assert commands.wait() == ["SIGTERM"]
         assert content["beats"] == beats + 2 and "on_export of step 4" in content["doing"]
     commands.close()
     assert (tmp_path / "on_export/step_00000004.running").exists()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import xxhash
 from logged_figures import figures
 from prepared_shards import prepare
 from programs import COMMAND, run_program
@@ -23,6 +27,7 @@ from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.config import ConfigError, RunConfig  # noqa: E402
 from megatron_vlm.report.history import read_history  # noqa: E402
 from megatron_vlm.run_folder import uploads  # noqa: E402
+from megatron_vlm.run_folder.checkpoint_files import state_text  # noqa: E402
 from megatron_vlm.run_folder.folder import check_start, complete_checkpoints, latest_checkpoint  # noqa: E402
 
 STEPS = 40
@@ -74,9 +79,10 @@ def test_a_run_from_a_store_is_the_run_from_disk_and_its_copy_is_a_run_folder(
     assert (ended.returncode, figures(there)) == (0, figures(local))
     kept = [f"checkpoints/step_000000{step}" for step in (30, 40)]
     kept += [f"exports/step_000000{step}" for step in (20, 40)]
+    sums = {f"{name}.json" for name in kept if name.startswith("exports")}
     files = {str(file.relative_to(there)) for name in kept for file in (there / name).iterdir()}
     files |= {"config.yaml", "starts.jsonl", "checkpoints/latest"}
-    assert set(stores.names(copy)) == files | {"metrics.jsonl", "copied_by.txt"}
+    assert set(stores.names(copy)) == files | sums | {"metrics.jsonl", "copied_by.txt"}
     for name in files:
         assert stores.read(f"{copy}/{name}", 1 << 30) == (there / name).read_bytes()
 
@@ -116,6 +122,19 @@ def in_the_store(address: str, files: dict[str, str]) -> None:
             client.write(f"{path}/{name}", text.encode())
 
 
+def checkpoint_files(step: int) -> dict[str, str]:
+    """The files of a complete checkpoint, with checksums as a run saves them."""
+    place, sums = f"checkpoints/step_{step:08d}", [1, xxhash.xxh3_64(b"a").hexdigest()]
+    state = {"step": step, "files": {"a.pt": sums, "b.pt": sums}}
+    return {f"{place}/a.pt": "a", f"{place}/b.pt": "a", f"{place}/state.json": state_text(state)}
+
+
+def config_of(run_dir: Path, copy: str) -> RunConfig:
+    config = RunConfig(run_dir=str(run_dir))
+    config.train.upload_to = copy
+    return config
+
+
 @contextmanager
 def through_a_line(seconds: float = 0.0) -> Iterator[Line]:
     """What is started meanwhile asks the store through a line, as slow as that; so does who forgets."""
@@ -132,19 +151,20 @@ def through_a_line(seconds: float = 0.0) -> Iterator[Line]:
 
 def start_in(run_dir: Path, copy: str, files: int = 3) -> tuple[bytes, Callable[[], list[str]]]:
     """A start, with the files of a checkpoint: its mark, and what copies them and returns what was told."""
-    config = RunConfig(run_dir=str(run_dir))
-    config.train.upload_to = copy
-    mark = uploads.restore(config)
+    config = config_of(run_dir, copy)
+    token = uploads.restore(config).token
     (run_dir / "checkpoints/step_00000010").mkdir(parents=True)
     for name in [*(f"{number}.pt" for number in range(files)), "state.json"]:
         (run_dir / "checkpoints/step_00000010" / name).write_text(f"{name} of {run_dir}")
 
     def copied() -> list[str]:
         told: list[str] = []
-        uploads.Uploads(config, mark, True, told.append).wait()
+        copies = uploads.Uploads(config, token, True, told.append)
+        copies.on_save(10, run_dir / "checkpoints/step_00000010")
+        copies.wait()
         return told
 
-    return mark, copied
+    return token, copied
 
 
 def test_of_two_starts_at_once_one_copies_and_the_other_says_so(folder, tmp_path):
@@ -183,9 +203,8 @@ def test_a_copy_that_was_removed_is_made_again(folder, tmp_path):
 
 def test_a_fetch_that_fails_leaves_no_checkpoint(folder, tmp_path):
     copy, step = f"{AT}/fetched", "checkpoints/step_00000010"
-    in_the_store(copy, {f"{step}/state.json": "{}", f"{step}/a.pt": "a", "checkpoints/adapter_start/a": ""})
-    config = RunConfig(run_dir=str(tmp_path))
-    config.train.upload_to = copy
+    in_the_store(copy, checkpoint_files(10) | {"checkpoints/adapter_start/a": ""})
+    config = config_of(tmp_path, copy)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/adapter_start").touch()
     with pytest.raises(FileExistsError):
@@ -194,7 +213,54 @@ def test_a_fetch_that_fails_leaves_no_checkpoint(folder, tmp_path):
     (tmp_path / "checkpoints/adapter_start").unlink()
     uploads.restore(config)
     assert latest_checkpoint(tmp_path) == tmp_path / step
-    assert sorted(os.listdir(tmp_path / step)) == ["a.pt", "state.json"]
+    assert sorted(os.listdir(tmp_path / step)) == ["a.pt", "b.pt", "state.json"]
+
+
+@pytest.mark.parametrize("damage", ["changed", "lost", "state.json"])
+def test_a_damaged_copy_falls_back_to_the_one_before(folder, tmp_path, damage):
+    copy, newest = f"{AT}/damaged/{damage}", "checkpoints/step_00000016"
+    in_the_store(copy, checkpoint_files(14) | checkpoint_files(16))
+    if damage == "lost":
+        stores.remove(f"{copy}/{newest}", ["b.pt"])
+    else:
+        in_the_store(copy, {f"{newest}/{'b.pt' if damage == 'changed' else damage}": "b"})
+    note = uploads.restore(config_of(tmp_path, copy)).note
+    assert latest_checkpoint(tmp_path).name == "step_00000014"
+    assert (
+        note.count("\n") == 0
+        and f"{copy}/{newest}" in note
+        and note.endswith("; going on from step_00000014")
+    )
+    assert not stores.is_file(f"{copy}/{newest}/state.json")
+    in_the_store(copy, {"checkpoints/step_00000014/a.pt": "b"})
+    with pytest.raises(
+        ConfigError, match=f"^train.upload_to: no checkpoint of {copy} can be used: .*14/a.pt"
+    ):
+        uploads.restore(config_of(tmp_path / "other", copy))
+    assert stores.is_file(f"{copy}/checkpoints/step_00000014/state.json")
+    assert complete_checkpoints(tmp_path / "other") == []
+
+
+def test_a_store_without_a_complete_checkpoint_is_free(folder, tmp_path):
+    """Its run was killed while it copied its first checkpoint, and then lost its folder, too."""
+    copy = f"{AT}/free"
+    in_the_store(copy, {"starts.jsonl": "lost\n", "checkpoints/step_00000010/a.pt": "lost"})
+    (tmp_path / "starts.jsonl").write_text("now\n")
+    token, copies = start_in(tmp_path, copy)
+    assert copies() == [] and stores.read(f"{copy}/starts.jsonl", 99) == b"now\n"
+    assert set(stores.names(f"{copy}/checkpoints/step_00000010")) == {"0.pt", "1.pt", "2.pt", "state.json"}
+
+
+def test_an_export_with_other_weights_is_copied_again(folder, tmp_path):
+    """Its config.json is the same."""
+    copy, export = f"{AT}/exported_again", tmp_path / "exports/step_00000008"
+    token, copies = start_in(tmp_path, copy)
+    export.mkdir(parents=True)
+    for weights in ("one", "two"):
+        (export / "config.json").write_text("{}")
+        (export / "model.safetensors").write_text(weights)
+        assert copies() == []
+        assert stores.read(f"{copy}/exports/{export.name}/model.safetensors", 9) == weights.encode()
 
 
 def test_copies_end_where_the_run_folder_cannot_be_read(folder, tmp_path):
@@ -208,29 +274,26 @@ def test_copies_end_where_the_run_folder_cannot_be_read(folder, tmp_path):
 def test_what_is_no_file_of_a_run_is_not_fetched(folder, tmp_path):
     """Nothing is written outside the run folder, nor taken for a checkpoint, also with a slash at the end."""
     step = "checkpoints/step_00000010"
-    in_the_store(
-        f"{AT}/odd", {f"{step}/state.json": "{}", f"{step}_bak/state.json": "{}", "b/state.json": ""}
-    )
+    in_the_store(f"{AT}/odd", checkpoint_files(10))
+    in_the_store(f"{AT}/odd", {f"{step}_bak/state.json": "{}", "b/state.json": ""})
     in_the_store(
         f"{AT}/odd", {"a/config.yaml/../../../evil/config.yaml": "", f"{step}/../../../evil.json": ""}
     )
-    config = RunConfig(run_dir=str(tmp_path / "run"))
-    config.train.upload_to = f"{AT}/odd/"
-    uploads.restore(config)
+    uploads.restore(config_of(tmp_path / "run", f"{AT}/odd/"))
     found = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
-    assert found == {f"run/{step}/state.json", "run/checkpoints/latest"}
+    assert found == {f"run/{name}" for name in checkpoint_files(10)} | {"run/checkpoints/latest"}
 
 
 def test_another_runs_copy_is_not_replaced(folder, tmp_path):
-    config = RunConfig(run_dir=str(tmp_path))
-    config.train.upload_to = f"{AT}/theirs"
-    in_the_store(config.train.upload_to, {"starts.jsonl": "theirs", "config.yaml": "theirs"})
+    config = config_of(tmp_path, f"{AT}/theirs")
+    in_the_store(config.train.upload_to, checkpoint_files(40) | {"starts.jsonl": "theirs"})
+    there = stores.names(f"{AT}/theirs")
     (tmp_path / "checkpoints/step_00000040").mkdir(parents=True)
     (tmp_path / "checkpoints/step_00000040/state.json").write_text("{}")
     (tmp_path / "starts.jsonl").write_text("mine\n")
     with pytest.raises(ConfigError, match="holds another run"):
         uploads.restore(config)
-    assert list(stores.names(f"{AT}/theirs")) == ["config.yaml", "starts.jsonl"]
+    assert stores.names(f"{AT}/theirs") == there
 
 
 @pytest.mark.parametrize("written", ["model: {hf_path: theirs}", "no: config"])
@@ -238,8 +301,8 @@ def test_a_copy_of_another_model_is_refused_before_it_is_fetched(folder, tmp_pat
     copy = f"{AT}/other/{written[:2]}"
     in_the_store(copy, {"config.yaml": written, "checkpoints/step_00000010/state.json": "{}"})
     there = stores.names(copy)
-    config = RunConfig(run_dir=str(tmp_path))
-    config.train.upload_to, config.model.hf_path = copy, "mine"
+    config = config_of(tmp_path, copy)
+    config.model.hf_path = "mine"
     with pytest.raises(ConfigError, match=f"^train.upload_to: {copy}.*ive another train.upload_to"):
         uploads.restore(config)
     assert list(tmp_path.iterdir()) == [] and stores.names(copy) == there
@@ -269,6 +332,34 @@ def test_a_run_killed_while_it_copies_goes_on_from_the_copy_before(folder, train
         "latest",
         *(f"step_{step:08d}" for step in (10, 20, 30, 40)),
     }
+
+
+def test_a_run_whose_machine_is_lost_again_and_again_goes_on(folder, train, tmp_path):
+    """It is killed after random numbers of changes in the store. What counts as complete there is so."""
+    local, lost, copy = tmp_path / "local", tmp_path / "lost", f"{AT}/runs/lost"
+    settings = [f"{folder}/data/energon", "train.export_every=5"]
+    assert train(local, *settings).returncode == 0
+    numbers = random.Random(5)
+    code, kills = None, 0
+    with through_a_line(0.003):
+        while code != 0:
+            shutil.rmtree(lost, ignore_errors=True)
+            before = stores.names(copy)
+            changes = numbers.randint(1, 60) if kills < 6 else 1 << 30
+
+            def killed(before=before, changes=changes) -> bool:
+                return len(stores.names(copy).items() ^ before.items()) >= changes
+
+            code = train(lost, *settings, f"train.upload_to={copy}", until=killed).returncode
+            kills += code != 0
+            names = stores.names(copy)
+            assert code in (0, -9)
+            complete = [
+                name.split("/")[1] for name in names if re.fullmatch("checkpoints/.*/state.json", name)
+            ]
+            for step in range(5, int(max(complete, default="step_0")[5:]) + 1, 5):
+                assert f"exports/step_{step:08d}/config.json" in names
+    assert kills > 2 and figures(lost) == figures(local)
 
 
 def test_a_store_that_goes_away_is_told_and_gets_all_later(folder, train, tmp_path):

@@ -32,7 +32,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads(read_text(path / STATE))
         if not isinstance(state, dict) or state.pop("checksum", None) != _checksum_of(json.dumps(state)):
             raise ValueError("its checksum differs")
-        if state["step"] != int(path.name.removeprefix("step_")):
+        if state["step"] != int(path.stem.removeprefix("step_")):
             raise ValueError(f"it is of step {state['step']}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{printable(path / STATE)} is not what was saved: {error}") from error

@@ -149,14 +149,30 @@ def remove(url: str, gone: list[str]) -> None:
             client.delete(f"{path}/{name}")
 
 
-def upload(folder: Path, url: str, makes_whole: str, check: Callable[[], None] = lambda: None) -> None:
-    """Copies a folder's files in place of what is there. What makes it whole goes first and comes last.
+def upload(
+    folder: Path, url: str, last_file: str, check: Callable[[], None] = lambda: None, sums: bytes = b""
+) -> None:
+    """Copy the files of a folder in place of what is there.
 
-    `check` is called before each change, and stops it by an error.
+    The file that makes the folder complete is removed first. It is written last, when the sizes of all others
+    are right.
+
+    Args:
+        folder: The folder on disk.
+        url: The address of the folder.
+        last_file: The name of the file that makes it complete.
+        check: Called before each change, which an error of it stops.
+        sums: Written to `<url>.json` before the last file, if it is not empty.
     """
     check()
-    remove(url, sorted(names(url), key=lambda name: name != makes_whole))
-    for file in sorted(folder.iterdir(), key=lambda file: file.name == makes_whole):
+    remove(url, sorted(names(url), key=lambda name: name != last_file))
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    for name in sorted(sizes, key=lambda name: name == last_file):
         check()
-        with at(f"{url}/{file.name}") as (client, path):
-            client.upload_file(path, str(file))
+        if name == last_file:
+            if names(url) != {name: size for name, size in sizes.items() if name != last_file}:
+                raise StoreError(f"{printable(url)} has other files than were copied there.")
+            if sums:
+                write(f"{url}.json", sums)
+        with at(f"{url}/{name}") as (client, path):
+            client.upload_file(path, str(folder / name))

@@ -79,6 +79,7 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
             run_folder.check_start(run_dir, hf_path)
             locks.append(run_lock.take(run_dir))
         run_folder.tidy(run_dir)
+        run_folder.remove_leftovers(Path(run_dir))  # of pages and pictures
 
     on_first_rank(first)
     watchdog.claim_files()

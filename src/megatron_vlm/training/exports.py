@@ -14,6 +14,7 @@ import signal
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 from torch.nn import Module
@@ -28,7 +29,6 @@ from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
-from megatron_vlm.run_folder import uploads
 from megatron_vlm.run_folder.folder import remove_leftovers
 from megatron_vlm.run_folder.run_log import RunLogger
 
@@ -53,11 +53,7 @@ class Exports:
     source: Source
     model: list[Module]
     log: RunLogger
-    mark: bytes  # as `fetch` gave it
     commands: dict[int, subprocess.Popen] = field(default_factory=dict)  # by the step of the export
-
-    def __post_init__(self) -> None:
-        self._copies = uploads.Uploads(self.config, self.mark, self.log.is_writer, self.log.message)
 
     def after(self, step: int, milestones: Milestones, replace: bool = True) -> None:
         """Exports the model if that is due; logs what has ended, and starts the commands that are due."""
@@ -70,18 +66,23 @@ class Exports:
             if exported <= step and exported not in self.commands:
                 self._start(exported)
 
-    def wait(self, stopping: bool = False) -> None:
-        """Waits until all is in the store, and all commands have ended. Nothing collective may follow.
+    def wait(self) -> list[str]:
+        """Wait until all commands have ended, or a rank is asked to stop. Collective.
 
-        It does not wait for commands if the run is stopping, or this process is asked to stop.
+        Returns:
+            The ways (`stops.WAYS`) in which ranks were asked to stop before that.
         """
-        self._copies.wait()
-        while self.commands and not (stopping or any(stops.asked())):
-            step, process = next(iter(self.commands.items()))
-            watchdog.beat(f"waiting for train.on_export of step {step}")
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1)
+        while True:
             self._log_ended()
+            states = setup.from_all_ranks((list(self.commands), stops.asked()))
+            waiting_steps = states[0][0]
+            asked = [any(flags) for flags in zip(*(flags for _, flags in states), strict=True)]
+            if not waiting_steps or any(asked):
+                return list(compress(stops.WAYS, asked)) if waiting_steps else []
+            watchdog.beat(f"waiting for train.on_export of step {waiting_steps[0]}")
+            for process in list(self.commands.values())[:1]:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
 
     def close(self) -> None:
         """Ends the commands that still run."""
@@ -114,21 +115,19 @@ class Exports:
                 process.stdin.write(b"\n")  # what the command left running may go on
             output = running(self.config.run_dir, step).with_suffix(".txt")
             try:
-                os.replace(output.with_suffix(".running"), output)
                 if process.returncode:
                     raise ValueError(f"exit code {process.returncode}")
-                scores = scores_in(next(filter(str.strip, reversed(last_lines(output))), ""))
+                lines = last_lines(output.with_suffix(".running"))
+                scores = scores_in(next(filter(str.strip, reversed(lines)), ""))
                 self.log.log_scores(step, {f"on_export/{name}": scores[name] for name in scores})
             except (OSError, ValueError) as error:
                 self._tell(process.args[-1], f"{error}; its output is in {output}")
+            # Only now, so that the next run starts the command again after a kill before this line.
+            with suppress(OSError):
+                os.replace(output.with_suffix(".running"), output)
 
     def _tell(self, words: str, problem: str) -> None:
         self.log.message(f"train.on_export: {printable(words)}: {printable(problem)}")
-
-
-def fetch(config: RunConfig) -> bytes:
-    """`uploads.restore` for all ranks; collective."""
-    return setup.on_first_rank(uploads.restore, config)
 
 
 def scores_in(line: str) -> dict[str, float]:
