@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -119,6 +120,19 @@ def test_a_command_that_did_not_end_is_started_again_and_no_other(tmp_path):
     once_more.wait()
     assert [row["step"] for row in logged(tmp_path)] == [4, 8]
     assert sorted(line[-1] for line in begun.read_text().splitlines()) == ["4", "4", "8", "8"]
+
+
+def test_a_kill_before_the_row_is_written_loses_no_figures(tmp_path, monkeypatch):
+    commands = commands_of(tmp_path, """echo '{"a": 1}'""", first_step=5)
+    export(commands, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.log, "log_scores", lambda *arguments: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            commands.wait()
+    again = commands_of(tmp_path, """echo '{"a": 1}'""", first_step=5)
+    again.after(4, NONE)
+    again.wait()
+    assert logged(tmp_path) == [{"step": 4, "on_export/a": 1.0}]
 
 
 def test_a_command_is_no_rank_and_speaks_for_itself(tmp_path, monkeypatch):

@@ -180,6 +180,32 @@ def test_a_launcher_passes_warnings_on_to_its_ranks(number, code, said, dataset,
     assert (code == 75) == (tmp_path / "checkpoints/latest").exists()
 
 
+@pytest.mark.long
+def test_a_run_that_is_asked_to_stop_while_it_waits_for_commands_is_started_again(
+    dataset, tiny_gemma3, tmp_path
+):
+    """The temporary file of a page, which a kill has left, goes with the next start."""
+    settings = ["train.export_every=7", f"train.on_export=[ -e {tmp_path}.quick ] || sleep 100; echo"]
+    command = [sys.executable, "-m", "megatron_vlm.cli", *words(tmp_path, tiny_gemma3, dataset, *settings)]
+    run = subprocess.Popen([*command, "--nproc", "2"])
+    try:
+        wait_for_steps(tmp_path, STEPS, lambda: run.poll() is None)
+        while not any(
+            b"waiting for train.on_export" in file.read_bytes() for file in tmp_path.glob("ranks/*")
+        ):
+            assert run.poll() is None
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 75
+    finally:
+        run.kill()
+    tmp_path.with_suffix(".quick").touch()
+    (left := tmp_path / ".report.html.0123abcd.partial").touch()
+    assert subprocess.run([*command, "--nproc", "2"]).returncode == 0
+    assert sorted(file.suffix for file in (tmp_path / "on_export").iterdir()) == [".txt", ".txt"]
+    assert not left.exists()
+
+
 ALONE = """
 import os, signal, sys, time
 from megatron_vlm.job import failures, stops, watchdog

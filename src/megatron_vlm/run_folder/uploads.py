@@ -109,13 +109,12 @@ def _check_same_run(config: RunConfig, url: str, run_dir: Path) -> None:
         run_folder.check_model("train.upload_to", url, text, config.model.hf_path)
     if not (local := run_folder.complete_checkpoints(run_dir)):
         return
-    first_lines = [
-        read_file(run_dir / starts.FILE) if (run_dir / starts.FILE).is_file() else b"",
-        stores.read(f"{url}/{starts.FILE}", MOST_BYTES) if stores.is_file(f"{url}/{starts.FILE}") else b"",
-    ]
-    if len({text.partition(b"\n")[0] for text in first_lines}) == 2:
-        fact = f"{printable(url)} holds another run than {printable(run_dir)}"
-        raise ConfigError(f"train.upload_to: {fact}; {remedy}.")
+    if (run_dir / starts.FILE).is_file() and stores.is_file(f"{url}/{starts.FILE}"):
+        copied_starts = stores.read(f"{url}/{starts.FILE}", MOST_BYTES)
+        # A run's first start tells it from all others.
+        if copied_starts.split(b"\n")[0] != read_file(run_dir / starts.FILE).split(b"\n")[0]:
+            fact = f"{printable(url)} holds another run than {printable(run_dir)}"
+            raise ConfigError(f"train.upload_to: {fact}; {remedy}.")
     if local[-1] < complete[-1]:
         fact = f"{printable(url)} has {complete[-1]}, and {printable(run_dir)} only {local[-1]}"
         raise ConfigError(f"train.upload_to: {fact}; {remedy}.")
@@ -142,7 +141,7 @@ def _fetch(url: str, name: str, run_dir: Path) -> Path:
 
 
 def _problem_of(checkpoint: Path) -> str | None:
-    """What differs in a checkpoint from what was saved."""
+    """The first difference of a checkpoint from its state.json."""
     try:
         files = read_state(checkpoint)["files"]
     except (ValueError, OSError) as error:
