@@ -190,9 +190,7 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_for_commands_is_started_agai
     run = subprocess.Popen([*command, "--nproc", "2"])
     try:
         wait_for_steps(tmp_path, STEPS, lambda: run.poll() is None)
-        while not any(
-            b"waiting for train.on_export" in file.read_bytes() for file in tmp_path.glob("ranks/*")
-        ):
+        while not (tmp_path / f"on_export/step_{STEPS:08d}.running").exists():
             assert run.poll() is None
             time.sleep(0.05)
         run.send_signal(signal.SIGTERM)
