@@ -5,6 +5,7 @@ import pytest
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import clean, cook_chatml_sample, place_media
 from megatron_vlm.data.conversation.turns import is_trained, last_reply_alone
+from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.normalise import normalise
 
 
@@ -100,6 +101,85 @@ def test_other_keys_of_a_turn_pass_through():
     assert messages == [{"role": "assistant", "content": [], "tool_calls": call}]
 
 
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "cat"}}}
+CALLED = {"name": "look", "arguments": {"at": "cat"}}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("developer", "Human", "tool_call", "tool_response", "AI"),
+        ("SYSTEM", "user", "function_call", "function_response", "bot"),
+        ("System", "USER", "Function_Call", "observation", "GPT"),
+        ("system", "human", "tool_call", "ipython", "Assistant"),
+        ("system", "human", "tool_call", "environment", "model"),
+    ],
+)
+def test_roles_of_other_frameworks(names):
+    system, user, call, tool, reply = names
+    turns = [
+        {"from": system, "value": "Be brief."},
+        {"from": user, "value": "What?"},
+        {"from": call, "value": json.dumps(CALLED)},
+        {"from": tool, "value": "black"},
+        {"from": reply, "value": "A cat."},
+    ]
+    messages, _ = cook_chatml_sample(turns)
+    assert messages == [
+        {"role": "system", "content": [text("Be brief.")]},
+        {"role": "user", "content": [text("What?")]},
+        {"role": "assistant", "content": [], "tool_calls": [CALL]},
+        {"role": "tool", "content": [text("black")]},
+        {"role": "assistant", "content": [text("A cat.")]},
+    ]
+
+
+def test_neighbouring_calls_become_one_turn():
+    call = {"role": "tool_call", "content": json.dumps(CALLED)}
+    both = {"role": "function_call", "content": json.dumps([CALLED, CALLED])}
+    messages, _ = cook_chatml_sample([{"role": "assistant", "content": "I look."}, call, both])
+    assert messages == [{"role": "assistant", "content": [text("I look.")], "tool_calls": [CALL] * 3}]
+    with pytest.raises(BadSample, match="turn 1: its loss 0.0 differs from 1.0"):
+        cook_chatml_sample([call | {"loss": True}, call | {"loss": False}])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"function_call": CALLED},
+        {"function_call": CALLED | {"arguments": json.dumps(CALLED["arguments"])}},
+        {"tool_calls": [CALL | {"function": CALLED | {"arguments": json.dumps(CALLED["arguments"])}}]},
+        {"tool_calls": json.dumps([CALL])},
+        {"tool_calls": [CALL], "function_call": None},
+    ],
+)
+def test_calls_as_openai_writes_them(written):
+    messages, _ = cook_chatml_sample([{"role": "assistant", "content": None} | written])
+    assert messages == [{"role": "assistant", "content": [], "tool_calls": [CALL]}]
+
+
+def test_tags_of_llama_factory_for_calls_and_observations():
+    tags = {"role_tag": "who", "content_tag": "said", "function_tag": "f", "observation_tag": "o"}
+    columns = Columns(tags=tags)
+    turns = [{"who": "f", "said": json.dumps(CALLED)}, {"who": "o", "said": "black"}]
+    messages, _ = cook_chatml_sample(columns({"messages": turns}))
+    assert [message["role"] for message in messages] == ["assistant", "tool"]
+    assert messages[0]["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize("name", ["tools", "functions"])
+@pytest.mark.parametrize("write", [list, json.dumps, lambda tools: [*map(json.dumps, tools)]])
+def test_tools_in_any_form(name, write):
+    tool = {"type": "function", "function": {"name": "look"}}
+    record = {"messages": SHAREGPT, name: write([tool["function"] if name == "functions" else tool])}
+    assert cook_chatml_sample(normalise(record | {"image": "a.png"})[0]) == (EXPECTED, [tool])
+
+
+def test_system_as_parts():
+    messages, _ = cook_chatml_sample({"messages": SHAREGPT, "system": [text("Be "), text("brief.")]})
+    assert messages[0] == {"role": "system", "content": [text("Be brief.")]}
+
+
 def test_placeholders_become_parts_in_their_place():
     messages, _ = cook_chatml_sample([{"role": "user", "content": "a <image><video> b"}])
     assert messages[0]["content"] == [text("a "), IMAGE, VIDEO, text(" b")]
@@ -142,7 +222,9 @@ def test_adjacent_texts_are_joined():
         ([{"role": "assistant", "content": [IMAGE]}], "bad_conversation"),
         ({"messages": SHAREGPT, "tools": "look"}, "bad_json"),
         ({"messages": SHAREGPT, "tools": ["look"]}, "bad_conversation"),
-        ({"messages": SHAREGPT, "system": ["x"]}, "bad_conversation"),
+        ({"messages": SHAREGPT, "system": [IMAGE]}, "bad_conversation"),
+        ([{"role": "tool_call", "content": "look at it"}], "bad_conversation"),
+        ([{"role": "tool_call", "content": '{"name": 3}'}], "bad_conversation"),
     ],
 )
 def test_what_cannot_be_read_says_why(record, reason):

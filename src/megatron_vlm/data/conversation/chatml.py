@@ -10,7 +10,8 @@ from megatron.energon import Sample, edataclass
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.limits import limits_of_media, named_limits
 from megatron_vlm.data.conversation.objects import NO_WORDS, Objects, read_objects, with_objects
-from megatron_vlm.data.conversation.turns import ROLES, TRAINED, WEIGHTS, is_trained, named_weight, sole
+from megatron_vlm.data.conversation.tools import join_calls, read_call_turn, read_calls, read_tools
+from megatron_vlm.data.conversation.turns import CALL, ROLES, TRAINED, WEIGHTS, is_trained, named_weight, sole
 from megatron_vlm.data.on_disk.fields import REJECTED_TURNS, TURNS
 from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, in_tools, stand_for
 
@@ -105,7 +106,8 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
     Content comes out as a list of parts `{"type": "text", "text": ...}`, `{"type": "image"}` and
     `{"type": "video"}`. `<image>` and `<video>` in the text of a user turn become parts, unless the turn is a
     list that already names its media. Adjacent texts are joined as they stand. A turn's weight in the loss is
-    a number under `loss`; its other keys (`tool_calls`, `name`, ...) pass through. A system turn without
+    a number under `loss`, its calls are under `tool_calls`; its other keys (`name`, ...) pass through. A
+    turn of calls alone joins the reply before it. A system turn without
     content is left out; any other empty turn gets one empty text, as templates may look at its first part.
     The argument is not changed.
 
@@ -113,6 +115,7 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
     """
     turns, system, tools = _unwrap(parsed(conversation))
     messages = [_message(turn, index) for index, turn in enumerate(turns)]
+    messages = join_calls(messages, [_role(turn) == CALL for turn in turns])
     messages = [message for message in messages if message["role"] != "system" or has_content(message)]
     if not messages:
         raise BadSample("bad_conversation", f"{len(turns)} system turns without content, and no others")
@@ -197,28 +200,30 @@ def parsed(conversation: str | bytes | dict | list) -> Any:
 def _unwrap(record: Any) -> tuple[list, str | None, list[dict] | None]:
     system = tools = None
     if isinstance(record, dict):
-        system, tools = record.get("system"), _tools(record.get("tools"))
+        system, tools = record.get("system"), read_tools(record)
         record = parsed(record.get(sole(record, WRAPPERS)))
     if not isinstance(record, list) or not record:
         raise BadSample("bad_conversation", f"no list of turns, bare or under one of {', '.join(WRAPPERS)}")
+    if isinstance(system, list):
+        system = "".join(_text(part) for part in system)
     if not isinstance(system, str | None):
         raise BadSample("bad_conversation", f"system is {type(system).__name__}, not text")
     return record, system, tools
 
 
-def _tools(tools: Any) -> list[dict] | None:
-    tools = parsed(tools) if tools else None
-    if tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return tools or None
-    raise BadSample("bad_conversation", "tools is not a list of objects")
+def _text(part: Any) -> str:
+    text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        raise BadSample("bad_conversation", "system has a part that is no text")
+    return text
 
 
 def _message(turn: Any, index: int) -> dict:
     if not isinstance(turn, dict):
         raise BadSample("bad_conversation", f"turn {index} is {type(turn).__name__}, not an object")
     place = f"turn {index}: "
-    name = turn.get(sole(turn, ("role", "from"), place=place, same=_same_role))
-    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    sole(turn, ("role", "from"), place=place, same=_same_role)
+    role, name = _role(turn), turn.get("role") or turn.get("from")
     if role is None:
         shown = name if isinstance(name, str) else type(name).__name__
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
@@ -226,10 +231,20 @@ def _message(turn: Any, index: int) -> dict:
     others = {key: value for key, value in turn.items() if key not in READ_KEYS}
     if (weight := named_weight(turn, index)) is not None:
         others["loss"] = weight
+    if role == CALL:
+        return others | {"role": "assistant", "content": [], "tool_calls": read_call_turn(content, place)}
+    older = others.pop("function_call", None)
+    if (calls := read_calls(turn, place)) is not None or older:
+        others["tool_calls"] = calls
     parts = _parts(content, role, index)
     if not parts and not any(others.get(key) for key in BESIDE_TEXT):  # templates ask for text beside these
         parts = [{"type": "text", "text": ""}]
     return others | {"role": role, "content": parts}
+
+
+def _role(turn: dict) -> str | None:
+    name = turn.get("role") or turn.get("from")
+    return ROLES.get(name.lower()) if isinstance(name, str) else None
 
 
 def _same_role(role: Any, sender: Any) -> bool:

@@ -8,17 +8,27 @@ from megatron_vlm.data.accounts.bad_sample import BadSample
 
 DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
 TRAINED = ("assistant", DOCUMENT)
-ROLES = {  # as people name it -> the role
+CALL = "tool_call"  # the role of a turn whose text is a call, or a list of calls; it becomes a reply's
+ROLES = {  # as people name it, in any case -> the role
     DOCUMENT: DOCUMENT,
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "model": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    CALL: CALL,
+    "function_call": CALL,
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+    "environment": "tool",
 }
 WEIGHTS = ("loss", "weight")  # the first that a turn has counts
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content

@@ -12,6 +12,14 @@ AUDIO = ("audios", "audio")  # no model is trained on it
 BOXES = ("bbox", "bbox_xyxy", "bbox_xywh")  # what the numbers of the first are, `records.grounded` finds out
 EXPRESSIONS = ("sentences", "sentence", "sents", "sent", "expressions", "expression", "phrase")
 # Names of one kind; a column that is mapped to one of them hides the others
-GROUPS = (TURNS + PLAIN, *MEDIA.values(), ("system",), ("tools",), ("objects",), BOXES, EXPRESSIONS)
+GROUPS = (
+    TURNS + PLAIN,
+    *MEDIA.values(),
+    ("system",),
+    ("tools", "functions"),
+    ("objects",),
+    BOXES,
+    EXPRESSIONS,
+)
 GROUPS += ((CHOSEN,), REJECTIONS)
 FIELDS = tuple(name for group in GROUPS for name in group)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.conversation.turns import CALL
 from megatron_vlm.data.on_disk.fields import CHOSEN, FIELDS, GROUPS, REJECTED, REJECTED_TURNS, TURNS
 from megatron_vlm.data.records.grounded import asking, corners_in
 from megatron_vlm.messages import suggestion
@@ -13,7 +14,7 @@ TAGS = {  # as a tag names it -> the role
     "user_tag": "user",
     "assistant_tag": "assistant",
     "observation_tag": "tool",
-    "function_tag": "assistant",
+    "function_tag": CALL,
     "system_tag": "system",
 }
 TAGGED = (*TURNS, CHOSEN, REJECTED, REJECTED_TURNS)

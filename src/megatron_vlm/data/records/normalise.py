@@ -33,14 +33,20 @@ from typing import Any
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import PART_TYPES, audio, cook_chatml_sample, parsed
 from megatron_vlm.data.conversation.limits import LIMITS, limits_beside, named_limits
-from megatron_vlm.data.conversation.turns import DOCUMENT, sole
+from megatron_vlm.data.conversation.turns import DOCUMENT, ROLES, sole
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk import fields
 from megatron_vlm.data.on_disk.named import in_order
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 TIMES = ("fps", "timestamps")  # of a video's frames
-BESIDE = ("system", "tools", "objects", *(f"{kind}_limits" for kind in LIMITS))  # what else is read
+BESIDE = (
+    "system",
+    "tools",
+    "functions",
+    "objects",
+    *(f"{kind}_limits" for kind in LIMITS),
+)  # what else is read
 
 
 def normalise(record: dict) -> tuple[dict, dict[str, list]]:
@@ -195,13 +201,13 @@ def _asked(record: dict, reason: str) -> Any:
 def _answered(prompt: list, answer: Any) -> list:
     """The conversation; an answer that begins with a question is a whole one, and has the prompt in it."""
     turns = _turns(answer, "assistant")
-    whole = any(_role(turn) in ("system", "user", "human") for turn in turns[:1])
+    whole = any(_role(turn) in ("system", "user") for turn in turns[:1])
     whole = whole and any(_role(turn) != "system" for turn in prompt)
     return turns if whole else prompt + turns
 
 
-def _role(turn: Any) -> Any:
-    return turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+def _role(turn: Any) -> str | None:
+    return ROLES.get(str(turn.get("role", turn.get("from"))).lower()) if isinstance(turn, dict) else None
 
 
 def _turns(given: Any, role: str) -> list:
