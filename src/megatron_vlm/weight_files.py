@@ -209,23 +209,27 @@ def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """
     size, shown = file.stat().st_size, printable(file)
     with open_file(file) as opened:
-        known = what_is(opened.read(FIRST))
-        if known is not None and known is not SAFETENSORS:
-            raise ConfigError(f"{shown} is {known}.")
-        opened.seek(0)
-        length = int.from_bytes(opened.read(8), "little")
+        first = opened.read(FIRST)
+        length = int.from_bytes(first[:8], "little")
+        opened.seek(8)
         text = opened.read(length) if length < min(size, MOST_HEADER) else b""
     try:
         tensors = json.loads(text)
         tensors.pop("__metadata__", None)
         needed = 8 + length + _end(tensors)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{shown} is no safetensors file, or cut short ({size} bytes); download it again."
-        ) from error
+        raise ConfigError(_why_unread(first, shown, size)) from error
     if size != needed:
         raise ConfigError(f"{shown} holds {size} bytes, its header says {needed}; download it again.")
     return tensors, 8 + length
+
+
+def _why_unread(first: bytes, shown: str, size: int) -> str:
+    """Return what a file is that holds no safetensors header, by its first bytes."""
+    kind = what_is(first)
+    if kind is None or kind is SAFETENSORS or first[8:9] == b"{":
+        return f"{shown} is no safetensors file, or cut short ({size} bytes); download it again."
+    return f"{shown} is {kind}."
 
 
 def description_problems(folder: Path, names: Sequence[str] = DESCRIPTIONS) -> Iterator[str]:

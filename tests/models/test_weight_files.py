@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -107,6 +108,18 @@ def test_a_header_that_does_not_say_where_each_byte_belongs_is_refused(folder):
         with pytest.raises(ConfigError, match="is no safetensors file, or cut short"):
             header(folder / B)
         (folder / B).write_bytes(whole)
+
+
+def test_a_good_file_is_read_whatever_the_length_of_its_header(tmp_path):
+    """Some lengths begin as files of other kinds do: 640 as a pickle."""
+    file = tmp_path / WEIGHT_FILE
+    tensors = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    for length in range(8, 4097):
+        text, values = (tensors, b"\0" * 4) if length >= len(tensors) else (b"{}", b"")
+        file.write_bytes(length.to_bytes(8, "little") + text.ljust(length) + values)
+        with safe_open(file, "pt") as opened:
+            assert header(file) == (json.loads(text), 8 + length)
+            assert {*opened.keys()} == {*json.loads(text)}
 
 
 # ---- the forms in which tensors are stored ----------------------------------------------------------------
