@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -32,8 +33,9 @@ from parity import IN_LAYOUTS
 from programs import OLDEST, OLDEST_VERSION, run_anew, run_program
 
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.models.families import load
+from megatron_vlm.models.families import describe, load
 from megatron_vlm.models.family_parts.keys import ASKED_FOR, NAMES, NO_EFFECT, section_for
+from megatron_vlm.models.hf import as_hf_config
 from megatron_vlm.recipes.published import CONFIGS
 from megatron_vlm.supported import SUPPORTED
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
@@ -243,6 +245,71 @@ def test_every_read_key_is_seen_to_matter(tried):
 def test_keys_without_effect_change_nothing(tried):
     _, found = tried
     assert found["nothing"]["verdict"] == "equal" and found["nothing"]["effect"] == 0, found["nothing"]
+
+
+# ---- keys of other families -------------------------------------------------------------------------------
+
+
+SEEN_READ = {"deepstack_visual_indexes", "temporal_patch_size", "video_token_id"}  # by families without them
+
+
+def of_other_families(configs: dict[str, Any], family: str) -> dict[str, Any]:
+    """A fifth of the keys that only other families' sections have, each with a value of one of them."""
+    strays, choose, chance = {}, random.Random(family).choice, random.Random(family).random
+    for name in NAMES:
+        parts = [getattr(config, name) if name else config for config in configs.values()]
+        fields = [part.to_dict() for part in parts]
+        ours = parts[[*configs].index(family)]
+        keys = {key for each in fields for key in each} - {*vars(ours), *ours.attribute_map, *NAMES}
+        for key in sorted(key for key in keys if key in SEEN_READ or chance() < 0.2):
+            value = choose([each[key] for each in fields if key in each])
+            strays[f"{name}.{key}" if name else key] = value
+    return strays
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_keys_of_other_families_are_refused_by_name_or_do_not_reach_a_description(checkpoints, family):
+    """But those that Transformers' code reads in any class, which are declared like fields."""
+    raw = {name: config_of(checkpoints[name]) for name in TINY_FAMILIES}
+    configs = {name: as_hf_config(config, name) for name, config in raw.items()}
+    plain = describe(configs[family])
+    for path, value in of_other_families(configs, family).items():
+        try:
+            described = describe(as_hf_config(odd_configs.changed(raw[family], {path: value}), family))
+        except ValueError as error:
+            assert path.rpartition(".")[2] in str(error)
+            continue
+        for name, choices in zip(NAMES, plain.sections, strict=True):
+            before, after = (
+                (getattr(d.hf_config, name) if name else d.hf_config) for d in (plain, described)
+            )
+            new = {key for key in vars(after).keys() - vars(before).keys() if not key.startswith("_")}
+            assert new <= section_for(choices, before.model_type).known(), path
+
+
+# ---- refused before anything is built ---------------------------------------------------------------------
+
+EXPERTS = {T + "first_k_dense_replace": None}, {T + "moe_intermediate_size": None}, {T + "v_head_dim": None}
+NO_GROUPS = {T + "n_group": None, T + "topk_group": None}
+UNUSABLE = [
+    *(("kimi_k25", change) for change in (*EXPERTS, NO_GROUPS)),
+    *(("mistral3 mistral4", change) for change in (*EXPERTS, NO_GROUPS)),
+    *(
+        (family, {"video_token_id": "image"})
+        for family in ("qwen3_5", "qwen2_vl", "kimi_k25", "gemma4_unified")
+    ),
+    ("llava_onevision", {"video_token_index": "image"}),
+    ("qwen3_5", {"video_token_id": None}),
+]
+
+
+@pytest.mark.parametrize(("checkpoint", "change"), UNUSABLE)
+def test_nulls_and_equal_tokens_are_refused_by_name(checkpoints, checkpoint, change):
+    config = config_of(checkpoints[checkpoint])
+    image = config.get("image_token_id", config.get("image_token_index"))
+    change = {path: image if value == "image" else value for path, value in change.items()}
+    with pytest.raises(ValueError, match=next(iter(change)).removeprefix(T)):
+        describe(as_hf_config(odd_configs.changed(config, change), checkpoint))
 
 
 # ---- under every layout -----------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ EXPERT_SOURCES = ["glm4v_moe fused", "glm4v_moe bf16", "qwen3_vl_moe turned"]
 PREDICTION = "glm4v_moe with a layer of multi-token prediction"  # after its last, and of another depth
 PREDICTIONS = {"qwen3_5 with multi-token prediction": "TP2", PREDICTION: "EP2"}
 PREDICTIONS["qwen3_5_moe with multi-token prediction"] = "EP2"
+PREDICTIONS["mistral4 with multi-token prediction"] = "EP2"
 EXPERT_CELLS = [(layout, kind) for layout in EXPERT_LAYOUTS for kind in EXPERT_FAMILIES + EXPERT_SOURCES]
 MIXED = "qwen3_5 bf16 with F32 tensors"
 FP8_EXPERTS, BUFFERS = "qwen3_vl_moe fp8", "llava with buffers"
@@ -178,6 +179,21 @@ def predicting(tensors):
     tensors[after + "eh_proj.weight"] = torch.randn(64, 128)
 
 
+def predicting_besides(tensors):
+    """A layer after the four of Mistral Small 4's text model."""
+    last, after = "language_model.model.layers.3.", "language_model.model.layers.4."
+    layer = {key: value for key, value in tensors.items() if last in key}
+    assert layer
+    tensors |= {key.replace(last, after): value + 1 for key, value in layer.items()}
+
+
+def mistral4(target: Path) -> Path:
+    sizes = TINY_FAMILIES["mistral3"].variants["mistral4"]
+    return rewritten(
+        build_tiny_checkpoint("mistral3", target.with_name("mistral4"), **sizes), target, predicting_besides
+    )
+
+
 def predicting_apart(tensors):
     """As Qwen3.5 has it, with experts in one tensor, in a tensor each, and in another type."""
     for name in ("experts.gate_up_proj", "experts.0.gate_proj.weight", "experts.0.up_proj.weight"):
@@ -278,6 +294,7 @@ OTHERS = {
     "qianfan_ocr as on the hub": lambda at, of: rewritten(of["qianfan_ocr"], at, layers_of_no_encoder),
     "sharded": lambda at, of: sharded(of["qwen3_vl"], at),
     PREDICTION: lambda at, of: predicted(at),
+    "mistral4 with multi-token prediction": lambda at, of: mistral4(at),
     **{
         f"{family} with multi-token prediction": lambda at, of, family=family: rewritten(
             of[family], at, predicting_apart

@@ -26,6 +26,7 @@ def describe(hf_config: Any) -> Description:
 
     family = load(hf_config.model_type)
     keys.check(family.model_type, family.sections, hf_config)
+    hf_config = keys.drop_unknown_keys(family.sections, hf_config)
     description = family(hf_config)
     whole = json.loads(hf_config.to_json_string(use_diff=False))
     description.config_values = keys.values_read(family.sections, whole)

@@ -54,7 +54,8 @@ def _one_vocabulary(size: int, text: Any) -> bool:
 
 
 OTHERS_KEEP = "0, or so many that each type of layer_types is among the others"
-TOP = keys.TOP | keys.any_of("video_token_id", "audio_token_id") | {"image_token_id": keys.TOKEN}
+TOP = keys.TOP | dict.fromkeys(("video_token_id", "audio_token_id"), keys.OTHER_TOKEN)
+TOP |= {"image_token_id": keys.TOKEN}
 MARKERS = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index")
 TEXT = (
     keys.text("hidden_activation")

@@ -25,7 +25,7 @@ from transformers.vision_utils import (
 )
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llama, moe_rules, patch_towers, texts, towers
+from megatron_vlm.models.family_parts import keys, llama, patch_towers, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.models.weights.rules import Rule, Whole
 from megatron_vlm.parallel.transfer import on_device
@@ -39,7 +39,7 @@ SECTIONS = keys.sections(
         | keys.any_of("projection_layer_norm_eps")
         | {
             # features are put in the place of what is embedded: the published one has no row
-            "video_token_id": keys.Values("0 or above", lambda token, _: token >= 0),
+            "video_token_id": keys.OTHER_TOKEN,
             "projection_hidden_size": keys.Values(
                 "hidden_size of the tower", lambda width, whole: width == whole.vision_config.hidden_size
             ),
@@ -135,7 +135,6 @@ class KimiK25(texts.HoldsTexts, towers.GridFamily):
     sections = SECTIONS
     visual_keys = patch_towers.VISUAL_KEYS
     has_experts = True
-    carried_keys = property(moe_rules.after_the_last)
     # what Transformers' `conversion_mapping` says of this model; it saves layers of the text as blocks, too
     renames = (
         (r"^language_model\.model\.blocks\.", "language_model.model.layers."),

@@ -43,7 +43,7 @@ SECTIONS = keys.sections(
         ("llava_onevision",),
         keys.TOP
         | keys.IMAGE_TOKEN
-        | dict.fromkeys(("video_token_index", "video_token_id"), keys.TOKEN)
+        | dict.fromkeys(("video_token_index", "video_token_id"), keys.VIDEO_TOKEN)
         | keys.any_of("multimodal_projector_bias")
         | {
             "projector_hidden_act": keys.NAMED,

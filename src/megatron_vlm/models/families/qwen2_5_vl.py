@@ -1,4 +1,8 @@
-"""Qwen2.5-VL: window-attention tower, qkv bias, M-RoPE in chunks with the seconds of videos."""
+"""Qwen2.5-VL: window-attention tower, qkv bias, M-RoPE in chunks with the seconds of videos.
+
+Text after a video continues one after the video's largest position, as in Qwen's own code and Transformers 4.
+Transformers 5 continues at the video's start plus its longer merged side, whatever its time axis reaches.
+"""
 
 from transformers import PreTrainedModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel

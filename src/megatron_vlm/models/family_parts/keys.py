@@ -7,6 +7,7 @@ are declared here like fields.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -85,6 +86,21 @@ def check(model_type: str, sections: Sections, hf_config: Any) -> None:
             + "\n".join(lines)
             + "\nThe trained model would not be Transformers'; docs/configs.md lists what is supported."
         )
+
+
+def drop_unknown_keys(sections: Sections, hf_config: Any) -> Any:
+    """Return a copy of the config without the keys that Transformers does not read, whatever their names.
+
+    What stays are the attributes that the sections' classes have, and the keys that the family declares.
+    """
+    hf_config = deepcopy(hf_config)
+    for name, choices in zip(NAMES, sections, strict=True):
+        config = getattr(hf_config, name) if name else hf_config
+        declared = section_for(choices, config.model_type).known()
+        for key in vars(config).keys() - vars(type(config)()).keys() - declared:
+            if not key.startswith("_"):
+                del vars(config)[key]
+    return hf_config
 
 
 def values_read(sections: Sections, whole: dict[str, Any]) -> dict[str, Any]:
@@ -166,6 +182,7 @@ def shown(value: Any) -> str:
 ANY = Values("any", lambda value, section: True)
 NUMBER = Values("a number", lambda value, section: isinstance(value, int | float))
 SIZE = Values("above 0", lambda size, section: size is None or size > 0)  # null: what follows from others
+GIVEN_SIZE = Values("above 0, and not null", lambda size, section: size > 0)
 
 
 def sizes(*keys: str) -> dict[str, Values]:
@@ -193,6 +210,14 @@ NAMED = Values("the names of Transformers' activations", lambda name, section: n
 TOKEN = Values(  # of the whole model's section
     "a token of the vocabulary",
     lambda token, whole: isinstance(token, int) and 0 <= token < whole.text_config.vocab_size,
+)
+OTHER_TOKEN = Values(  # of videos or audio
+    "a number that is not image_token_id",
+    lambda token, whole: isinstance(token, int) and 0 <= token != whole.image_token_id,
+)
+VIDEO_TOKEN = Values(
+    "a token of the vocabulary that is not image_token_id",
+    lambda token, whole: TOKEN.holds(token, whole) and OTHER_TOKEN.holds(token, whole),
 )
 COLOURS = only(3)  # of pixels
 EVEN = Values("even and above 0, or null", lambda width, text: width is None or width > 0 == width % 2)

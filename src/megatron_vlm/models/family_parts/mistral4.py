@@ -21,7 +21,7 @@ def section(scaling: Iterable[str]) -> keys.Section:
             "head_dim": latent.SCORES,
             "qk_head_dim": latent.SCORES,
             # a group is ranked by what softmax gives, in Megatron by what comes before
-            "n_group": keys.Values("topk_group", lambda count, text: count == text.topk_group),
+            "n_group": keys.Values("topk_group", lambda count, text: 0 < count == text.topk_group),
         },
         no_effect=("pretraining_tp",),
         rope=keys.ROPE

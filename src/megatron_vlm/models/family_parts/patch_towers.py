@@ -15,7 +15,7 @@ from megatron_vlm.models.positions import mrope_positions
 from megatron_vlm.parallel.transfer import on_device
 
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
-TOP = keys.TOP | dict.fromkeys(("image_token_id", "video_token_id"), keys.TOKEN)
+TOP = keys.TOP | {"image_token_id": keys.TOKEN, "video_token_id": keys.VIDEO_TOKEN}
 VISION = keys.VISION | {
     **keys.sizes("depth", "num_heads", "out_hidden_size", "spatial_merge_size"),
     "in_channels": keys.COLOURS,

@@ -25,6 +25,7 @@ class Text:
     query_scale: Callable[[Any], Callable[[Tensor], Tensor] | None] = lambda text: None
     attention_rules: Callable[[llama.LlamaFamily], list[Rule]] = llama.LlamaFamily.attention_rules
     feed_forward_rules: Callable[[llama.LlamaFamily], list[Rule]] = llama.LlamaFamily.feed_forward_rules
+    carried_keys: Callable[[llama.LlamaFamily], dict[str, str]] = lambda family: {}
 
 
 def sections(model_types: Iterable[str]) -> tuple[keys.Section, ...]:
@@ -42,6 +43,10 @@ class HoldsTexts(llama.LlamaFamily):
     def architecture(self) -> dict:
         own = self.held.architecture(self.text)
         return llama.architecture(self.text, self.tied) | own | _bounded(self.text)
+
+    @property
+    def carried_keys(self) -> dict[str, str]:
+        return self.held.carried_keys(self)
 
     def attention_rules(self) -> list[Rule]:
         return self.held.attention_rules(self)
@@ -93,6 +98,7 @@ TEXTS = {
         architecture=deepseek_v3.architecture,
         attention_rules=latent.attention_rules,
         feed_forward_rules=moe_rules.sigmoid_rules,
+        carried_keys=moe_rules.after_the_last,
     ),
     "llama": Text(
         keys.Section(
@@ -115,6 +121,7 @@ TEXTS = {
         query_scale=lambda text: partial(query_scale, text.rope_parameters),
         attention_rules=latent.attention_rules,
         feed_forward_rules=moe_rules.deepseek_rules,
+        carried_keys=moe_rules.after_the_last,
     ),
     "qwen2": Text(
         keys.Section(("qwen2",), _QWEN | _GIVEN, rope=_RULES),
