@@ -233,6 +233,64 @@ def test_what_cannot_be_read_says_why(record, reason):
     assert bad.value.reason == reason
 
 
+REPLY = {"role": "assistant", "content": "A cat."}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": "\nWhat?", "images": ["a.png"]},
+        {"content": "<image>\nWhat?", "image": "a.png"},
+        {"content": [text("\nWhat?")], "images": ["a.png"]},
+        {"content": json.dumps([{"type": "image", "image": "a.png"}, text("\nWhat?")])},
+        {"content": "<img>a.png</img>\nWhat?"},
+        {"content": [text("<img>a.png</img>\nWhat?")]},
+        {"content": [{"image": "a.png"}, {"text": "\nWhat?"}]},
+        {"content": None, "value": [{"type": "image", "image": "a.png"}, text("\nWhat?")]},
+        {
+            "content": [
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "a.png"}},
+                text("\nWhat?"),
+            ]
+        },
+    ],
+)
+def test_media_that_a_turn_names(turn):
+    turn = {"role": "user"} | turn
+    before = json.dumps(turn)
+    conversation, media = normalise({"messages": [turn, REPLY]})
+    assert media == {"image": ["a.png"], "video": []}
+    assert clean(conversation, images=1)[0] == EXPECTED
+    assert json.dumps(turn) == before
+
+
+def test_two_images_of_a_turn_stand_where_its_text_has_them():
+    turn = {"role": "user", "content": "<image> or <image>?", "images": ["a.png", "b.png"]}
+    conversation, media = normalise({"messages": [turn, REPLY]})
+    assert media["image"] == ["a.png", "b.png"]
+    assert clean(conversation, images=2)[0][0]["content"] == [IMAGE, text(" or "), IMAGE, text("?")]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "user", "content": "<image>What?", "images": ["a.png", "b.png"]},
+        {"role": "assistant", "content": "A cat.", "images": ["a.png"]},
+    ],
+)
+def test_media_of_a_turn_without_a_place_are_a_drop(turn):
+    with pytest.raises(BadSample, match="images"):
+        conversation, media = normalise({"messages": [turn, REPLY]})
+        clean(conversation, images=len(media["image"]))
+
+
+def test_text_about_a_tag_stays_text():
+    turn = {"role": "user", "content": "What does <img>x</img> mean?"}
+    conversation, media = normalise({"messages": [turn, REPLY]})
+    assert conversation == {"messages": [turn, REPLY]}
+    assert media == {"image": [], "video": []}
+
+
 def test_audio_is_refused_with_what_to_do():
     turn = {"role": "user", "content": "<audio>What do you hear?"}
     reply = {"role": "assistant", "content": "A dog."}

@@ -12,7 +12,7 @@ from megatron_vlm.data.conversation.limits import limits_of_media, named_limits
 from megatron_vlm.data.conversation.objects import NO_WORDS, Objects, read_objects, with_objects
 from megatron_vlm.data.conversation.tools import join_calls, read_call_turn, read_calls, read_tools
 from megatron_vlm.data.conversation.turns import CALL, ROLES, TRAINED, WEIGHTS, is_trained, named_weight, sole
-from megatron_vlm.data.on_disk.fields import REJECTED_TURNS, TURNS
+from megatron_vlm.data.on_disk.fields import MEDIA, REJECTED_TURNS, TURNS
 from megatron_vlm.data.on_disk.placeholders import foreign_parts, foreign_placeholders, in_tools, stand_for
 
 WRAPPERS = (*TURNS, "conversation")
@@ -115,7 +115,7 @@ def cook_chatml_sample(conversation: str | dict | list) -> tuple[list[dict], lis
     """
     turns, system, tools = _unwrap(parsed(conversation))
     messages = [_message(turn, index) for index, turn in enumerate(turns)]
-    messages = join_calls(messages, [_role(turn) == CALL for turn in turns])
+    messages = join_calls(messages, [role_of(turn) == CALL for turn in turns])
     messages = [message for message in messages if message["role"] != "system" or has_content(message)]
     if not messages:
         raise BadSample("bad_conversation", f"{len(turns)} system turns without content, and no others")
@@ -223,7 +223,7 @@ def _message(turn: Any, index: int) -> dict:
         raise BadSample("bad_conversation", f"turn {index} is {type(turn).__name__}, not an object")
     place = f"turn {index}: "
     sole(turn, ("role", "from"), place=place, same=_same_role)
-    role, name = _role(turn), turn.get("role") or turn.get("from")
+    role, name = role_of(turn), turn.get("role") or turn.get("from")
     if role is None:
         shown = name if isinstance(name, str) else type(name).__name__
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")
@@ -231,6 +231,9 @@ def _message(turn: Any, index: int) -> dict:
     others = {key: value for key, value in turn.items() if key not in READ_KEYS}
     if (weight := named_weight(turn, index)) is not None:
         others["loss"] = weight
+    # Media that nobody took from the turn have no place in it
+    if key := next((key for names in MEDIA.values() for key in names if turn.get(key)), None):
+        raise BadSample("bad_conversation", f"{place}its {key} are not read; name them beside the turns")
     if role == CALL:
         return others | {"role": "assistant", "content": [], "tool_calls": read_call_turn(content, place)}
     older = others.pop("function_call", None)
@@ -242,7 +245,8 @@ def _message(turn: Any, index: int) -> dict:
     return others | {"role": role, "content": parts}
 
 
-def _role(turn: dict) -> str | None:
+def role_of(turn: dict) -> str | None:
+    """Return the role of a turn as it is written; None if it has none that is known."""
     name = turn.get("role") or turn.get("from")
     return ROLES.get(name.lower()) if isinstance(name, str) else None
 
@@ -258,7 +262,36 @@ def _no_content(content: Any, value: Any) -> bool:
     return not isinstance(value, str | list)
 
 
+def content_name(turn: dict) -> str:
+    """Return the name under which a turn has its content."""
+    return sole(turn, ("content", "value"), same=_no_content) or "content"
+
+
+def read_parts(content: Any) -> Any:
+    """Return the parts of a content that is JSON text of parts; any other content as it is."""
+    if not (isinstance(content, str) and content.lstrip().startswith("[")):
+        return content
+    try:
+        parts = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    are_parts = isinstance(parts, list) and all(
+        isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in PART_TYPES
+        for part in parts
+    )
+    return parts if are_parts and parts else content
+
+
+def part_of(part: Any) -> Any:
+    """Return the part with its type, if the name of its only text or medium is all that says it."""
+    if not isinstance(part, dict) or part.get("type") is not None:
+        return part
+    names = [name for name in PART_TYPES if part.get(name) is not None]
+    return part | {"type": names[0]} if len(names) == 1 else part
+
+
 def _parts(content: Any, role: str, index: int) -> list[dict]:
+    content = read_parts(content)
     parts = [_part(part, index) for part in content] if isinstance(content, list) else []
     if isinstance(content, str):
         parts = [{"type": "text", "text": content}]
@@ -268,13 +301,14 @@ def _parts(content: Any, role: str, index: int) -> list[dict]:
     if names_media and role == "assistant":
         raise BadSample("bad_conversation", f"turn {index}: an assistant turn cannot hold media")
     if role == "user" and not names_media:
-        parts = [piece for part in parts for piece in _split_placeholders(part["text"])]
+        parts = [piece for part in parts for piece in split_placeholders(part)]
     return _join_texts(parts)
 
 
 def _part(part: Any, index: int) -> dict:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    part = part_of(part)
     name = part.get("type") if isinstance(part, dict) else None
     if name in AUDIO_TYPES:
         raise audio(f"turn {index}")
@@ -295,8 +329,9 @@ def audio(place: str) -> BadSample:
     )
 
 
-def _split_placeholders(text: str) -> list[dict]:
-    pieces = PLACEHOLDER.split(text)  # text, kind, text, kind, ..., text
+def split_placeholders(part: dict) -> list[dict]:
+    """Return the parts of a text, with one for each `<image>` and `<video>` in it."""
+    pieces = PLACEHOLDER.split(part["text"])  # text, kind, text, kind, ..., text
     return [
         {"type": piece} if position % 2 else {"type": "text", "text": piece}
         for position, piece in enumerate(pieces)

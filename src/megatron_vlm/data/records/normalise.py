@@ -27,19 +27,33 @@ of these forms, a list of images, or `{"frames": [images]}` with such a list and
 `data.media.videos`). One that is an object may have limits of its own, see `conversation.limits`.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import PART_TYPES, audio, cook_chatml_sample, parsed
+from megatron_vlm.data.conversation.chatml import (
+    PART_TYPES,
+    audio,
+    content_name,
+    cook_chatml_sample,
+    parsed,
+    part_of,
+    read_parts,
+    role_of,
+    split_placeholders,
+)
 from megatron_vlm.data.conversation.limits import LIMITS, limits_beside, named_limits
 from megatron_vlm.data.conversation.turns import DOCUMENT, ROLES, sole
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk import fields
 from megatron_vlm.data.on_disk.named import in_order
+from megatron_vlm.data.on_disk.paths import PICTURES
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 TIMES = ("fps", "timestamps")  # of a video's frames
+# An image that a text names; a name in the tag that is no file's is text about the tag
+NAMED_IMAGE = re.compile(rf"<img>([^<>\n]+(?:{'|'.join(map(re.escape, PICTURES))}))</img>", re.IGNORECASE)
 BESIDE = (
     "system",
     "tools",
@@ -65,9 +79,10 @@ def normalise(record: dict) -> tuple[dict, dict[str, list]]:
         media["image"] = [image for image in media["image"] if image is not None]
     beside = {key: record[key] for key in BESIDE if record.get(key) is not None}
     in_parts: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in fields.MEDIA}
-    conversation = {name or "messages": _without_media(turns, in_parts)}
+    has_images = bool(media["image"])
+    conversation = {name or "messages": _without_media(turns, in_parts, has_images)}
     if rejected:
-        conversation[fields.REJECTED_TURNS] = _without_media(rejected, {})
+        conversation[fields.REJECTED_TURNS] = _without_media(rejected, {}, has_images)
     for kind, parts in in_parts.items():
         if not in_order(media[kind], parts):
             raise BadSample("bad_conversation", f"its {kind}s and its parts name others, or in another order")
@@ -90,28 +105,84 @@ def _listed(media: Any) -> list:
     return media if isinstance(media, list) else [media] if media else []
 
 
-def _without_media(turns: Any, media: dict[str, list]) -> Any:
+def _without_media(turns: Any, media: dict[str, list], has_images: bool) -> Any:
     """The turns, whose parts only say where media are; what each of these parts names is added to `media`."""
     turns = parsed(turns) if isinstance(turns, str) and turns.lstrip()[:1] == "[" else turns
     if not isinstance(turns, list):
         return turns
+    turns = [_with_media_as_parts(turn, has_images) if isinstance(turn, dict) else turn for turn in turns]
     return [
-        turn | {"content": [_place(part, media) for part in turn["content"]]}
-        if isinstance(turn, dict) and isinstance(turn.get("content"), list)
+        turn | {name: [_place(part, media) for part in turn[name]]}
+        if isinstance(turn, dict) and isinstance(turn.get(name := content_name(turn)), list)
         else turn
         for turn in turns
     ]
 
 
+def _with_media_as_parts(turn: dict, has_images: bool) -> dict:
+    """The turn, with a part for each medium that it names beside its content, or in `<img>PATH</img>`.
+
+    Raises BadSample if its content has places for another number of media.
+    """
+    name = content_name(turn)
+    content = read_parts(turn.get(name))
+    turn = turn if content is turn.get(name) else turn | {name: content}
+    if role_of(turn) not in ("user", "tool"):
+        return turn
+    parts = [part_of(part) for part in content] if isinstance(content, list) else None
+    if isinstance(content, str):
+        parts = [{"type": "text", "text": content}]
+    if parts is None:
+        return turn
+    # Media under a key of the turn take the places in its text, or stand before it
+    for kind, names in fields.MEDIA.items():
+        key = sole(turn, names)
+        if key is None:
+            continue
+        items = _listed(turn[key])
+        parts = [
+            piece for part in parts for piece in (split_placeholders(part) if _is_text(part) else [part])
+        ]
+        places = [
+            index for index, part in enumerate(parts) if isinstance(part, dict) and part == {"type": kind}
+        ]
+        if places and len(places) != len(items):
+            text = f"a turn has {len(items)} {key} and {len(places)} places for them"
+            raise BadSample("placeholder_mismatch", text)
+        named = [{"type": kind, kind: item} for item in items]
+        for index, part in zip(places, named, strict=False):
+            parts[index] = part
+        parts = parts if places else named + parts
+        turn = {other: value for other, value in turn.items() if other not in names} | {name: parts}
+    if has_images:
+        return turn
+    # Qwen-VL's first form, where a record lists no images
+    pieces = [piece for part in parts for piece in (_with_paths(part["text"]) if _is_text(part) else [part])]
+    return turn | {name: pieces} if len(pieces) > len(parts) else turn
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _with_paths(text: str) -> list[dict]:
+    pieces = NAMED_IMAGE.split(text)  # text, path, text, path, ..., text
+    return [
+        {"type": "image", "image": piece} if index % 2 else {"type": "text", "text": piece}
+        for index, piece in enumerate(pieces)
+    ]
+
+
 def _place(part: Any, media: dict[str, list]) -> Any:
     """The part without its medium, but with the limits of it."""
+    part = part_of(part)
     name = part.get("type") if isinstance(part, dict) else None
     kind = PART_TYPES.get(name) if isinstance(name, str) else None
     if kind not in fields.MEDIA:
         return part
-    medium = part.get(sole(part, (f"{kind}_url", kind, "url", "path")))
-    if isinstance(medium, dict):
-        medium = medium.get("url", medium)
+    medium = part.get(sole(part, (f"{kind}_url", kind, "source", "url", "path")))
+    if isinstance(medium, dict):  # an address of OpenAI's, or Anthropic's base64
+        medium = medium.get("url", medium.get("data", medium))
     if kind == "video" and isinstance(medium, list):
         medium = {"frames": medium} | _times(part)
     media.setdefault(kind, []).append((medium, part.get("index")))
