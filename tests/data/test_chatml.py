@@ -284,6 +284,15 @@ def test_media_of_a_turn_without_a_place_are_a_drop(turn):
         clean(conversation, images=len(media["image"]))
 
 
+@pytest.mark.parametrize("key", ["turn", "part"])
+def test_an_image_that_a_turn_names_twice_is_read_once(key):
+    text_of_turn = "<img>a.png</img>What?"
+    turn = {"role": "user", "content": text_of_turn, "images": ["a.png"]}
+    if key == "part":
+        turn = {"role": "user", "content": [{"type": "image", "image": "a.png"}, text(text_of_turn)]}
+    assert normalise({"messages": [turn, REPLY]})[1]["image"] == ["a.png"]
+
+
 def test_text_about_a_tag_stays_text():
     turn = {"role": "user", "content": "What does <img>x</img> mean?"}
     conversation, media = normalise({"messages": [turn, REPLY]})

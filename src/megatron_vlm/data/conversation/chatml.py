@@ -223,7 +223,8 @@ def _message(turn: Any, index: int) -> dict:
         raise BadSample("bad_conversation", f"turn {index} is {type(turn).__name__}, not an object")
     place = f"turn {index}: "
     sole(turn, ("role", "from"), place=place, same=_same_role)
-    role, name = role_of(turn), turn.get("role") or turn.get("from")
+    role = role_of(turn)
+    name = turn.get("role") or turn.get("from")
     if role is None:
         shown = name if isinstance(name, str) else type(name).__name__
         raise BadSample("bad_conversation", f"turn {index} has role {shown}; known are {', '.join(ROLES)}")

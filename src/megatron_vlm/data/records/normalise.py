@@ -154,10 +154,10 @@ def _with_media_as_parts(turn: dict, has_images: bool) -> dict:
             parts[index] = part
         parts = parts if places else named + parts
         turn = {other: value for other, value in turn.items() if other not in names} | {name: parts}
-    if has_images:
+    if has_images or not all(map(_is_text, parts)):
         return turn
-    # Qwen-VL's first form, where a record lists no images
-    pieces = [piece for part in parts for piece in (_with_paths(part["text"]) if _is_text(part) else [part])]
+    # Qwen-VL's first form, where neither the record nor the turn names images in another way
+    pieces = [piece for part in parts for piece in _with_paths(part["text"])]
     return turn | {name: pieces} if len(pieces) > len(parts) else turn
 
 
