@@ -1,7 +1,7 @@
 """The story of one run: from a Hugging Face checkpoint and a dataset to a trained model."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -80,17 +80,7 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
         exports.after(saved.step, feed.milestones, replace=False)  # an export that a kill interrupted
         if saved.path:
             uploads.on_save(saved.step, saved.path)
-        for step in range(first, feed.milestones.steps + 1):
-            run.train(step)
-            profiled()
-            rated = evaluations.after(step, feed, log)
-            if feed.milestones.saves_after(step):
-                run.save(step, rated)
-            exports.after(step, feed.milestones)
-            if not config.train.async_save:
-                writer.announce(log.saved)
-            if feed.milestones.ends_after(step):
-                break
+        run.train_from(first, exports, profiled)
         writer.announce(log.saved)
         run.sum_up()
         stop, steps = feed.milestones.stop, feed.milestones.steps
@@ -126,6 +116,20 @@ class Run:
     evaluations: Evaluations
     log: RunLogger
     writer: checkpoint.CheckpointWriter
+
+    def train_from(self, first: int, exports: Exports, profiled: Callable[[], None]) -> None:
+        """Train from step `first` to the last; validate, save and export after the steps that ask for it."""
+        for step in range(first, self.feed.milestones.steps + 1):
+            self.train(step)
+            profiled()
+            rated = self.evaluations.after(step, self.feed, self.log)
+            if self.feed.milestones.saves_after(step):
+                self.save(step, rated)
+            exports.after(step, self.feed.milestones)
+            if not self.config.train.async_save:
+                self.writer.announce(self.log.saved)
+            if self.feed.milestones.ends_after(step):
+                break
 
     def train(self, step: int) -> None:
         """One optimizer step with the next global batch."""

@@ -88,19 +88,19 @@ def check(model_type: str, sections: Sections, hf_config: Any) -> None:
         )
 
 
-def drop_unknown_keys(sections: Sections, hf_config: Any) -> Any:
+def drop_unknown_keys(sections: Sections, whole: Any) -> Any:
     """Return a copy of the config without the keys that Transformers does not read, whatever their names.
 
     What stays are the attributes that the sections' classes have, and the keys that the family declares.
     """
-    hf_config = deepcopy(hf_config)
+    whole = deepcopy(whole)
     for name, choices in zip(NAMES, sections, strict=True):
-        config = getattr(hf_config, name) if name else hf_config
+        config = getattr(whole, name) if name else whole
         declared = section_for(choices, config.model_type).known()
         for key in vars(config).keys() - vars(type(config)()).keys() - declared:
             if not key.startswith("_"):
                 del vars(config)[key]
-    return hf_config
+    return whole
 
 
 def values_read(sections: Sections, whole: dict[str, Any]) -> dict[str, Any]:
