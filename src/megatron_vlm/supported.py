@@ -17,7 +17,7 @@ from megatron_vlm import hub, stores
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import odd_fields, printable
-from megatron_vlm.signatures import what_file
+from megatron_vlm.signatures import explain_file
 from megatron_vlm.stores.fetched import fetched
 
 CONFIG_FILE = "config.json"
@@ -124,7 +124,7 @@ def any_config(path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
-        known = what_file(file) or f"not JSON ({error}); download it again"
+        known = explain_file(file) or f"not JSON ({error}); download it again"
         raise ConfigError(f"{place}: {CONFIG_FILE} is {known}.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{place}: {CONFIG_FILE} is not a JSON object; download it again.")

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import open_file, read_file
 from megatron_vlm.messages import odd_fields, printable
-from megatron_vlm.signatures import BINARY, FIRST, SAFETENSORS, what_is
+from megatron_vlm.signatures import START, explain
 from megatron_vlm.supported import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, WEIGHT_FILE, any_config
 
 # the forms of tensors that are read
@@ -209,7 +209,7 @@ def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """
     size, shown = file.stat().st_size, printable(file)
     with open_file(file) as opened:
-        first = opened.read(FIRST)
+        first = opened.read(START)
         length = int.from_bytes(first[:8], "little")
         opened.seek(8)
         text = opened.read(length) if length < min(size, MOST_HEADER) else b""
@@ -218,18 +218,12 @@ def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
         tensors.pop("__metadata__", None)
         needed = 8 + length + _end(tensors)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(_why_unread(first, shown, size)) from error
+        known = explain(first) if first[8:9] != b"{" else None
+        known = known or f"no safetensors file, or cut short ({size} bytes); download it again"
+        raise ConfigError(f"{shown} is {known}.") from error
     if size != needed:
         raise ConfigError(f"{shown} holds {size} bytes, its header says {needed}; download it again.")
     return tensors, 8 + length
-
-
-def _why_unread(first: bytes, shown: str, size: int) -> str:
-    """Return what a file is that holds no safetensors header, by its first bytes."""
-    kind = what_is(first)
-    if kind is None or kind is SAFETENSORS or first[8:9] == b"{":
-        return f"{shown} is no safetensors file, or cut short ({size} bytes); download it again."
-    return f"{shown} is {kind}."
 
 
 def description_problems(folder: Path, names: Sequence[str] = DESCRIPTIONS) -> Iterator[str]:
@@ -237,8 +231,7 @@ def description_problems(folder: Path, names: Sequence[str] = DESCRIPTIONS) -> I
     Transformers' own messages do not name them. Raises as `read_file`."""
     for file in (folder / name for name in names if os.path.lexists(folder / name)):
         content = read_file(file)
-        known = what_is(content)
-        if known is not None and (known is not BINARY or file.suffix != ".model"):
+        if known := explain(content):
             yield f"{printable(file)} is {known}."
         elif file.suffix == ".json" and not _is_whole(content.strip()):
             yield f"{printable(file)} is no whole JSON object ({len(content)} bytes); download it again."

@@ -238,3 +238,11 @@ def test_random_damage_never_escapes_as_another_error():
 
 def test_the_size_limit_leaves_room_for_real_photographs():
     assert images.MAX_DECODED_PIXELS >= 8000 * 6000
+
+
+@pytest.mark.parametrize("bits", [10, 12, 14, 16])
+def test_grey_of_10_to_14_bits_in_16_is_not_black(bits):
+    values = np.array([[0, 2**bits // 2, 2**bits - 1]] * 3, np.uint16)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    assert np.asarray(decode_image(file.getvalue()))[0, :, 0].tolist() == [0, 128, 255]

@@ -20,7 +20,8 @@ import pytest
 from prepared_shards import prepare
 from sources import image_bytes, record, write_sharegpt
 
-from megatron_vlm.checks.data_on_disk import source_problems
+from megatron_vlm.checks.data_on_disk import data_problems, source_problems
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.conversation.chatml import clean
@@ -63,17 +64,6 @@ def zipped_by_macos(text: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def mixed_line_ends(lines: bytes) -> bytes:
-    ends = [b"\n", b"\n", b"\n", b"\r", b"\n", b"\r\n", b"\r"]
-    return b"".join(line + end for line, end in zip(lines.splitlines(), ends, strict=True))
-
-
-def arrays_on_lines(rows: list[dict]) -> bytes:
-    """A record, two records in an array, and so on, a line each."""
-    pairs = [rows[0], rows[1:3], rows[3], rows[4:6], rows[6]]
-    return b"".join(json.dumps(each).encode() + b"\n" for each in pairs)
-
-
 def table(delimiter: str, newline: str = "\r\n") -> str:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(PLAIN[0]), delimiter=delimiter, lineterminator=newline)
@@ -91,33 +81,20 @@ def parquet() -> bytes:
 UTF_8 = LINES.encode()
 FORMS = {
     "lines": UTF_8,
-    "old line ends": UTF_8.replace(b"\n", b"\r"),
     "windows' line ends": UTF_8.replace(b"\n", b"\r\n"),
     "byte order mark": b"\xef\xbb\xbf" + UTF_8,
-    "utf-16": LINES.encode("utf-16"),
-    "utf-16 of the other order": b"\xfe\xff" + LINES.encode("utf-16-be"),
-    "utf-16 without a mark": LINES.encode("utf-16-le"),
-    "utf-16 of the other order without a mark": json.dumps(RECORDS).encode("utf-16-be"),
-    "mixed line ends": mixed_line_ends(UTF_8),
-    "arrays on lines": arrays_on_lines(RECORDS),
-    "arrays on all lines": json.dumps(RECORDS[:3]).encode() + b"\n" + json.dumps(RECORDS[3:]).encode(),
     "array": json.dumps(RECORDS).encode(),
     "pretty array": b"\n" + json.dumps(RECORDS, indent=2).encode(),
     "an array of lines": b"[\n" + b",\n".join(UTF_8.splitlines()) + b"\n]",
     "commas first": b"[" + b"\n,".join(UTF_8.splitlines()) + b"]\n",
-    "mapping": json.dumps({f"id {n}": row for n, row in enumerate(RECORDS)}).encode(),
-    "pretty mapping": json.dumps({str(n): row for n, row in enumerate(RECORDS)}, indent=1).encode(),
     "data": json.dumps({"version": 1, "data": RECORDS}).encode(),
     "a list under a key": json.dumps({"info": {"by": "me"}, "annotations": RECORDS}, indent=1).encode(),
-    "a mapping under a key": json.dumps({"data": {f"id {n}": row for n, row in enumerate(RECORDS)}}).encode(),
-    "pretty objects": "\n".join(json.dumps(row, indent=1) for row in RECORDS).encode(),
     "gzip": gzip.compress(UTF_8),
     "zstd": pa.compress(UTF_8, "zstd", asbytes=True),
     "bz2": bz2.compress(UTF_8),
     "xz": lzma.compress(UTF_8),
     "zip": zipped(UTF_8),
     "zip of macOS": zipped_by_macos(UTF_8),
-    "gzip of utf-16 of an array": gzip.compress(json.dumps(RECORDS).encode("utf-16")),
 }
 TABLES = {
     "csv": table(",").encode(),
@@ -125,10 +102,8 @@ TABLES = {
     "semicolons": table(";").encode("utf-8-sig"),
     "bars": table("|").encode(),
     "csv with old line ends": table(",", "\r").encode(),
-    "gzip of csv in utf-16": gzip.compress(table(",").encode("utf-16")),
     "parquet": parquet(),
     "zip of parquet": zipped(parquet()),
-    "csv in utf-16 without a mark": table(",").encode("utf-16-le"),
     "csv with an index of pandas": pd.DataFrame(PLAIN).to_csv().encode(),
 }
 
@@ -172,14 +147,9 @@ def test_tables_are_read_from_any_form_under_any_name(tmp_path, form, name):
 
 def test_prepare_writes_what_a_packed_file_holds(tmp_path):
     write_sharegpt(tmp_path, len(RECORDS))
-    (tmp_path / "rows").write_bytes(gzip.compress(FORMS["pretty mapping"]))
+    (tmp_path / "rows").write_bytes(gzip.compress(FORMS["pretty array"]))
     summary = prepare(tmp_path / "rows", tmp_path / "out")
     assert sum(summary.samples.values()) == len(RECORDS)
-
-
-def test_text_in_utf_32_is_not_taken_for_utf_16(tmp_path):
-    (tmp_path / "rows.json").write_bytes('{"question": "猫", "answer": "é"}'.encode("utf-32"))
-    assert open_table(tmp_path / "rows.json").record(0)[0] == {"question": "猫", "answer": "é"}
 
 
 def test_a_changed_packed_file_is_unpacked_again(tmp_path):
@@ -217,7 +187,7 @@ def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
     assert [rows.record(index)[0] for index in range(1, 7)] == RECORDS[1:]
     for index, said in (
         (0, "Extra data|Expecting"),
-        (7, "text that is not in UTF-8; run"),
+        (7, "can't decode byte"),
     ):
         with pytest.raises(BadSample, match=f"bad_json.*(?:{said})"):
             rows.record(index)
@@ -281,8 +251,8 @@ def test_a_folder_with_a_pipe_or_a_link_to_nothing_among_its_rows_is_refused(tmp
             b"version https://git-lfs.github.com/spec/v1\n",
             "is a Git LFS pointer, not the file; run",
         ),
-        ("b.jsonl", UTF_8.decode().encode("utf-16"), "is text in UTF-16; save it as UTF-8"),
-        ("b.jsonl", UTF_8[:-9], "cannot be read .Unterminated string .*line"),
+        ("b.jsonl", UTF_8.decode().encode("utf-16"), "is text in UTF-16 or UTF-32; save it as UTF-8"),
+        ("b.jsonl", UTF_8[:-9], "cannot be read .JSON parse error"),
         ("b.jsonl.gz", gzip.compress(UTF_8)[:-9], "cannot be read .Compressed file ended before"),
     ],
 )
@@ -328,46 +298,40 @@ def test_a_record_alone_in_its_file_is_no_wrapper(tmp_path):
 @pytest.mark.parametrize(
     "content, said",
     [
-        (
-            LINES.replace("Which", "Où").encode("latin-1"),
-            "is text that is not in UTF-8; run `iconv",
-        ),
+        (LINES.replace("Which", "Où").encode("latin-1"), "can't decode byte .*; write .* in UTF-8"),
+        (LINES.encode("utf-16"), "is text in UTF-16 or UTF-32; save it as UTF-8"),
+        (LINES.encode("utf-32"), "is text in UTF-16 or UTF-32; save it as UTF-8"),
         (b"<!doctype html><html>", "is an HTML or XML page; download the file itself again"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, .*; run `git lfs pull`"),
-        (image_bytes(1), "is a JPEG image; name it under `images` in a record"),
+        (
+            image_bytes(1),
+            "its first line, .* or more\\); write one JSON object on each line|can't decode byte",
+        ),
         (gzip.compress(UTF_8)[:-40], "a gzip file, cannot be read .*; unpack it yourself, or download it"),
-        (zipped(UTF_8)[:-40], "a zip archive, cannot be read .*; unpack it yourself, or download it"),
-        (
-            pa.compress(UTF_8 * 99, "zstd", asbytes=True)[:-10],
-            "a zstd file, cannot be read .*; unpack it yourself, or download it",
-        ),
-        (b"", "is an empty file; download"),
-        (bytes(99), "begins with zeros alone; download it again"),
-        (
-            b"Hello.\nThis, then, is text.\n",
-            "is not valid JSON .'Hello.' begins neither an object, a list nor a",
-        ),
-        (b"404: Not Found", "is what a server answered in place of a file; download the file itself again"),
-        (
-            f"{PLAIN[0]}\n{PLAIN[1]}\n".encode(),
-            "is a value as Python prints it; write records with json.dumps",
-        ),
-        (b"- messages:\n  - role: user\n", "'- messages:' begins neither"),
+        (two_files(UTF_8), "a zip file, cannot be read .it holds 2 files, .*; unpack it yourself, or"),
+        (b"", "is an empty file; write or download"),
+        (bytes(99), "begins with zeros; download it again"),
         (
             b"text\nhello there\n",
-            "'text' begins neither an object, a list nor a table of two columns or more",
+            "its first line, 'text', is neither JSON nor a header of two col",
         ),
         (
-            json.dumps({"images": ["a"] * 2, "conversations": [[]] * 2}).encode(),
-            "it holds a list for each column",
+            b"im/0.png,what?,a 0\nim/1.png,what?,a 1\n",
+            "line, 'im/0.png,what.,a 0', is neither JSON nor",
+        ),
+        (json.dumps({"images": ["a"] * 2, "conversations": [[]] * 2}).encode(), "a list for each column"),
+        (
+            json.dumps(RECORDS[0], indent=1).encode() * 2,
+            "is more after the JSON value that ends in line",
         ),
         (
-            json.dumps({"question": ["a"] * 2, "answer": ["b"] * 2}).encode(),
-            "it holds a list for each column",
+            json.dumps({"a": RECORDS[0], "b": RECORDS[1]}).encode(),
+            "an object of objects; write these as",
         ),
-        (two_files(UTF_8), "a zip archive, cannot be read .it holds 2 files, .*; unpack it yourself, or"),
-        (b"SQLite format 3\0" + bytes(99), "is an SQLite database; write its table as CSV"),
-        (b"\x93NUMPY\1\0v\0{'descr': '<f8'}", "is a NumPy array; name pictures"),
+        (
+            json.dumps({"train": RECORDS, "test": RECORDS}).encode(),
+            "it holds several lists of records, train, test; write each to its own file",
+        ),
     ],
 )
 def test_what_cannot_be_rows_is_named(tmp_path, content, said):
@@ -378,36 +342,109 @@ def test_what_cannot_be_rows_is_named(tmp_path, content, said):
     assert re.search(said, problem)
 
 
+# -- good files with nasty first bytes, and bad ones that a library would read wrongly
+
+
+HEADERS = (
+    "PAR1",
+    "ARROW1",
+    "PK",
+    "ORC",
+    "GGUF",
+    "ID3",
+    "%PDF",
+    "8BPS",
+    "<html",
+    "version https://git-lfs",
+)
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_good_table_is_not_taken_for_another_file(tmp_path, header):
+    header = header.strip("<%").replace(" https://", " ")  # a name of a column has none of these
+    (tmp_path / "rows.csv").write_text(f"{header},question,answer\n0,q,a\n1,q,a\n")
+    rows = open_table(tmp_path / "rows.csv")
+    assert [rows.record(n)[0] for n in (0, 1)] == [
+        {header: str(n), "question": "q", "answer": "a"} for n in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("spaces", [b"", b"\n\n", b" \t", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_good_array_is_read_whatever_stands_before_it(tmp_path, spaces, count):
+    for indent in (None, 1):
+        (tmp_path / f"{indent}.json").write_bytes(
+            spaces + json.dumps(RECORDS[:count], indent=indent).encode()
+        )
+        rows = open_table(tmp_path / f"{indent}.json")
+        assert [rows.record(n)[0] for n in range(len(rows))] == RECORDS[:count]
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])
+def test_good_images_are_read_and_known_in_base64(tmp_path, format):
+    content = image_bytes(1, format)
+    assert decode_image(content).mode == "RGB"
+    if format not in ("PPM", "JPEG2000"):  # which nobody writes into JSON
+        assert read_media(base64.b64encode(content).decode(), tmp_path) == content
+
+
+def test_a_quote_that_is_not_closed_is_told_by_its_line(tmp_path):
+    lines = [f'im/{n}.png,"what?,answer {n}\n' for n in range(4)]
+    good = 'im/a.png,"a ""quoted"" line\nand another",b\n'
+    for rows in (good + "".join(lines), good + "a,b,c\n" + lines[0], good + lines[0] + "a,b,c\n" * 9):
+        (tmp_path / "rows.csv").write_text("image,question,answer\n" + rows)
+        with pytest.raises(ValueError, match="rows.csv: line [45] has a quote that is not closed; close it"):
+            open_table(tmp_path / "rows.csv")
+    (tmp_path / "rows.csv").write_text("image,question,answer\n" + good * 3)
+    assert open_table(tmp_path / "rows.csv").record(2)[0]["question"] == 'a "quoted" line\nand another'
+
+
+def test_pairs_of_pictures_and_texts_are_named(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(image_bytes(number, "PNG"))
+        (tmp_path / f"{number}.txt").write_text("a caption")
+    with pytest.raises(ValueError, match="is read as (texts|images) alone; write a line of JSON for each"):
+        open_table(tmp_path)
+
+
+def test_a_list_without_brackets_is_offered_with_them(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(LINES)
+    paths = f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
+    [problem] = data_problems(DataConfig(dataset_type="hf"), "data.train_data_path", paths)
+    assert problem.endswith(f"does not exist; write several paths as a list: '[{paths}]'.")
+
+
+def test_a_cache_that_cannot_be_written_is_named_and_not_the_file(tmp_path, monkeypatch):
+    (tmp_path / "a_file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "a_file/cache")
+    (tmp_path / "rows.csv").write_bytes(TABLES["csv"])
+    with pytest.raises(ValueError, match="a_file.*: the cache of `datasets` cannot be written .*set HF_HOME"):
+        open_table(tmp_path / "rows.csv")
+
+
 # -- media
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "im\\A b.PNG",
-        "IM/a B.png",
-        " Im/A b.PNG\n",
-        "./im//A b.PNG",
-        "{root}/im/a b.PNG",
-        "im/a%20b.PNG",
-        "file://{root}/im/a%20b.PNG",
-    ],
-)
-def test_a_path_in_another_form_leads_to_the_only_file_that_fits(tmp_path, name):
-    (tmp_path / "Im").mkdir()
-    (tmp_path / "Im/A b.PNG").write_bytes(b"image")
-    assert read_media(name.format(root=tmp_path), tmp_path) == b"image"
-
-
-def test_of_several_files_that_fit_none_is_taken_and_none_outside(tmp_path):
-    for name in ("root/Im/A.PNG", "root/im/a.png", "out/b.png"):
+def test_a_path_is_a_file_under_just_this_name(tmp_path):
+    for name in ("root/Im/A.PNG", "out/b.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(name.encode())
-    (tmp_path / "root/LINK").symlink_to(tmp_path / "out")
-    assert read_media("Im/A.PNG", tmp_path / "root") == b"root/Im/A.PNG"
-    for name in ("IM/A.png", "..\\out\\b.png", "link\\b.png", "/Im/a.png"):
-        with pytest.raises(BadSample, match="missing_media"):
+    (tmp_path / "root/out").symlink_to(tmp_path / "out")
+    assert read_media(f"{tmp_path}/root/Im/A.PNG", tmp_path / "root") == b"root/Im/A.PNG"
+    for name, said in (
+        ("im/A.PNG", "No such file"),
+        (" Im/A.PNG", "No such file"),
+        ("out/b.png", f"outside of .*; set data.media_dir={tmp_path}, or copy"),
+        (f"{tmp_path}/out/b.png", "outside of .*; set data.media_dir=/ and give absolute paths"),
+    ):
+        with pytest.raises(BadSample, match=f"missing_media.*{said}"):
             read_media(name, tmp_path / "root")
+    assert (
+        read_media("b.png", tmp_path / "out")
+        == read_media(f"{tmp_path}/out/b.png", Path("/"))
+        == b"out/b.png"
+    )
 
 
 def test_base64_is_read_without_its_head(tmp_path):
@@ -421,15 +458,9 @@ def test_base64_is_read_without_its_head(tmp_path):
 @pytest.mark.parametrize(
     "content, said",
     [
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(9), "a HEIC image; convert it to PNG or JPEG"),
-        (b"%PDF-1.7\n", "a PDF; convert its pages"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(9), "33 bytes that Pillow cannot read; convert them"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the file; run"),
-        (b"ID3\4", "an MP3 sound; sound is not read"),
         (b"\n<html>404", "an HTML or XML page; download"),
-        (b"\0\0\0\x18ftypisom\0\0\0\0isommp41" + bytes(9), "an MP4 or MOV video; name it under `videos`"),
-        (b"\x89PNG\r\n\x1a\nthis is no more", "a PNG image by its beginning, and damaged; replace it"),
-        (b"not found", "it is what a server answered in place of a file; download the file itself again"),
-        (b"a cat", "it is text; replace it"),
     ],
 )
 def test_what_cannot_be_an_image_is_named(content, said):
@@ -437,40 +468,23 @@ def test_what_cannot_be_an_image_is_named(content, said):
         decode_image(content)
 
 
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        (str(image_bytes(1)), "is a value as Python prints it; write records with json.dumps, and images as"),
-        (str({"bytes": image_bytes(1), "path": None}), "is a value as Python prints it"),
-        ("['im/0.png', 'im/1.png']", "is a value as Python prints it"),
-        (
-            "<PIL.PngImagePlugin.PngImageFile image mode=RGB size=8x8 at 0x7F0>",
-            "is a value as Python prints it",
-        ),
-        ("https://example.org/0.png", "is an address; download it and give its path"),
-    ],
-)
-def test_what_stands_in_place_of_a_path_is_named(tmp_path, name, said):
-    with pytest.raises(BadSample, match=f"missing_media.*{said}"):
-        read_media(name, tmp_path)
-    row = {"question": "<image>", "answer": "a", "image": name}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
-    [problem] = source_problems(str(tmp_path / "rows.jsonl"), None, {}, False)
-    assert re.search(f"rows.jsonl: none of the first 2 media in it is a path: .* {said}", problem)
+def test_an_address_in_place_of_a_path_is_named(tmp_path):
+    with pytest.raises(BadSample, match="missing_media.*0.png is an address; download it and give its path"):
+        read_media("https://example.org/0.png", tmp_path)
 
 
 @pytest.mark.parametrize("write", [pa.ipc.new_file, pa.parquet.ParquetWriter], ids=["arrow", "parquet"])
 def test_a_column_that_is_not_read_is_named_and_not_its_file_blamed(tmp_path, write):
     of_kinds = {"map": pa.map_(pa.string(), pa.int64()), "list_view": pa.list_view(pa.string())}
     tables = {
-        f"reads no {name}<.*, as column tags": pa.table({"answer": ["a"], "tags": pa.array([[]], kind)})
+        f"cannot be read .*{name}<": pa.table({"answer": ["a"], "tags": pa.array([[]], kind)})
         for name, kind in of_kinds.items()
     }
-    tables["it has two columns answer"] = pa.table([pa.array(["a"])] * 2, names=["answer", "answer"])
+    tables["cannot be read .*answer"] = pa.table([pa.array(["a"])] * 2, names=["answer", "answer"])
     for number, (said, table) in enumerate(tables.items()):
         with write(tmp_path / f"{number}", table.schema) as file:
             file.write_table(table)
-        with pytest.raises(ValueError, match=f"{number}: cannot be read .*{said}.*; write it without"):
+        with pytest.raises(ValueError, match=f"{number}: {said}"):
             open_table(tmp_path / f"{number}")
 
 
@@ -518,18 +532,6 @@ def test_whatever_looks_like_a_placeholder_and_stays_text_is_said(tmp_path, text
     assert [
         re.search(r"write (.*) beside their images, which stays text", line)[1] for line in lines
     ] == shown
-
-
-def test_media_in_another_form_are_counted_and_said_once(tmp_path):
-    (tmp_path / "im").mkdir()
-    (tmp_path / "im/0.png").write_bytes(image_bytes(1))
-    encoded = base64.b64encode(image_bytes(1)).decode()
-    others = ["im\\0.png", "IM/0.png", " im/0.png ", "im%2F0.png", f"file://{tmp_path}/im/0.png"]
-    names = [*others, "im/0.png", encoded, f"data:image/png;base64,{encoded}", "n" * 300]
-    lines = told(tmp_path, [{"question": "q", "answer": "a", "image": name} for name in names])
-    assert len(lines) == 2
-    assert "5 of 9 records looked at name files in another form (slashes, case" in lines[0]
-    assert "1 of 9 records looked at hold media in base64 without `data:image/png;base64,`" in lines[1]
 
 
 def test_the_column_that_is_not_read_is_the_last_line(tmp_path):

@@ -1,8 +1,6 @@
 """Checks datasets on disk, as data and before torch is imported: every problem, a line each."""
 
-import re
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 from megatron_vlm import hub, stores
@@ -10,19 +8,13 @@ from megatron_vlm.checks.model_on_disk import is_hub_name, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths, RunConfig
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.lines import first_records
-from megatron_vlm.data.on_disk.named import is_path, meant, no_name
-from megatron_vlm.data.on_disk.paths import FILMS, PICTURES, ROWS, paths_of
-from megatron_vlm.data.on_disk.plain import TABULAR, on_disk, plain_file
+from megatron_vlm.data.on_disk.named import describe_outside, is_path
+from megatron_vlm.data.on_disk.paths import paths_of
+from megatron_vlm.data.on_disk.plain import on_disk
 from megatron_vlm.messages import printable
 from megatron_vlm.objectives import objective_of
-from megatron_vlm.signatures import what_file
 
-FIRST_FILES = 1000
 FEW_PATHS = 3  # fewer missing files may come from broken records, which a run counts and leaves out
-MEDIA_FILES = {*PICTURES, *FILMS}
-TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".txt", ".tar", ".zip")
-DESCRIBE = ("metadata.jsonl", "metadata.json", "dataset_info.json", "dataset_infos.json", "state.json")
-_SPLIT = re.compile(r"(^|[-._ 0-9])(train|valid|val|dev|test|eval)[a-z]*[-._ 0-9]")  # words of file names
 RECORD_KEYS = {"messages", "conversations", "prompt"}  # a record that has one is none of a meta file
 
 
@@ -40,7 +32,10 @@ def data_problems(data: DataConfig, key: str, paths: DataPaths) -> Iterator[str]
         elif path.exists():
             yield from _rows_problems(path, shown, data.media_dir, data.columns, "data.media_dir=")
         elif not is_hub_name(name):
-            yield f"{shown} does not exist; give a file or folder of conversations, or a hub name."
+            remedy = "give a file or folder of conversations, or a hub name"
+            if "," in name and all(Path(part.strip()).expanduser().exists() for part in name.split(",")):
+                remedy = f"write several paths as a list: '[{printable(name)}]'"
+            yield f"{shown} does not exist; {remedy}."
         elif not hub.is_cached(name, dataset=True) and (reason := hub.why_not("HF_DATASETS")):
             yield f"{key}: {hub.not_there(name, reason, dataset=True)}"
 
@@ -103,41 +98,18 @@ def _rows_problems(
         kind = kind_of(path)
         if kind is not None and "saved by" not in kind:
             yield f"{shown} is {kind}, not a dataset; give the folder or file of the conversations."
-        else:
-            yield from _folder_problems(path, shown)
     else:
         yield from _file_problems(path, shown, media_dir, columns, setting)
-
-
-def _folder_problems(folder: Path, shown: str) -> Iterator[str]:
-    """A folder in which `datasets` would find no records: unless a README.md, tables or names of splits tell
-    it what to read, it takes the kind of files of which there are most."""
-    files = [child for child in islice(folder.rglob("*"), FIRST_FILES) if not child.is_dir()]
-    media = [child for child in files if child.suffix.lower() in MEDIA_FILES]
-    records = [
-        child for child in folder.glob("*.json*") if child.suffix in ROWS and child.name not in DESCRIBE
-    ]
-    told = any(child.name == "README.md" or child.suffix in TABLES for child in files)
-    told = told or any(_SPLIT.search(child.name) for child in records)
-    if len(media) == len(files):
-        kind = "folder of media alone" if media else "folder without files"
-        yield f"{shown} is a {kind}; give the folder or file of the conversations."
-    elif 0 < len(records) < len(media) and not told:
-        file = min(records)
-        yield f"{shown} is a folder of media, and {file.name} in it is not read; give {printable(file)}."
 
 
 def _file_problems(
     path: Path, shown: str, media_dir: str | Path | None, columns: dict[str, str], setting: str
 ) -> Iterator[str]:
     try:
-        known = what_file(plain_file(path))
         records = list(first_records(path))
     except (ValueError, OSError) as error:
         yield str(error)
         return
-    if known is not None and known.name not in TABULAR:
-        yield f"{shown} is {known}."
     root = stores.folder(media_dir or path.parent)
     of_records = [_media_names(record, columns) for record in records]
     names = [name for each in of_records for name in each]
@@ -145,9 +117,9 @@ def _file_problems(
         return
     if len(names) < FEW_PATHS and not all(of_records):
         return
-    if (no_path := no_name(names[0])) is not None:
-        first = printable(names[0])
-        yield f"{shown}: none of the first {len(names)} media in it is a path: {first} is {no_path}."
+    path = Path(root, names[0]).resolve() if isinstance(root, Path) and is_path(names[0]) else None
+    if path is not None and path.exists():
+        yield f"{shown}: {printable(names[0])} {describe_outside(names[0], path, root)}."
         return
     yield (
         f"{shown}: none of the first {len(names)} media paths in it leads to a file under {printable(root)}, "
@@ -185,7 +157,7 @@ def _leads_into(root: Path | str, name: str) -> bool:
         if isinstance(root, str):
             return stores.is_file(stores.inside(root, name))
         path = (root / name).resolve()
-        return path.is_relative_to(root.resolve()) and path.exists() or meant(name, root) is not None
+        return path.is_relative_to(root.resolve()) and path.exists()
     except stores.StoreError:
         raise
     except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links in a circle

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.images import to_rgb
-from megatron_vlm.data.on_disk.named import is_base64, meant, no_name
+from megatron_vlm.data.on_disk.named import describe_outside, is_address, is_base64
 from megatron_vlm.files import MOST_BYTES, check_file, optional_package, read_file
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
@@ -20,9 +20,8 @@ LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
 def read_media(name: str, root: Path | str) -> bytes:
     """The bytes that a record names: a file, a value of an LMDB, or base64.
 
-    A file lies under `root`, like the LMDB in `db.lmdb::key`; base64 may lack its `data:` head. A path may
-    differ in slashes, case and spaces at its ends from the only file that fits. If `root` is an address, the
-    file lies in a store, under just this name.
+    A file lies under `root`, like the LMDB in `db.lmdb::key`; base64 may lack its `data:` head. If `root` is
+    an address, the file lies in a store.
 
     Raises BadSample `missing_media` if it is missing, lies outside of `root`, is not a regular file or is
     over 2 GiB, StoreError if a store does not give what it has, and ImportError for an LMDB if the package
@@ -37,19 +36,17 @@ def read_media(name: str, root: Path | str) -> bytes:
     path, is_lmdb, key = name.partition(LMDB_KEY)
     try:
         if not is_lmdb:
-            file = _inside(name, root)
-            if not file.exists() and (other := meant(name, root)) is not None:
-                file = _inside(str(other.relative_to(root)), root)
-            return read_file(file)
+            return read_file(_inside(name, root))
         database = _inside(path + LMDB_KEY.removesuffix("::"), root)
         if not database.exists():
             raise BadSample("missing_media", f"there is no database {database}")
         check_file(_inside(str(database / "data.mdb"), root) if database.is_dir() else database)
         value = _from_lmdb(database, key)
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte in the path; links in a circle
-        no_path = no_name(name)
-        said = f"{name[:200]} under {root}: {error}" if no_path is None else f"{name[:200]} is {no_path}"
-        raise BadSample("missing_media", said) from error
+        if is_address(name):
+            fact = f"{name[:200]} is an address; download it and give its path"
+            raise BadSample("missing_media", fact) from error
+        raise BadSample("missing_media", f"{name[:200]} under {root}: {error}") from error
     if value is None:
         raise BadSample("missing_media", f"{database} has no key {key!r}")
     return value
@@ -72,7 +69,7 @@ def image_file(image: bytes | str | os.PathLike | Image.Image) -> bytes:
 def _inside(name: str, root: Path) -> Path:
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()):
-        raise BadSample("missing_media", f"{name} leads out of {root}")
+        raise BadSample("missing_media", f"{name[:200]} {describe_outside(name, path, root)}")
     return path
 
 
@@ -81,7 +78,7 @@ def _from_store(name: str, root: str) -> bytes:
         url = stores.inside(root, name)
         return stores.patiently(lambda: stores.read(url, MOST_BYTES))
     except (stores.NotThere, ValueError) as error:
-        raise BadSample("missing_media", f"{name[:200]} under {root}: {no_name(name) or error}") from error
+        raise BadSample("missing_media", f"{name[:200]} under {root}: {error}") from error
 
 
 def _inline(address: str) -> bytes:

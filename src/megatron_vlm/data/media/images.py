@@ -18,13 +18,14 @@ import simplejpeg
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.signatures import unreadable
+from megatron_vlm.signatures import explain
 
 # Below Pillow's own bomb warning. While it is decoded, a pixel takes up to 8 bytes, so an image up to 640 MB;
 # in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/data/test_images.py measures).
 MAX_DECODED_PIXELS = 80_000_000
 MAX_SIDE = 2**17  # libraries resize one axis at a time: the other one's length then multiplies the new one
 BAND_PIXELS = 2**19  # are converted at a time, as copies of a large image would take several times its size
+GREY_BITS = (8, 10, 12, 14, 16)  # of integer grey
 # Without formats that run an interpreter (EPS), or that no camera, browser or scanner writes.
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
 Image.init()
@@ -145,7 +146,8 @@ def _bad_samples(data: bytes) -> Iterator[None]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadSample("image_too_large", str(error)) from error
     except UnidentifiedImageError as error:
-        raise BadSample("image_undecodable", unreadable(data, "image")) from error
+        formats = f"{len(data)} bytes that Pillow cannot read; convert them to PNG or JPEG"
+        raise BadSample("image_undecodable", explain(data) or formats) from error
     except DECODE_ERRORS as error:
         reason = "image_truncated" if "truncated" in str(error).lower() else "image_undecodable"
         raise BadSample(reason, f"{type(error).__name__}: {error}") from error
@@ -215,12 +217,13 @@ def _band_to_rgb(band: Image.Image, ends: tuple[float, float] | None) -> Image.I
 def _range(image: Image.Image) -> tuple[float, float]:
     """The values of black and white in grey of more than 8 bits.
 
-    Integers up to 65535 are 16-bit. Floats up to 1 go from black to white, floats up to 255 are 8-bit values,
-    and others go from the least to the greatest.
+    Integers have the fewest of `GREY_BITS` that hold the greatest, as cameras and scanners write 10 to 14
+    bits into 16. Floats up to 1 go from black to white, floats up to 255 are 8-bit values, and others go from
+    the least to the greatest.
     """
     ends = [(values.min(), values.max()) for values in (np.asarray(band) for _, band in _bands(image))]
     low, high = float(np.min(ends)), float(np.max(ends))
     if not math.isfinite(low) or not math.isfinite(high):
         raise BadSample("image_undecodable", "the image holds values that are not finite")
-    limits = (1.0, 255.0) if image.mode == "F" else (65535.0,)
+    limits = (1.0, 255.0) if image.mode == "F" else [2.0**bits - 1 for bits in GREY_BITS]
     return next(((0.0, limit) for limit in limits if low >= 0 and high <= limit), (low, high))

@@ -23,7 +23,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
-from megatron_vlm.signatures import unreadable, what_is
+from megatron_vlm.signatures import explain
 
 # Containers of one video each: no playlists, which would open other files, and no single images.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
@@ -174,8 +174,9 @@ def decode_video(video: Any, rules: VideoRules) -> Frames:
 
 def file_extension(data: bytes) -> str:
     """The extension of an encoded video, from its first bytes: mp4, mkv (also for WebM) or avi."""
-    known = what_is(data)
-    return known.name if known is not None and known.name in ("mkv", "avi") else "mp4"
+    if data.startswith(b"\x1a\x45\xdf\xa3"):
+        return "mkv"
+    return "avi" if data[:4] == b"RIFF" and data[8:12] == b"AVI " else "mp4"
 
 
 def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
@@ -425,4 +426,4 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
                 )
             yield container, stream
     except av.FFmpegError as error:
-        raise BadSample("video_undecodable", f"{error}; {unreadable(data, 'video')}") from error
+        raise BadSample("video_undecodable", f"{explain(data) or error}") from error

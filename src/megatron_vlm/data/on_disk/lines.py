@@ -3,19 +3,20 @@
 import json
 import re
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_vlm.data.on_disk.coco import coco_records
+from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import FIELDS, PROMPTS, TURNS
-from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of
+from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of, tabular_kind
 from megatron_vlm.files import open_file
 from megatron_vlm.messages import printable
-from megatron_vlm.signatures import what_file, what_is
+from megatron_vlm.signatures import explain_file
 
 FIRST_RECORDS = 1000  # among which the first valid ones lie
-REPAIR = "repair it or convert it to JSON Lines"
+REPAIR = "write one JSON object on each line, in UTF-8"
 TRIED = 100  # lines that tell whether lines are records
 # What stands before a value: a comma, and the key in a mapping
 _BEFORE = re.compile(r'[\s,]*+(?:("(?:[^"\\]++|\\.)*+")\s*+:\s*+)?', re.DOTALL)
@@ -26,13 +27,15 @@ Values = list[tuple[str | None, int, int]]  # key, start and stop of each
 def lines_file(path: str | Path) -> Path:
     """The file itself if its lines are records, or the file in the cache that has its records as lines.
 
-    Raises as `plain_file`, and ValueError for what is not JSON.
+    Raises as `plain_file`, and ValueError that says what the file is, if it holds no records.
     """
     plain = plain_file(path)
     try:
         return plain if _is_lines(plain) else in_cache(plain, _write_lines)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"data: {path}: is not valid JSON ({error}); {REPAIR}.") from error
+        if explanation := explain_file(plain):
+            raise ValueError(f"data: {path}: is {explanation}.") from error
+        raise damaged(path, f"cannot be read as records ({error})", REPAIR) from error
 
 
 def record_places(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
@@ -48,7 +51,7 @@ def record_places(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
 def first_records(path: str | Path, most: int = 20) -> Iterator[dict]:
     """The first valid records of a file of rows; none of parquet and Arrow. Raises as `lines_file`."""
     plain = plain_file(path)
-    if what_file(plain) is not None:
+    if tabular_kind(plain):
         return
     if table := table_of(plain):
         names, *rows = table[1]
@@ -67,15 +70,10 @@ def is_turn(value: Any) -> bool:
 
 
 def _is_lines(path: Path) -> bool:
-    """Whether at least half of the first lines are records, and none holds several: in an array, or with the
-    line ends of old Macs between them. The only line of a file is read as other JSON."""
+    """Whether at least half of the first lines are records. The only line of a file is read as other JSON."""
     with open_file(path) as file:
         lines = list(islice(filter(None, map(bytes.strip, file)), TRIED))
-    values = [_value(line) for line in lines]
-    arrays = [value for value in values if isinstance(value, list)]
-    inside = any(isinstance(value, dict | list) for value in chain.from_iterable(arrays))
-    several = inside or any(b"\r" in line for line in lines)
-    return not several and len(lines) > 1 and 2 * sum(isinstance(v, dict) for v in values) >= len(lines)
+    return len(lines) > 1 and 2 * sum(isinstance(_value(line), dict) for line in lines) >= len(lines)
 
 
 def _value(text: bytes) -> Any:
@@ -88,57 +86,53 @@ def _value(text: bytes) -> Any:
 
 
 def _write_lines(plain: BinaryIO, lines: BinaryIO) -> None:
-    content = plain.read()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(str(what_is(content[error.start :]) or error)) from error
-    del content
+    text = plain.read().decode("utf-8-sig")
     if (records := coco_records(text)) is not None:
         lines.writelines(json.dumps(record).encode() + b"\n" for record in records)
         return
-    for start, stop in records_in(text):
+    for start, stop in _records_in(text):
         # no text in JSON holds an end of line as it is
         lines.write(text[start:stop].replace("\n", " ").replace("\r", " ").encode() + b"\n")
 
 
-def records_in(text: str) -> list[tuple[int, int]]:
-    """Where the records of a JSON text stand.
+def _records_in(text: str) -> list[tuple[int, int]]:
+    """Where the records of a JSON text stand: in an array, in an object's only array, or as the text itself.
 
-    They are its values, one after another; in place of an array of records, its elements. If the text has one
-    value, an object that has no field of a record, they are the objects in it or in its only list or object.
-    Raises ValueError for what is not JSON.
+    Raises ValueError for what is not JSON, and for an object from which records cannot be taken.
     """
-    places: list[tuple[int, int]] = []
-    values: Values = []
-    at, count = _BEFORE.match(text).end(), 0
-    while at < len(text):
-        values, end = _values_within(text, at)
-        is_array = text[at] == "[" and not _holds_turn(text, values)
-        places += [value[1:] for value in values] if is_array else [(at, end)]
-        at, count = _BEFORE.match(text, end).end(), count + 1
-    if count == len(places) == 1 and text[places[0][0]] == "{":
-        return _in_object(text, values) or places
-    return places
+    at = _BEFORE.match(text).end()
+    values, end = _values_within(text, at)
+    if _BEFORE.match(text, end).end() < len(text):
+        line = text.count("\n", 0, end) + 1
+        raise ValueError(f"there is more after the JSON value that ends in line {line}")
+    if text[at] == "[":
+        return [(at, end)] if _holds_turn(text, values) else [value[1:] for value in values]
+    return _in_object(text, values) or [(at, end)]
 
 
 def _in_object(text: str, values: Values) -> list[tuple[int, int]]:
-    """Where the records stand in an object that is none; empty for one that may be a record."""
-    named = {json.loads(key): start for key, start, _ in values}
-    if named.keys() & set(FIELDS):
-        turns = [start for name, start in named.items() if name in (*TURNS, *PROMPTS)]
-        if len(named) > 1 and all(text[start] == "[" for start in named.values()) and turns:
+    """Where the records stand in the only array of an object; empty for an object that is a record."""
+    starts = {json.loads(key): start for key, start, _ in values}
+    if starts.keys() & set(FIELDS):
+        turns = [start for name, start in starts.items() if name in (*TURNS, *PROMPTS)]
+        if len(starts) > 1 and all(text[start] == "[" for start in starts.values()) and turns:
             elements = _values_within(text, turns[0])[0]
             if elements and text[elements[0][1]] != "{":  # the turns of one record would be objects
                 raise ValueError("it holds a list for each column; write an object for each record")
         return []
-    objects = [(start, stop) for _, start, stop in values if text[start] == "{"]
-    arrays = [_values_within(text, start)[0] for _, start, _ in values if text[start] == "["]
-    lists = [array for array in arrays if array and text[array[0][1]] == "{" and not _holds_turn(text, array)]
-    if len(lists) == 1:
-        return [(start, stop) for _, start, stop in lists[0]]
-    inside = _in_object(text, _values_within(text, objects[0][0])[0]) if len(objects) == 1 else []
-    return inside or (objects if len(objects) == len(values) else [])
+    arrays = {name: _values_within(text, start)[0] for name, start in starts.items() if text[start] == "["}
+    lists = {
+        name: array
+        for name, array in arrays.items()
+        if array and text[array[0][1]] == "{" and not _holds_turn(text, array)
+    }
+    if len(lists) > 1:
+        raise ValueError(
+            f"it holds several lists of records, {printable(', '.join(lists))}; write each to its own file"
+        )
+    if not lists and values and all(text[start] == "{" for _, start, _ in values):
+        raise ValueError("it holds an object of objects; write these as a list")
+    return [place[1:] for array in lists.values() for place in array]
 
 
 def _holds_turn(text: str, values: Values) -> bool:
@@ -150,7 +144,7 @@ def _values_within(text: str, at: int) -> tuple[Values, int]:
     kept, so that a large file fits into memory."""
     if text[at : at + 1] not in _CLOSING:
         line = printable(repr(text[at : at + 60].partition("\n")[0]))
-        raise ValueError(f"{line} begins neither an object, a list nor a table of two columns or more")
+        raise ValueError(f"its first line, {line}, is neither JSON nor a header of two columns or more")
     decoder, values, end = json.JSONDecoder(), [], at + 1
     while (before := _BEFORE.match(text, end)).end() < len(text) and text[before.end()] not in "]}":
         end = decoder.raw_decode(text, before.end())[1]

@@ -1,45 +1,17 @@
-"""Media as records name them: paths in another form than the file's, and base64 without a head."""
+"""Media as records name them: paths, and base64 with and without a head."""
 
 import base64
-import functools
 import os
-import unicodedata
-from collections import defaultdict
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote
-
-from megatron_vlm.signatures import FileKind, is_medium, what_is
 
 SHORTEST_FILE = 100  # characters of base64
-ADDRESS = FileKind("address", "an address", "download it and give its path")
-
-
-def meant(name: str, root: Path) -> Path | None:
-    """The only file under `root` that `name` can mean; None if there is none or are several. Its path differs
-    only in slashes, case, how accents are written, spaces at its ends, and as an address (file://, %20)."""
-    name = unquote(name.removeprefix("file://")).strip().replace("\\", "/")
-    path = PurePosixPath(name)
-    if path.is_absolute() and path.is_relative_to(root):
-        path = path.relative_to(root)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
-        return None
-    paths = [root]
-    for part in path.parts:
-        paths = [folder / name for folder in paths for name in _names(folder).get(_form(part), ())]
-    return paths[0] if len(paths) == 1 and paths[0].is_file() else None
-
-
-@functools.lru_cache(maxsize=16)
-def _names(folder: Path) -> dict[str, list[str]]:
-    names = defaultdict(list)
-    for name in os.listdir(folder) if folder.is_dir() else ():
-        names[_form(name)].append(name)
-    return names
-
-
-def _form(name: str) -> str:
-    return unicodedata.normalize("NFC", name).strip().casefold()
+# How the images and videos begin that are read: they tell base64 without a head from a path.
+MEDIA_STARTS = re.compile(
+    rb"\x89PNG|\xff\xd8\xff|BM....\0\0\0\0|GIF8|RIFF....(WEBP|AVI )|II\*\0|MM\0\*|....ftyp|\x1a\x45\xdf\xa3",
+    re.DOTALL,
+)
 
 
 def is_path(name: Any) -> bool:
@@ -62,16 +34,25 @@ def _file_name(medium: Any) -> str | None:
     return PurePosixPath(path.replace("\\", "/")).name if is_path(path) else None
 
 
-def no_name(name: str) -> FileKind | None:
-    """Names a text that stands where a path should, with what to do; None if it may be a path."""
-    if "://" in name and not name.startswith("file://"):
-        return ADDRESS
-    return what_is(name.encode(errors="replace")) if name and "\0" not in name else None
+def is_address(name: str) -> bool:
+    """Whether a text that stands where a path should is an address."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", name, re.IGNORECASE) is not None
 
 
 def is_base64(text: str) -> bool:
     """Whether a text is an image or a video in base64, by its beginning."""
     try:
-        return len(text) >= SHORTEST_FILE and is_medium(what_is(base64.b64decode(text[:64], validate=True)))
+        start = base64.b64decode(text[:64], validate=True) if len(text) >= SHORTEST_FILE else b""
+        return MEDIA_STARTS.match(start) is not None
     except ValueError:
         return False
+
+
+def describe_outside(name: str, path: Path, root: Path) -> str:
+    """Say that a name leads to a `path` outside of the media root, and which setting allows it."""
+    start = str(path).removesuffix(f"/{os.path.normpath(name)}")
+    if os.path.isabs(name) or start == str(path):
+        remedy = "set data.media_dir=/ and give absolute paths, or copy the files"
+    else:
+        remedy = f"set data.media_dir={start or '/'}, or copy the files"
+    return f"leads to {path}, outside of {root}; {remedy}"

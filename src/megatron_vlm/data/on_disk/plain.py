@@ -1,11 +1,10 @@
-"""A file of rows as text in UTF-8, parquet or Arrow, whatever it is packed in.
+"""A file of rows as text, parquet or Arrow, whatever it is packed in.
 
-Rows are read by number, which packed files and UTF-16 do not allow: what they hold is written once into the
-cache of `datasets`, and takes as much disk there. So is a file in a store.
+Rows are read by number, which packed files do not allow: what they hold is written once into the cache of
+`datasets`, and takes as much disk there. So is a file in a store.
 """
 
 import bz2
-import codecs
 import csv
 import gzip
 import hashlib
@@ -14,22 +13,34 @@ import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_vlm import stores
-from megatron_vlm.files import check_file, folder_aside, free_bytes, open_file, open_to_write
+from megatron_vlm.data.on_disk.descriptions import damaged
+from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
+from megatron_vlm.files import MOST_TEXT, folder_aside, free_bytes, open_file, open_to_write
 from megatron_vlm.messages import readable_size
-from megatron_vlm.signatures import what_file
 
-MOST_LAYERS = 4
 # What is raised on a packed file that is damaged
 DAMAGED = (EOFError, ValueError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
-TABULAR = ("parquet", "arrow")  # `datasets` reads these
+# How packed and tabular files begin, in bytes that no text has.
+PACKINGS = {
+    rb"\x1f\x8b": "gzip",
+    rb"BZh[1-9]1AY&SY": "bzip2",
+    rb"\xfd7zXZ\0": "xz",
+    rb"\x28\xb5\x2f\xfd": "zstd",
+    rb"PK\x03\x04": "zip",
+}
+TABULAR_STARTS = {
+    rb"PAR1[\0-\x08\x0e-\x1f]": "parquet",
+    rb"ARROW1\0\0": "arrow",
+    rb"\xff\xff\xff\xff..\0\0": "arrow",
+}
+START_BYTES = 16
 TRIED = 20  # rows that tell whether a text is a table
 START = 1 << 20  # bytes, in which they lie
 HEADER = re.compile(r"[\w .:/-]{1,64}")  # a name of a column
@@ -41,19 +52,26 @@ def plain_file(path: str | Path) -> Path:
     Raises NotAFile and OSError as `files.open_file`, ValueError that names a file that cannot be unpacked.
     """
     plain = Path(path)
-    check_file(plain)
-    for _ in range(MOST_LAYERS):
-        known = what_file(plain)
-        if known is None or known.name not in OPENED:
-            return plain
-        try:
-            plain = in_cache(plain, partial(_unpack, OPENED[known.name]))
-        except (*DAMAGED, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # one of the disk
-                raise
-            remedy = "unpack it yourself, or download it again"
-            raise ValueError(f"data: {path}: {known.what}, cannot be read ({error}); {remedy}.") from error
-    raise ValueError(f"data: {path}: is packed more than {MOST_LAYERS} times; unpack it.")
+    if (packing := _kind(plain, PACKINGS)) is None:
+        return plain
+    try:
+        return in_cache(plain, partial(_unpack, PACKED[packing]))
+    except (*DAMAGED, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # one of the disk
+            raise
+        remedy = "unpack it yourself, or download it again"
+        raise damaged(path, f"a {packing} file, cannot be read ({error})", remedy) from error
+
+
+def tabular_kind(plain: Path) -> str | None:
+    """Return `parquet` or `arrow` for a file that begins as one; None for text."""
+    return _kind(plain, TABULAR_STARTS)
+
+
+def _kind(path: Path, starts: dict[bytes, str]) -> str | None:
+    with open_file(path) as file:
+        start = file.read(START_BYTES)
+    return next((kind for magic, kind in starts.items() if re.match(magic, start, re.DOTALL)), None)
 
 
 def in_cache(path: Path, write: Callable[[BinaryIO, BinaryIO], None]) -> Path:
@@ -122,20 +140,16 @@ def _only_member(packed: BinaryIO) -> Any:
         and not Path(entry.filename).name.startswith(".")
     ]
     if len(names) != 1:
-        raise ValueError(f"it holds {len(names)} files, and one is read")
+        raise ValueError(f"it holds {len(names)} files, and one is read; save an Excel table as CSV")
     return archive.open(names[0])
 
 
 PACKED: dict[str, Callable[[BinaryIO], Any]] = {
     "gzip": gzip.open,
-    "bz2": bz2.open,
+    "bzip2": bz2.open,
     "xz": lzma.open,
     "zstd": _zstd,
     "zip": _only_member,
-}
-OPENED = PACKED | {
-    encoding: partial(codecs.EncodedFile, data_encoding="utf-8", file_encoding=encoding)
-    for encoding in ("utf-32", "utf-16", "utf-16-le", "utf-16-be")
 }
 
 
@@ -144,17 +158,43 @@ def table_of(plain: Path) -> tuple[str, list[list[str]]] | None:
     with open_file(plain) as file:
         start = file.read(START)
     text = start.removeprefix(b"\xef\xbb\xbf").decode(errors="replace")
-    csv.field_size_limit(START)  # images in base64
+    csv.field_size_limit(MOST_TEXT)  # images in base64
     for delimiter in "\t,;|" if text.lstrip()[:1] not in ("{", "[") else "":
-        with suppress(csv.Error):
-            rows = list(islice(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), TRIED))
-            if len(start) == START and len(rows) < TRIED:
-                rows.pop()  # cut
-            rows = list(filter(None, rows))
-            names = rows[0] if len(rows) > 1 else []
-            if names[:1] == [""]:
-                names[0] = "Unnamed: 0"  # an index that pandas wrote, as it is named when it is read
-            if len(set(names)) == len(names) > 1 and all(HEADER.fullmatch(name.strip()) for name in names):
-                if 2 * sum(len(row) == len(names) for row in rows) >= len(rows):
-                    return delimiter, rows
+        rows = list(islice(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), TRIED))
+        if len(start) == START and len(rows) < TRIED:
+            rows.pop()  # cut
+        rows = list(filter(None, rows))
+        names = rows[0] if len(rows) > 1 else []
+        if names[:1] == [""]:
+            names[0] = "Unnamed: 0"  # an index that pandas wrote, as it is named when it is read
+        if len(set(names)) == len(names) > 1 and all(map(_is_column_name, names)):
+            if 2 * sum(len(row) == len(names) for row in rows) >= len(rows):
+                return delimiter, rows
     return None
+
+
+def _is_column_name(text: str) -> bool:
+    return HEADER.fullmatch(text.strip()) is not None and not text.lower().endswith((*PICTURES, *FILMS))
+
+
+def check_quotes(path: str | Path, delimiter: str) -> None:
+    """Raise ValueError for a table with a quote that is not closed: pandas would join rows up to the next."""
+    row: list[str] = []  # the lines of the row that is read
+
+    def lines(file: BinaryIO) -> Iterator[str]:
+        for line in io.TextIOWrapper(file, "utf-8-sig", "replace", newline=""):
+            row.append(line)
+            yield line
+
+    with open_file(plain_file(path)) as file:
+        reader = csv.reader(lines(file), delimiter=delimiter)
+        for _ in reader:
+            # Text between a closing quote and the next separator shows that the quote opened another value.
+            if len(row) > 1 or row[-1:] and row[-1].count('"') % 2:
+                try:
+                    list(csv.reader(row, delimiter=delimiter, strict=True))
+                except csv.Error as error:
+                    fact = f"line {reader.line_num - len(row) + 1} has a quote that is not closed"
+                    remedy = "close it; write a quote inside of a value twice, and such a value in quotes"
+                    raise damaged(path, fact, remedy) from error
+            row.clear()

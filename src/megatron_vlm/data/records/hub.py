@@ -3,10 +3,10 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import datasets
@@ -15,17 +15,18 @@ import pyarrow.compute as pc
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from megatron_vlm import stores
-from megatron_vlm.data.on_disk.descriptions import damaged, read_mapping
-from megatron_vlm.data.on_disk.plain import plain_file, table_of
-from megatron_vlm.data.records.unreadable import FAILURES, READ, check_rows, naming_the_damaged, reason
+from megatron_vlm.data.on_disk.descriptions import check_fields, damaged, read_mapping
+from megatron_vlm.data.on_disk.plain import check_quotes, plain_file, table_of, tabular_kind
+from megatron_vlm.data.records.source_errors import name_damaged_file, reader_of
 from megatron_vlm.files import check_file
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
-from megatron_vlm.signatures import what_file
 
 MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
 KINDS = (".arrow", ".parquet", ".jsonl", ".csv", ".tsv")  # files of rows, whatever else is in a folder
 READERS = ("json", "csv", "parquet", "arrow")  # of `datasets`, for files of rows
+# What `datasets` makes of folders whose files are rows
+FILES_ALONE = {"text": "texts", "imagefolder": "images", "videofolder": "videos", "audiofolder": "sounds"}
 ROWS_AT_ONCE = 10_000  # rows read at a time for the digest
 OWN_FILES = "put the data into the dataset's folder, or give its own path"
 
@@ -55,7 +56,7 @@ def open_stream(path: str | Path) -> datasets.IterableDataset:
     Raises ValueError as `open_rows`.
     """
     builder = _builder(path)
-    with naming_the_damaged(path):
+    with name_damaged_file(path):
         loaded = builder.as_streaming_dataset()
     split = next(iter(loaded)) if len(loaded) == 1 else "train"
     stream = loaded[_split_of(path, split, loaded)]
@@ -76,43 +77,29 @@ def load(path: str | Path, subset: str | None = None) -> datasets.Dataset | data
     """Loads `path` with `datasets`. Raises ValueError that names the file that cannot be read."""
     if is_saved_folder(Path(path)):
         _check_files(Path(path))
-        with naming_the_damaged(path):
+        with name_damaged_file(path):
             return datasets.load_from_disk(str(path))
     builder = _builder(path, subset)
-    with naming_the_damaged(path):
+    with name_damaged_file(path):
         builder.download_and_prepare()
         return builder.as_dataset()
 
 
 def _check_files(path: Path) -> None:
-    """Raises ValueError if any file is a pipe, or a description of a saved folder is wrong."""
+    """Raise ValueError for a pipe, which would be waited for, and a saved folder that leads elsewhere."""
     for file in path.rglob("*") if path.is_dir() else [path]:
-        read = file == path or file.suffix in READ or file.name == datasets.config.REPOYAML_FILENAME
-        if read and (file.exists() or file.name[0] != ".") and (file.suffix == ".json" or not file.is_dir()):
+        is_read = file == path or reader_of(file) or file.name == datasets.config.REPOYAML_FILENAME
+        if is_read and (file.exists() or file.name[0] != ".") and not file.is_dir():
             check_file(file)
-    splits, described = ["."], path / "dataset_dict.json"
-    if described.exists():
-        splits = _described(described, lambda content: [str(name) for name in content["splits"]])
-    elif not is_saved_folder(path):
-        return
-    for split in splits:
-        _check_inside(path, split, described)
-        info, state = path / split / "dataset_info.json", path / split / "state.json"
-        _described(info, lambda content: datasets.Features.from_dict(content["features"]))
-        files = _described(state, lambda content: [str(file["filename"]) for file in content["_data_files"]])
-        if not files:
-            raise damaged(state, "names no data file: it has no rows")
-        for file in files:
-            _check_inside(path, str(Path(split, file)), state)
-
-
-def _described(file: Path, read: Callable[[dict], Any]) -> Any:
-    """Returns what `read` finds in a description. Raises ValueError that names the file."""
-    content = read_mapping(file)
-    try:
-        return read(content)
-    except FAILURES as error:
-        raise damaged(file, f"cannot be read ({reason(error)})") from error
+    splits = ["."]
+    if (described := path / "dataset_dict.json").exists():
+        check_fields(described, content := read_mapping(described), {"splits": list[str]})
+        splits = content.get("splits", [])
+    for state in (path / split / "state.json" for split in splits if is_saved_folder(path)):
+        _check_inside(path, str(state.parent.relative_to(path)), described)
+        check_fields(state, content := read_mapping(state), {"_data_files": list[dict[str, str]]})
+        for file in content.get("_data_files", []):
+            _check_inside(path, str(state.parent.relative_to(path) / file.get("filename", "")), state)
 
 
 def rows_digest(rows: datasets.Dataset, name: str) -> str:
@@ -167,14 +154,14 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
     named = local.is_dir() and _check_card(local)
     if local.is_file():
         name, options = _reader_of(local)
-    with naming_the_damaged(path):
+    with name_damaged_file(path):
         builder = datasets.load_dataset_builder(name, name=subset, **options)
     files = [*chain.from_iterable((builder.config.data_files or {}).values())]
+    if builder.name in FILES_ALONE and not any(Path(file).name.startswith("metadata.") for file in files):
+        _refuse_files_alone(local, FILES_ALONE[builder.name])
     for file in files:
         if local.is_dir():
             _check_inside(local, file, file)
-            if builder.name in READERS and os.path.isfile(file):
-                check_rows(Path(file))
         elif not local.exists() and not file.startswith(("hf://", datasets.config.HF_ENDPOINT)):
             raise damaged(path, f"names the data file {printable(file)}, which is not on the hub", OWN_FILES)
     if local.is_dir() and builder.name in READERS and not named and subset is None:
@@ -182,9 +169,16 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
     if local.is_dir() and builder.name == "csv" and builder.info.features is None:
         for file in filter(os.path.isfile, files):
             options |= _as_text(Path(file))
-        with naming_the_damaged(path):
+        with name_damaged_file(path):
             return datasets.load_dataset_builder(name, name=subset, **options)
     return builder
+
+
+def _refuse_files_alone(path: Path, kind: str) -> NoReturn:
+    """Raise ValueError for a source that `datasets` reads as files without conversations."""
+    rows = sorted(file for file in path.glob("*") if reader_of(file)) if path.is_dir() else []
+    remedy = "write a line of JSON for each conversation, with image, question and answer, and give that file"
+    raise damaged(path, f"is read as {kind} alone", f"give {printable(rows[0])}" if rows else remedy)
 
 
 def _check_none_left(folder: Path, files: list[str]) -> None:
@@ -201,8 +195,8 @@ def _reader_of(path: Path) -> tuple[str, dict[str, Any]]:
     """The name that `datasets` has for files of this kind, and how it is to read this one."""
     plain = plain_file(path)
     options: dict[str, Any] = {"data_files": str(plain)}
-    if known := what_file(plain):
-        return known.name, options
+    if kind := tabular_kind(plain):
+        return kind, options
     return "csv", options | _as_text(path)
 
 
@@ -216,6 +210,7 @@ def _as_text(path: Path) -> dict[str, Any]:
     if len(first) > len(names):
         fact = f"has {len(names)} columns and, in its first row, {len(first)} values"
         raise damaged(path, fact, f"write values that hold {separator!r} in quotes")
+    check_quotes(path, separator)
     features = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
     return {"sep": separator, "features": features, "keep_default_na": False}
 

@@ -55,9 +55,9 @@ class StreamedRows:
 
     def records(self, shard: int) -> Iterator[dict]:
         """The records of a shard, as stored. Raises ValueError that names the file that cannot be read."""
-        from megatron_vlm.data.records.unreadable import naming_the_damaged
+        from megatron_vlm.data.records.source_errors import name_damaged_file
 
-        with naming_the_damaged(self.name):
+        with name_damaged_file(self.name):
             yield from self.stream.shard(self.stream.num_shards, shard)
 
     def at(self, places: Sequence[Place]) -> list[Row]:

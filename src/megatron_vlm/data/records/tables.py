@@ -22,12 +22,11 @@ from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, TURNS
 from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
-from megatron_vlm.data.on_disk.plain import TABULAR, on_disk, plain_file, table_of
+from megatron_vlm.data.on_disk.plain import on_disk, plain_file, table_of, tabular_kind
 from megatron_vlm.data.records.blends import Table, blend_tables, path_names
 from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
 from megatron_vlm.files import check_file, open_file
-from megatron_vlm.signatures import what_file, what_is
 
 OF_BOXES = (*BOXES, *EXPRESSIONS, *TURNS)  # what tells how a box is written
 CHECKED_RECORDS = 1000  # the first ones: one must be there, and every mapped column must occur
@@ -112,9 +111,7 @@ class JsonTable(Table):
             raise damaged(self.path, "was changed while it was read", "start again, and leave it as it is")
         try:
             return json.loads(text)
-        except UnicodeDecodeError as error:
-            raise BadSample("bad_json", f"{what_is(text) or error}") from error
-        except (ValueError, RecursionError) as error:  # bad JSON, nested beyond reason
+        except (ValueError, RecursionError) as error:  # bad JSON, other text than UTF-8, nested beyond reason
             raise BadSample("bad_json", str(error)) from error
 
     def content(self) -> str:
@@ -187,11 +184,7 @@ def kind_of(path: str | Path) -> str:
     if not path.is_file():
         return "hf"
     plain = plain_file(path)
-    if (known := what_file(plain)) is not None:
-        if known.name in TABULAR:
-            return "hf"
-        raise damaged(path, f"is {known.what}", known.remedy)
-    if table_of(plain) is not None:
+    if tabular_kind(plain) or table_of(plain):
         return "hf"
     return "json" if read_meta(plain) is None else "meta"
 

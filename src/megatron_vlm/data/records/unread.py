@@ -1,10 +1,8 @@
-"""Tells a user by a source's first records which media are not read, and what is written in another form."""
+"""Tells a user by a source's first records which media are not read, and which placeholders."""
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ import numpy as np
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import cook_chatml_sample
 from megatron_vlm.data.on_disk.coco import NOTES
-from megatron_vlm.data.on_disk.named import is_base64, is_path, meant
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, spellings, stand_for
 from megatron_vlm.data.records.blends import Table
@@ -24,7 +21,7 @@ LOOKED_AT = 100  # records of each source, from its first to its last: another s
 
 
 def first_notes(table: Table | StreamedRows) -> Iterator[str]:
-    """Lines about each source: media in columns that are not read, media and placeholders in another form.
+    """Lines about each source: media in columns that are not read, placeholders in another form.
     There are none about a stream, as reading it would take its records."""
     if isinstance(table, StreamedRows):
         return
@@ -32,11 +29,11 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
         records, has_media, notes = [], False, Counter()
         for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source)), dtype=int):
             with suppress(BadSample):
-                record, root = source.record(int(index))
+                record, _ = source.record(int(index))
                 conversation, media = normalise(record)
                 records.append(record)
                 has_media = has_media or any(media.values())
-                found = (*_placeholders(conversation, media), *_forms(media, root), *record.get(NOTES, ()))
+                found = (*_placeholders(conversation, media), *record.get(NOTES, ()))
                 notes.update(dict.fromkeys(found, 1))
         lines = [] if has_media else [*_unread(records)]
         lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]
@@ -75,14 +72,3 @@ def _placeholders(conversation: dict, media: dict[str, list]) -> Iterator[str]:
         for spelling in spellings(messages, kind) if items else ():
             remedy = f"is read as <{kind}>" if are_read else f"stays text; write <{kind}> there instead"
             yield f"write {printable(spelling)} beside their {kind}s, which {remedy}"
-
-
-def _forms(media: dict[str, list], root: Path | str) -> Iterator[str]:
-    """Notes about a record's media that `read_media` finds in another form."""
-    for name in (item for items in media.values() for item in items if isinstance(item, str)):
-        if is_base64(name):
-            yield "hold media in base64 without `data:image/png;base64,` before it, which is read"
-        elif (
-            isinstance(root, Path) and is_path(name) and not os.path.exists(root / name) and meant(name, root)
-        ):
-            yield "name files in another form (slashes, case, accents, spaces, %20), which are found"
