@@ -154,7 +154,7 @@ def test_every_skipped_record_is_named_with_its_reason(tmp_path):
     assert [entry["record"] for entry in skipped] == list(range(4, 10))
     expected = ["missing_media" if name == "outside" else name for name in bad]
     assert [entry["reason"] for entry in skipped] == expected
-    assert "leads out of" in skipped[2]["detail"]
+    assert "outside of" in skipped[2]["detail"]
     assert sum(summary.skipped.values()) == 6
     assert sum(summary.samples.values()) == 4
 

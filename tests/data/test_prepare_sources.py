@@ -18,6 +18,7 @@ from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.records import hub
+from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.overrides import apply_overrides
 
 METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
@@ -169,27 +170,16 @@ def test_columns_are_settings(tmp_path):
     assert config.data.columns == {"conversations": "chat", "images": "pictures"}
 
 
-FOLDERS = {  # files of a folder -> the one that `datasets` would not read
-    ("rows.jsonl", "1.jpg", "2.jpg"): "rows.jsonl",
-    ("rows.json", "images/1.jpg", "images/2.jpg", "metadata.jsonl"): "rows.json",
-    ("train.jsonl", "images/1.jpg", "images/2.jpg"): None,
-    ("my-val_2.json", "1.jpg", "2.jpg"): None,
-    ("rows.jsonl", "README.md", "1.jpg", "2.jpg"): None,
-    ("dataset_infos.json", "assets/1.png", "assets/2.png", "data/train-00000-of-00001.parquet"): None,
-    ("rows.jsonl", "1.jpg"): None,
-}
-
-
-@pytest.mark.parametrize("files", FOLDERS)
-def test_a_folder_is_refused_only_where_its_records_would_not_be_read(tmp_path, files):
+@pytest.mark.parametrize(
+    "files",
+    [("rows.jsonl", "1.jpg", "2.jpg"), ("rows.json", "images/1.jpg", "images/2.jpg", "metadata.jsonl")],
+)
+def test_a_folder_of_images_names_the_file_of_rows_that_is_not_read(tmp_path, files):
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    said = list(data_problems(DataConfig(dataset_type="hf"), "data.train_data_path", str(tmp_path)))
-    unread = FOLDERS[files]
-    assert [
-        text.endswith(f"and {unread} in it is not read; give {tmp_path / str(unread)}.") for text in said
-    ] == ([True] if unread else [])
+    with pytest.raises(ValueError, match=f"is read as images, without {files[0]}; give .*{files[0]}"):
+        open_table(tmp_path)
 
 
 CARDS = {  # what a dataset's card says -> how it is refused

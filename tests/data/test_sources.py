@@ -213,10 +213,10 @@ def test_a_bad_entry_of_a_meta_file_is_named(tmp_path, processor, entry, message
 @pytest.mark.parametrize(
     "name, detail",
     [
-        ("../outside.jpg", "leads out of"),
-        ("/etc/hostname", "leads out of"),
-        ("../outside.lmdb::a", "leads out of"),
-        ("link.jpg", "leads out of"),
+        ("../outside.jpg", "outside of"),
+        ("/etc/hostname", "outside of"),
+        ("../outside.lmdb::a", "outside of"),
+        ("link.jpg", "outside of"),
         ("images.lmdb::none", "has no key 'none'"),
         ("images.lmdb::", "images.lmdb::"),
         ("none.lmdb::a", "there is no database"),
@@ -472,7 +472,7 @@ def test_no_record_whatever_its_shape_ends_the_run(tmp_path):
 def test_a_damaged_array_names_the_place(tmp_path, processor):
     path = tmp_path / "array.json"
     path.write_text('[{"messages": []},\n {"messages": ]}]')
-    with pytest.raises(ValueError, match=r"array.json: is not valid JSON \(.*line 2"):
+    with pytest.raises(ValueError, match=r"array.json: cannot be read as records \(.*line 2"):
         opened({"train_data_path": path}, processor)
 
 
@@ -539,15 +539,15 @@ def test_a_stream_that_ends_in_a_damaged_file_names_it(tmp_path, processor, monk
     loader, _ = opened(settings, processor)
     with pytest.raises(ValueError, match="train-1.parquet: cannot be read .*; restore the file"):
         take(loader, 100)
-    file.write_bytes(b"<!doctype html>")  # known before the first step
+    file.write_bytes(b"<!doctype html>")
     with pytest.raises(ValueError, match="train-1.parquet: is an HTML or XML page; download"):
-        opened(settings, processor)
+        take(opened(settings, processor)[0], 100)
 
 
 def test_a_stream_without_rows_is_named(tmp_path, processor):
     table = pyarrow.table({"messages": pyarrow.array([], pyarrow.string())})
     pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match="none.parquet: cannot be read .it has no rows; take it out"):
+    with pytest.raises(ValueError, match="none.parquet: has no rows; take it out"):
         opened({"train_data_path": tmp_path / "none.parquet", "streaming": True}, processor)
 
 

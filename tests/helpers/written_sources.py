@@ -39,11 +39,11 @@ def json_array(folder):
     return {"train_data_path": folder / "array.json"}
 
 
-def packed_mapping(folder):
-    """{id: record} in gzip, under a name that says nothing."""
+def packed_object(folder):
+    """An object with an array of records, in gzip, under a name that says nothing."""
     write_images(folder)
-    mapping = json.dumps({f"id {number}": row for number, row in enumerate(records())}, indent=1)
-    (folder / "packed").write_bytes(gzip.compress(mapping.encode()))
+    text = json.dumps({"version": 1, "data": records()}, indent=1)
+    (folder / "packed").write_bytes(gzip.compress(text.encode()))
     return {"train_data_path": folder / "packed"}
 
 
@@ -164,7 +164,7 @@ def saved(folder):
 
 SOURCES = [
     *(json_lines, json_array, openai_messages, parquet, saved, streamed, streamed_shards, meta, in_lmdb),
-    *(documents, packed_mapping),
+    *(documents, packed_object),
 ]
 
 

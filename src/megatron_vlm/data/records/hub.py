@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import datasets
@@ -98,7 +98,9 @@ def _check_files(path: Path) -> None:
     for state in (path / split / "state.json" for split in splits if is_saved_folder(path)):
         _check_inside(path, str(state.parent.relative_to(path)), described)
         check_fields(state, content := read_mapping(state), {"_data_files": list[dict[str, str]]})
-        for file in content.get("_data_files", []):
+        if not content.get("_data_files"):
+            raise damaged(state, "names no data file: it has no rows")
+        for file in content["_data_files"]:
             _check_inside(path, str(state.parent.relative_to(path) / file.get("filename", "")), state)
 
 
@@ -157,8 +159,8 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
     with name_damaged_file(path):
         builder = datasets.load_dataset_builder(name, name=subset, **options)
     files = [*chain.from_iterable((builder.config.data_files or {}).values())]
-    if builder.name in FILES_ALONE and not any(Path(file).name.startswith("metadata.") for file in files):
-        _refuse_files_alone(local, FILES_ALONE[builder.name])
+    if builder.name in FILES_ALONE:
+        _check_records_are_read(local, FILES_ALONE[builder.name], files)
     for file in files:
         if local.is_dir():
             _check_inside(local, file, file)
@@ -174,11 +176,18 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
     return builder
 
 
-def _refuse_files_alone(path: Path, kind: str) -> NoReturn:
-    """Raise ValueError for a source that `datasets` reads as files without conversations."""
-    rows = sorted(file for file in path.glob("*") if reader_of(file)) if path.is_dir() else []
-    remedy = "write a line of JSON for each conversation, with image, question and answer, and give that file"
-    raise damaged(path, f"is read as {kind} alone", f"give {printable(rows[0])}" if rows else remedy)
+def _check_records_are_read(path: Path, kind: str, files: list[str]) -> None:
+    """Raise ValueError for a folder of media that `datasets` would read without conversations."""
+    names = {Path(file).name for file in files}
+    rows = [file for file in sorted(path.glob("*")) if reader_of(file) and file.name not in names]
+    rows = [file for file in rows if not file.name.startswith(("dataset_info", "metadata."))]
+    if rows:
+        raise damaged(path, f"is read as {kind}, without {rows[0].name}", f"give {printable(rows[0])}")
+    if not any(name.startswith("metadata.") for name in names):
+        remedy = (
+            "write a line of JSON for each conversation, with image, question and answer, and give that file"
+        )
+        raise damaged(path, f"is read as {kind} alone", remedy)
 
 
 def _check_none_left(folder: Path, files: list[str]) -> None:

@@ -3,11 +3,12 @@
 import re
 import tarfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 
 from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged
@@ -41,6 +42,8 @@ def name_damaged_file(path: str | Path) -> Iterator[None]:
         file, cause = _first_refused(Path(path)) or (Path(path), cause)
         if file.is_file() and (explanation := explain_file(file)):
             raise ValueError(f"data: {file}: is {explanation}.") from error
+        if _has_no_rows(file):
+            raise damaged(file, "has no rows", "take it out") from error
         remedy = "save it as UTF-8" if isinstance(cause, UnicodeDecodeError) else RESTORE
         raise damaged(file, f"cannot be read ({reason(cause)})", remedy) from error
 
@@ -65,11 +68,18 @@ def _first_refused(folder: Path) -> tuple[Path, BaseException] | None:
             continue
         try:
             rows = datasets.load_dataset(reader, data_files=str(file), split="train", streaming=True)
-            if not any(True for _ in rows.with_format("arrow")):
-                return file, ValueError("it has no rows; take it out")
+            for _ in rows.with_format("arrow"):
+                pass
         except FAILURES as error:
             return file, first_cause(error)
     return None
+
+
+def _has_no_rows(file: Path) -> bool:
+    """Whether it is a parquet file without rows, of which `datasets` says something else."""
+    with suppress(pa.ArrowException, OSError):
+        return pa.parquet.read_metadata(file).num_rows == 0
+    return False
 
 
 def first_cause(error: BaseException) -> BaseException:
