@@ -52,7 +52,7 @@ LEFT_OUT = {
     "files": "how files are opened and written whole, not what is in them",
     "stores": "as files",
     "messages": "how what others wrote is printed, and what was being read at an error",
-    "signatures": "what a file is by its first bytes",
+    "signatures": "what a file is that a library refused",
     "data.records.unreadable": "which file of a dataset cannot be read, and why",
     "supported": "what config.json must say so that a checkpoint can be trained",
     "weight_files": "which safetensors a checkpoint has, and whether they can be read",

@@ -8,7 +8,7 @@ from megatron_vlm.checks.model_on_disk import is_hub_name, is_prepared, kind_of
 from megatron_vlm.config import DataConfig, DataPaths, RunConfig
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.lines import first_records
-from megatron_vlm.data.on_disk.named import describe_outside, is_path
+from megatron_vlm.data.on_disk.named import describe_outside, is_address, is_path
 from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.data.on_disk.plain import on_disk
 from megatron_vlm.messages import printable
@@ -116,6 +116,9 @@ def _file_problems(
     if not names or any(_leads_into(root, name) for name in names):
         return
     if len(names) < FEW_PATHS and not all(of_records):
+        return
+    if is_address(names[0]):
+        yield f"{shown}: {printable(names[0])} is an address; download it and give its path."
         return
     path = Path(root, names[0]).resolve() if isinstance(root, Path) and is_path(names[0]) else None
     if path is not None and path.exists():

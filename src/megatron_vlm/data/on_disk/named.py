@@ -55,4 +55,5 @@ def describe_outside(name: str, path: Path, root: Path) -> str:
         remedy = "set data.media_dir=/ and give absolute paths, or copy the files"
     else:
         remedy = f"set data.media_dir={start or '/'}, or copy the files"
-    return f"leads to {path}, outside of {root}; {remedy}"
+    leads = "lies" if str(path) == name else f"leads to {path},"
+    return f"{leads} outside of {root}; {remedy}"
