@@ -40,7 +40,13 @@ def mask_addresses(text: object) -> str:
     """
     text = str(text).replace("msc://_s3-", "s3://")
     text = re.sub(r"(?i)((?:s3|msc):/+)[^/\s:@]*:\S*@|(://)[^/\s@]*@", r"\1\2…@", text)
-    return re.sub(r"(\b[A-Za-z][\w+.-]*:/+[^\s?'\"]*\?)[^\s'\"]*=[^\s'\"]*", r"\1…", text)
+    return re.sub(r"[^\s'\"]+", _without_query, text) if "?" in text else text
+
+
+def _without_query(word: re.Match[str]) -> str:
+    """A word of a text; if it is an address with a query of keys and values, without what is in the query."""
+    address, _, query = word[0].partition("?")
+    return f"{address}?…" if ":/" in address and "=" in query else word[0]
 
 
 def has_keys(address: object) -> bool:

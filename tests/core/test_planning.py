@@ -223,7 +223,7 @@ def test_plan_refuses_what_does_not_divide(tmp_path):
         make_plan(recipe(train_data_path="x", tp=16), description, 16)
     with pytest.raises(ValueError, match="64 stages are more than the model's 36 layers; lower pp or vpp"):
         make_plan(recipe(train_data_path="x", tp=1, pp=32, vpp=2), description, 32)
-    hf_config.text_config.num_attention_heads, hf_config.text_config.num_key_value_heads = 36, 3
+    description.text.num_attention_heads, description.text.num_key_value_heads = 36, 3
     with pytest.raises(ValueError, match="tp = 2 does not divide the model's 3 key/value heads; change tp"):
         make_plan(recipe(train_data_path="x", tp=2), description, 2)
 

@@ -83,21 +83,6 @@ def test_text_only_samples_have_no_visual_inputs_and_train(encoder):
     assert encoded.visual_inputs is None and encoded.loss_mask.sum() > 0
 
 
-def test_pixel_bounds_reach_the_image(processor):
-    seen = []
-
-    class Watching(type(processor)):
-        def __call__(self, images=None, **kwargs):
-            seen.extend(image.size for image in images)
-            return super().__call__(images=images, **kwargs)
-
-    watching = Watching(processor.image_processor, processor.tokenizer, processor.chat_template, 16)
-    for bounds in ({"max_pixels": 600}, {"min_pixels": 9600}):
-        encoder = HFEncoderVLMTaskEncoder(watching, DataConfig(seq_length=256, **bounds))
-        encoder.encode_sample(sample(conversation(images=1), images=1))
-    assert seen == [(30, 20), (120, 80)]
-
-
 def test_position_ids_come_from_the_given_function(processor):
     encoder = HFEncoderVLMTaskEncoder(
         processor,

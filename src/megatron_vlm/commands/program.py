@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import io
 import json
 import logging
 import math
@@ -76,7 +77,9 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
         if getattr(sys, stream) is None:  # the shell has closed it
             setattr(sys, stream, Path(os.devnull).open(mode))
     logging.setLogRecordFactory(PrintableRecord)
-    faulthandler.enable()  # what crashes in compiled code says where; a watched rank writes it to its file
+    # what crashes in compiled code says where; a watched rank writes it to its file
+    with contextlib.suppress(io.UnsupportedOperation):  # stderr may be no file
+        faulthandler.enable()
     with LastWords(name):
         for number in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             ranks.from_environment(number, 0)
