@@ -7,7 +7,7 @@ from megatron_vlm.files import open_file
 
 START = 4096  # bytes that are enough
 EXPLANATIONS = {
-    rb"\Z": "an empty file; write or download it again",
+    rb"\Z": "an empty file; download or write it again",
     rb"\0{16}": "a file that begins with zeros; download it again: the download was cut",
     rb"version https://git-lfs": "a Git LFS pointer, not the file; run `git lfs pull` in that folder",
     rb"\s*<(!doctype|html|head|body|\?xml|error)": "an HTML or XML page; download the file itself again",

@@ -235,6 +235,8 @@ def description_problems(folder: Path, names: Sequence[str] = DESCRIPTIONS) -> I
             yield f"{printable(file)} is {known}."
         elif file.suffix == ".json" and not _is_whole(content.strip()):
             yield f"{printable(file)} is no whole JSON object ({len(content)} bytes); download it again."
+        elif file.suffix == ".jinja" and b"\0" in content:
+            yield f"{printable(file)} is no text, it holds zeros; download it again."
         elif file.name == "tokenizer.json" and b'"model"' not in content:
             yield f"{printable(file)} names no model of a tokenizer; download it again."
         elif file.name.endswith("config.json") and len(content) <= MOST_PARSED:

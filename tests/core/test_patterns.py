@@ -24,6 +24,7 @@ LOCAL = {
     "data.encode.chat_template": 7,
     "data.encode.processing": 2,
     "data.grounding.convention": 2,  # tried in tests/data/test_boxes.py
+    "data.on_disk.plain": 1,
     "data.records.normalise": 1,
     "job.failures": 1,
     "models.weights.files": 1,

@@ -209,7 +209,7 @@ def problems_of(checkpoint: Path) -> list[str]:
     [
         (lambda whole: whole[: len(whole) // 2], r"is no whole JSON object \(.* bytes\); download"),
         (lambda whole: b"", "is an empty file; download"),
-        (lambda whole: bytes(len(whole)), "is a file that begins with zeros alone; download it again"),
+        (lambda whole: bytes(len(whole)), "is a file that begins with zeros; download it again"),
         (lambda whole: whole[:-40] + bytes(40), "is .*; download it again"),
         (lambda whole: POINTER, "is a Git LFS pointer, not the file; run `git lfs pull`"),
         (lambda whole: b"[]", "is no whole JSON object"),
