@@ -43,10 +43,7 @@ def read_media(name: str, root: Path | str) -> bytes:
         check_file(_inside(str(database / "data.mdb"), root) if database.is_dir() else database)
         value = _from_lmdb(database, key)
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte in the path; links in a circle
-        if is_address(name):
-            fact = f"{name[:200]} is an address; download it and give its path"
-            raise BadSample("missing_media", fact) from error
-        raise BadSample("missing_media", f"{name[:200]} under {root}: {error}") from error
+        raise _missing(name, root, error) from error
     if value is None:
         raise BadSample("missing_media", f"{database} has no key {key!r}")
     return value
@@ -78,7 +75,14 @@ def _from_store(name: str, root: str) -> bytes:
         url = stores.inside(root, name)
         return stores.patiently(lambda: stores.read(url, MOST_BYTES))
     except (stores.NotThere, ValueError) as error:
-        raise BadSample("missing_media", f"{name[:200]} under {root}: {error}") from error
+        raise _missing(name, root, error) from error
+
+
+def _missing(name: str, root: Path | str, error: Exception) -> BadSample:
+    """Say that what a record names is not there, and why if it is an address."""
+    if is_address(name):
+        return BadSample("missing_media", f"{name[:200]} is an address; download it and give its path")
+    return BadSample("missing_media", f"{name[:200]} under {root}: {error}")
 
 
 def _inline(address: str) -> bytes:
