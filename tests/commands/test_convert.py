@@ -95,7 +95,8 @@ def test_an_image_that_is_none_is_named(converted, tmp_path, command):
     words = [converted / "source", converted / "source" if command == "verify" else "<image> What?"]
     answer = run_program(COMMAND, command, *words, "--image", tmp_path / "notes.txt")
     assert answer.returncode == 2
-    assert f"--image: {tmp_path}/notes.txt: 17 bytes that Pillow cannot read; convert them" in answer.stderr.splitlines()[-1]
+    said = f"--image: {tmp_path}/notes.txt: 17 bytes that Pillow cannot read; convert them"
+    assert said in answer.stderr.splitlines()[-1]
 
 
 @pytest.mark.long
