@@ -346,7 +346,7 @@ def test_a_run_whose_machine_is_lost_again_and_again_goes_on(folder, train, tmp_
         while code != 0:
             shutil.rmtree(lost, ignore_errors=True)
             before = stores.names(copy)
-            changes = numbers.randint(1, 30) if kills < 6 else 1 << 30
+            changes = numbers.randint(1, 12) if kills < 6 else 1 << 30
 
             def killed(before=before, changes=changes) -> bool:
                 return len(stores.names(copy).items() ^ before.items()) >= changes
