@@ -309,7 +309,7 @@ def test_a_record_alone_in_its_file_is_no_wrapper(tmp_path):
         ),
         (gzip.compress(UTF_8)[:-40], "a gzip file, cannot be read .*; unpack it yourself, or download it"),
         (two_files(UTF_8), "a zip file, cannot be read .it holds 2 files, .*; unpack it yourself, or"),
-        (b"", "is an empty file; write or download"),
+        (b"", "is an empty file; download or write"),
         (bytes(99), "begins with zeros; download it again"),
         (
             b"text\nhello there\n",
