@@ -208,6 +208,12 @@ def published(tensors):
         tensors[key] = value if kept else value.bfloat16()
 
 
+def routers_in_bf16(tensors):
+    """As GLM's hub files have them; since 5.24, Transformers keeps them in fp32 and saves them so."""
+    for key in [key for key in tensors if key.endswith("mlp.gate.weight")]:
+        tensors[key] = tensors[key].bfloat16()
+
+
 def hub_tower_names(tensors):
     for key in [key for key in tensors if key.startswith("vision_tower.")]:
         tensors[key.replace("vision_tower.", "vision_tower.vision_model.")] = tensors.pop(key)
@@ -302,7 +308,11 @@ OTHERS = {
         for family in ("qwen3_5", "qwen3_5_moe")
     },
     "glm4v_moe fused": lambda at, of: fused(of["glm4v_moe"], at),
-    "glm4v_moe bf16": lambda at, of: build_tiny_checkpoint("glm4v_moe", at, dtype=torch.bfloat16),
+    "glm4v_moe bf16": lambda at, of: rewritten(
+        build_tiny_checkpoint("glm4v_moe", at.with_name("router_in_fp32"), dtype=torch.bfloat16),
+        at,
+        routers_in_bf16,
+    ),
     "qwen3_vl_moe turned": lambda at, of: rewritten(of["qwen3_vl_moe"], at, turned),
 }
 
