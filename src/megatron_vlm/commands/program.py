@@ -219,7 +219,7 @@ class _PassesOn:
 
 
 def _parse(launcher: ModuleType, words: list[str]) -> tuple[Any, Any, list[str]]:
-    """torchrun's (configuration, entrypoint, its arguments), of which PET_ variables are the defaults. Raises
+    """Return torchrun's (configuration, entrypoint, arguments); PET_ variables are the defaults. Raises
     ConfigError with torchrun's own words if one is wrong."""
     parser = launcher.get_args_parser()
 

@@ -61,7 +61,7 @@ def check_validation(
     Args:
         train: The settings that ask for them.
         has_data: Whether there is validation data.
-        sources: The names of its sources, of which `valid_loss/SOURCE` needs one.
+        sources: The names of its sources; `valid_loss/SOURCE` ends with one of them.
         has_questions: Whether there are conversations for scores alone (`data.score_path`).
     """
     asked = [name for name in ("keep_best", "patience") if getattr(train, name)]

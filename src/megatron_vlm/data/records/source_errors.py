@@ -76,7 +76,7 @@ def _first_refused(folder: Path) -> tuple[Path, BaseException] | None:
 
 
 def _has_no_rows(file: Path) -> bool:
-    """Whether it is a parquet file without rows, of which `datasets` says something else."""
+    """Return whether it is a parquet file without rows; `datasets` has another message for it."""
     with suppress(pa.ArrowException, OSError):
         return pa.parquet.read_metadata(file).num_rows == 0
     return False
