@@ -610,3 +610,12 @@ def test_a_saved_folder_with_other_splits_says_what_to_give(tmp_path):
 def test_conversations_of_rows_are_those_of_lines(tmp_path):
     """The guard of the tests above: records have turns."""
     assert normalise(RECORDS[0])[0]["conversations"][1]["value"] == "number 0"
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_a_meta_file_is_no_file_of_records(tmp_path, lines):
+    write_sharegpt(tmp_path, len(RECORDS))
+    entries = {name: {"file_name": "data.jsonl", "tags": {"role_tag": "from"}} for name in "ab"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries, indent=lines or None))
+    assert not list(first_records(tmp_path / "dataset_info.json"))
+    assert not list(source_problems(str(tmp_path / "dataset_info.json"), None, {}, False))

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 from megatron_vlm.data.on_disk.coco import coco_records
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import FIELDS, PROMPTS, TURNS
+from megatron_vlm.data.on_disk.meta import read_meta
 from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of, tabular_kind
 from megatron_vlm.files import open_file
 from megatron_vlm.messages import printable
@@ -49,9 +50,12 @@ def record_places(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
 
 
 def first_records(path: str | Path, most: int = 20) -> Iterator[dict]:
-    """The first valid records of a file of rows; none of parquet and Arrow. Raises as `lines_file`."""
+    """Yield the first valid records of a file of rows: none of parquet, Arrow or a meta file.
+
+    Raises as `lines_file`.
+    """
     plain = plain_file(path)
-    if tabular_kind(plain):
+    if tabular_kind(plain) or read_meta(plain):
         return
     if table := table_of(plain):
         names, *rows = table[1]

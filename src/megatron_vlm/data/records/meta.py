@@ -1,25 +1,15 @@
 """Meta files in LLaMA-Factory's format: several datasets, each with its columns, tags and share."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.data.on_disk.descriptions import check_fields, damaged
+from megatron_vlm.data.on_disk.meta import FIELDS, META_KEYS, META_SOURCES, NUMBERS, read_meta
 from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.files import read_file
 from megatron_vlm.messages import suggestion
-
-META_SOURCES = ("file_name", "hf_hub_url")
-NUMBERS = ("sample_ratio", "num_samples")
-FIELDS = {
-    **dict.fromkeys((*META_SOURCES, "media_dir", "split", "subset"), str),
-    **dict.fromkeys(("columns", "tags"), dict),
-}
-META_KEYS = {*FIELDS, *NUMBERS, "formatting", "ranking"}  # `formatting` is not read: the record itself tells
-LARGEST_META = 1 << 24  # bytes
 
 
 @dataclass(frozen=True)
@@ -84,15 +74,3 @@ def _rows_and_share(place: str, entry: dict) -> tuple[int | None, float | None]:
     if count is not None and count != int(count):
         raise ValueError(f"{place}: num_samples {count!r} is no whole number; a share is a sample_ratio.")
     return count and int(count), ratio
-
-
-def read_meta(path: Path) -> dict[str, dict] | None:
-    """The entries of a meta file; None for a file that is something else."""
-    try:
-        content = json.loads(read_file(path, LARGEST_META))
-    except (ValueError, RecursionError):  # JSON Lines, or damaged: who reads it line by line will see
-        return None
-    is_meta = isinstance(content, dict) and content and all(isinstance(e, dict) for e in content.values())
-    entries = content.values() if is_meta else ()  # or {id: record}
-    named = any({*META_SOURCES} & entry.keys() or entry.keys() <= META_KEYS for entry in entries)
-    return content if named else None

@@ -21,11 +21,12 @@ from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, TURNS
 from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
+from megatron_vlm.data.on_disk.meta import read_meta
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
 from megatron_vlm.data.on_disk.plain import on_disk, plain_file, table_of, tabular_kind
 from megatron_vlm.data.records.blends import Table, blend_tables, path_names
 from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
+from megatron_vlm.data.records.meta import Entry, entries_of
 from megatron_vlm.files import check_file, open_file
 
 OF_BOXES = (*BOXES, *EXPRESSIONS, *TURNS)  # what tells how a box is written

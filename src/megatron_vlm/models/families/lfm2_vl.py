@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import interpolate, pad
 from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProjector
 
 from megatron_vlm.models.family_parts import keys, llama, texts, towers
@@ -58,17 +58,19 @@ class Siglip2Vision(nn.Module):
         return self.multi_modal_projector(merged).flatten(0, 2)
 
     def _positions(self, shapes_N: list[tuple[int, int]]) -> Tensor:
-        """(P, E): the position embeddings, resized for each shape by Transformers' own function."""
+        """(P, E): the position embeddings, resized for each shape as Transformers resizes them.
+
+        Its function computes weights where the shapes are, on the host, and would wait for their copy.
+        """
         embeddings = self.vision_tower.embeddings
         side = embeddings.position_embedding_size
-        table = embeddings.position_embedding.weight.unflatten(0, (side, side))
+        weight = embeddings.position_embedding.weight
+        table_1Eyx = weight.float().T.unflatten(1, (side, side))[None]
         resized = {
-            (rows, columns): embeddings.resize_positional_embeddings(
-                table, torch.tensor([(rows, columns)]), rows * columns
-            )[0]
-            for rows, columns in dict.fromkeys(shapes_N)
+            shape: interpolate(table_1Eyx, shape, mode="bilinear", align_corners=False, antialias=True)[0]
+            for shape in dict.fromkeys(shapes_N)
         }
-        return torch.cat([resized[shape] for shape in shapes_N])
+        return torch.cat([resized[shape].flatten(1).T for shape in shapes_N]).to(weight.dtype)
 
     def _encoded(self, hidden_PE: Tensor, patches_N: Tensor) -> Tensor:
         """The output of the tower's layers, in which each image sees only itself."""
