@@ -32,7 +32,6 @@ RAISES = set(
 # towers whose learned positions Transformers resizes; without gradients if model.freeze has the tower
 REFUSED = dict.fromkeys(("glm4v", "glm46v", "glmga", "glm4v_moe"), {"grid_sampler_2d_backward"})
 REFUSED["llava_onevision"] = {"upsample_bilinear2d_backward"}  # of large images
-REFUSED["lfm2_vl"] = {"_upsample_bilinear2d_aa_backward"}
 QUICK = ("gemma3", "qwen3_vl_moe")
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in TINY_FAMILIES]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, pad
+from torch.nn.functional import pad
 from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProjector
 
 from megatron_vlm.models.family_parts import keys, llama, texts, towers
@@ -58,19 +58,15 @@ class Siglip2Vision(nn.Module):
         return self.multi_modal_projector(merged).flatten(0, 2)
 
     def _positions(self, shapes_N: list[tuple[int, int]]) -> Tensor:
-        """(P, E): the position embeddings, resized for each shape as Transformers resizes them.
+        """Return the position embeddings (P, E), resized for each shape as Transformers resizes them.
 
-        Its function computes weights where the shapes are, on the host, and would wait for their copy.
+        Its own function computes the weights on the host, too, but then waits for their copy.
         """
         embeddings = self.vision_tower.embeddings
-        side = embeddings.position_embedding_size
-        weight = embeddings.position_embedding.weight
-        table_1Eyx = weight.float().T.unflatten(1, (side, side))[None]
-        resized = {
-            shape: interpolate(table_1Eyx, shape, mode="bilinear", align_corners=False, antialias=True)[0]
-            for shape in dict.fromkeys(shapes_N)
-        }
-        return torch.cat([resized[shape].flatten(1).T for shape in shapes_N]).to(weight.dtype)
+        side, table = embeddings.position_embedding_size, embeddings.position_embedding.weight
+        weights = {shape: resize_weights(side, *shape) for shape in dict.fromkeys(shapes_N)}
+        weights_Pp = on_device(torch.cat([weights[shape] for shape in shapes_N]), table.device)
+        return (weights_Pp @ table.float()).to(table.dtype)
 
     def _encoded(self, hidden_PE: Tensor, patches_N: Tensor) -> Tensor:
         """The output of the tower's layers, in which each image sees only itself."""
@@ -80,6 +76,24 @@ class Siglip2Vision(nn.Module):
             return torch.cat([encoder(image[None]).last_hidden_state[0] for image in images])
         # its layers hand on a mask and nothing else
         return encoder(hidden_PE[None], pad(patches_N.cumsum(0), (1, 0))).last_hidden_state[0]
+
+
+def resize_weights(side: int, rows: int, columns: int) -> Tensor:
+    """Return the weights (rows * columns, side * side) that resize a square table to an image's shape.
+
+    They are those of `torch.nn.functional.interpolate(mode="bilinear", antialias=True)`: triangles around
+    each patch's center, along rows and along columns.
+    """
+
+    def along(patches: int) -> Tensor:
+        scale = side / torch.tensor(float(patches))
+        centers = (torch.arange(patches, dtype=torch.float32)[:, None] + 0.5) * scale - 0.5
+        weights = (1 - (torch.arange(side, dtype=torch.float32) - centers).abs() / scale.clamp(min=1)).clamp(
+            min=0
+        )
+        return weights / weights.sum(-1, keepdim=True)
+
+    return (along(rows)[:, None, :, None] * along(columns)[None, :, None, :]).flatten(2).flatten(0, 1)
 
 
 class Lfm2VL(texts.HoldsTexts, towers.GridFamily):
