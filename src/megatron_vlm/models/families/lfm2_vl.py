@@ -81,7 +81,7 @@ class Siglip2Vision(nn.Module):
 def resize_weights(side: int, rows: int, columns: int) -> Tensor:
     """Return the weights (rows * columns, side * side) that resize a square table to an image's shape.
 
-    As `torch.nn.functional.interpolate(mode="bilinear", antialias=True)` has them, weights are triangles around
+    As in `torch.nn.functional.interpolate(mode="bilinear", antialias=True)`, weights are triangles around
     each patch's center, along rows and along columns.
     """
 
