@@ -44,7 +44,7 @@ def main(
     path = run.model.hf_path
     hf_config = load_config(path)
     needs = describe(hf_config).data_needs
-    encoder = train_encoder(data, load_processor(path), needs)
+    encoder = train_encoder(data, load_processor(path, data), needs)
     encoder.documents = objective_of(run).sample_encoder(encoder.documents, data)
     rows = HFProvider(data).train_rows(encoder, run.train.seed)
     place = {"rank": int(number) - 1, "world_size": int(parts)}

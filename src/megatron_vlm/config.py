@@ -69,6 +69,7 @@ BoxFormat = Literal[  # the names of `data.grounding.conventions`
     *("bbox_2d_pixels", "bbox_2d", "box_2d", "box_tokens", "ref_box", "begin_of_box"),
     *("pixels", "thousandths", "shares"),
 ]
+TemplateValue = bool | Annotated[int, "a number"] | Annotated[float, "a number"] | Annotated[str, "a text"]
 Parts = list[Literal["tower", "projector", "language_model"]]
 
 
@@ -170,6 +171,10 @@ class DataConfig:
     streaming: bool = False  # read training rows as a stream from a hub or a store; none is written to disk
     seq_length: FromOne = 4096  # most tokens in a row
     train_replies: Literal["all", "last"] = "all"  # "last": that of each conversation alone
+    # a Jinja file, or the text itself, which a run keeps; None: the checkpoint's own template
+    chat_template: Name | None = None
+    # values by the names that the template reads, such as enable_thinking: false
+    chat_template_kwargs: dict[str, TemplateValue] = field(default_factory=dict)
     # in replies: "keep" it as the template writes it, "mask" it (read, not trained), or "drop" it
     thinking: Literal["keep", "mask", "drop"] = "keep"
     # how boxes of a record's `objects` are written; None: as the model's family does (docs/boxes.md)

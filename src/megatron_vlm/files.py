@@ -78,6 +78,19 @@ def read_text(path: str | Path, most_bytes: int = MOST_TEXT) -> str:
         raise ValueError(f"{printable(path)} is no text, but a binary file; give a text in UTF-8.") from error
 
 
+def read_template(template: str) -> str:
+    """Return the text of a Jinja template, which is given as it stands or as the path of its file.
+
+    Raises ValueError if the file has no Jinja, and as `read_text`.
+    """
+    if "{{" in template or "{%" in template:
+        return template
+    text = read_text(os.path.expanduser(template))
+    if "{{" not in text and "{%" not in text:
+        raise ValueError(f"{printable(template)} has no {{{{ and no {{%; give a file with a Jinja template.")
+    return text
+
+
 def open_to_write(
     path: str | Path, *, append: bool = False, keep: bool = False, new: bool = False, buffering: int = -1
 ) -> BinaryIO:

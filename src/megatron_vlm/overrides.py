@@ -15,6 +15,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
+from megatron_vlm.files import read_template
 from megatron_vlm.messages import has_keys, printable, suggestion
 from megatron_vlm.stores import KEYS
 
@@ -142,7 +143,8 @@ def _set(config: RunConfig, key: str, value: Any) -> None:
 
 def checked(name: str, value: Any) -> Any:
     """The value of a setting in the setting's type. Raises ConfigError if it has another or breaks a rule."""
-    if "${" in str(value):  # other programs would fill it in
+    is_template = name == "data.chat_template"
+    if "${" in str(value) and not is_template:  # other programs would fill it in
         raise ConfigError(f"{name}: {value!r}: ${{…}} is not filled in; write the value out.")
     if name != "train.on_export":  # a command of the user's, which may ask any server
         refuse_keys(name, value)
@@ -153,8 +155,9 @@ def checked(name: str, value: Any) -> Any:
         )
     hint = setting_types()[name]
     try:
-        return fitted(value, hint)
-    except ValueError as error:
+        value = fitted(value, hint)
+        return read_template(value) if is_template and value else value
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{name}: {error}") from error
     except (TypeError, yaml.YAMLError) as error:
         example = f", as {name}.NAME=VALUE" if get_origin(hint) is dict else ""

@@ -1,62 +1,20 @@
 """Published chat templates, which TRL has copies of, with content as Transformers' users pass it."""
 
 import copy
-from importlib.resources import files
 
 import pytest
 from jinja2 import TemplateError
 from PIL import Image
+from published_templates import CALLS, CONVERSATIONS, FOLDER, PUBLISHED, REPLY, THINKS, TOOLS, USER
 from samples import templated
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.encode.chat_template import set_chat_template
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.generation.generate import reply_text
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
-
-FOLDER = files("trl") / "chat_templates"
-# of each template the tiny family whose control tokens it writes; `_training` ones mark replies with tags
-PUBLISHED = {
-    "qwen2_5_vl": "qwen2_5_vl",
-    "qwen3_vl": "qwen3_vl",
-    "qwen3_5_think": "qwen3_vl",
-    "qwen3_5_nothink": "qwen3_vl",
-    "qwen3_6": "qwen3_vl",
-    "qwen3_8": "qwen3_vl",
-    "gemma3": "gemma3",
-    "gemma4": "gemma4",
-    "gemma4_v2": "gemma4",
-    "gemma4_v3": "gemma4",
-    "gemma4_v4": "gemma4",
-    "gemma4_v5": "gemma4",
-    "glm4moe": "glm4v_moe",
-    "lfm2_2_5_vl": "lfm2_vl",
-    "smolvlm": "smolvlm",
-    "idefics3": "smolvlm",
-    "llava_next": "llava",
-}
-USER = {"role": "user", "content": "What is 3 + 4?"}
-REPLY = {"role": "assistant", "content": "It is 7."}
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
-THINKS = REPLY | {"reasoning_content": "Three and four."}
-CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-SEES = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]}
-CONVERSATIONS = {
-    "one turn": [USER, REPLY],
-    "three turns": [USER, REPLY] * 3,
-    "system": [{"role": "system", "content": "Be brief."}, USER, REPLY],
-    "system, three turns": [{"role": "system", "content": "Be brief."}, *[USER, REPLY] * 3],
-    "reasoning": [USER, THINKS],
-    "reasoning in the middle": [USER, THINKS, USER, REPLY],
-    "a call": [USER, CALLS, {"role": "tool", "name": "add", "content": "7"}, REPLY],
-    "a call, reasoning": [USER, CALLS, {"role": "tool", "name": "add", "content": "7"}, THINKS],
-    "lines": [USER | {"content": "a\n\nb"}, REPLY | {"content": "1\n\n2 "}],
-    "an image": [SEES, REPLY],
-    "an image, system": [{"role": "system", "content": "Be brief."}, SEES, REPLY],
-    "an image later": [USER, REPLY, SEES, REPLY],
-}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +67,29 @@ def test_text_is_that_of_transformers(encoders, name, conversation):
     for (start, stop), reply in zip(spans, replies, strict=True):
         assert reply["content"].strip() in text[start:stop]
         assert USER["content"] not in text[start:stop]
+
+
+TAKES_EITHER = ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "glm4moe"]
+
+
+@pytest.mark.parametrize("values", [{}, {"enable_thinking": False}, {"enable_thinking": True}], ids=str)
+@pytest.mark.parametrize("name", TAKES_EITHER)
+def test_thinking_in_the_text_is_trained_as_reasoning_content(name, values):
+    """By templates that take it from either; also where the generation prompt has an empty block."""
+    family = "glm4v_moe" if name == "glm4moe" else "qwen3_vl"
+    processor = TINY_FAMILIES[family].processor(default_corpus(), "{{ messages }}")
+    set_chat_template(processor, (FOLDER / f"{name}.jinja").read_text(), values)
+    encoder = TextEncoder(processor)
+    called = [USER, THINKS | CALLS, {"role": "tool", "name": "add", "content": "7"}]
+    for before, after in (([], []), ([], [USER, REPLY]), ([USER, REPLY], []), (called, [])):
+        encoded = []
+        for text in ("<think>\nThree and four.\n</think>\n\nIt is 7.", None):
+            reply = THINKS if text is None else REPLY | {"content": text}
+            messages, _ = cook_chatml_sample(copy.deepcopy([*before, USER, reply, *after]))
+            encoded.append(encoder.tokenize(encoder.chat(messages, TOOLS, 0)))
+        inside, beside = encoded
+        assert inside.input_ids.tolist() == beside.input_ids.tolist()
+        assert inside.weights.tolist() == beside.weights.tolist() and any(inside.weights)
 
 
 def split(tokenizer, text):

@@ -79,7 +79,7 @@ def read_json(file: Path) -> Any:
 
 
 def checkpoint_problems(
-    hf_path: str, load_weights: bool = True, needs_processor: bool = True
+    hf_path: str, load_weights: bool = True, needs_processor: bool = True, needs_template: bool = True
 ) -> Iterator[str]:
     """Messages about a Hugging Face folder, or a hub name in the cache, that cannot be trained."""
     path = Path(hf_path).expanduser()
@@ -96,7 +96,7 @@ def checkpoint_problems(
             "model.hf_path", path, " (or set model.load_weights=false for random ones)"
         )
     if needs_processor:
-        yield from _processor_problems(path, shown)
+        yield from _processor_problems(path, shown, needs_template)
         yield from description_problems(path)
 
 
@@ -161,7 +161,7 @@ def weight_problems(setting: str, path: Path, otherwise: str = "") -> Iterator[s
         yield f"{setting}: {error}"
 
 
-def _processor_problems(path: Path, shown: str) -> Iterator[str]:
+def _processor_problems(path: Path, shown: str, needs_template: bool) -> Iterator[str]:
     for names, what in (
         (TOKENIZERS, "tokenizer (such as tokenizer.json)"),
         (PROCESSORS, "image processor (preprocessor_config.json or processor_config.json)"),
@@ -172,10 +172,10 @@ def _processor_problems(path: Path, shown: str) -> Iterator[str]:
     has_template = any((path / name).exists() for name in TEMPLATES) or any(
         isinstance(content, dict) and content.get("chat_template") for content in keys
     )
-    if not has_template:
+    if needs_template and not has_template:
         yield (
             f"{shown} has no chat template; put the one of the model's Instruct sibling into it as "
-            "chat_template.jinja."
+            "chat_template.jinja, or name it as data.chat_template."
         )
 
 

@@ -54,7 +54,8 @@ def model_problems(config: RunConfig, needs_processor: bool, needs_start: bool =
     needed = config.adapter.used or not resumes or needs_start
     folder = Path(config.model.hf_path).expanduser()
     load_weights = config.model.load_weights and needed
-    problems = list(checkpoint_problems(config.model.hf_path, load_weights, needs_processor))
+    needs_template = config.data.chat_template is None
+    problems = list(checkpoint_problems(config.model.hf_path, load_weights, needs_processor, needs_template))
     yield from problems
     if not problems:
         sizes = sizes_in(read_json(folder / "config.json") or {})

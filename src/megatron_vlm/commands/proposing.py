@@ -26,6 +26,7 @@ from megatron_vlm.run_folder.folder import is_used
 from megatron_vlm.supported import read_config
 
 RECIPE = "recipe.yaml"  # in the run folder
+MOST_SHOWN = 200  # characters of a line that is printed: a chat template is one of thousands
 
 
 def recipe_for(
@@ -67,7 +68,9 @@ def recipe_for(
     text = proposal.to_yaml(shlex.join(["megatron-vlm", *sys.argv[1:]]))
     check(config, proposal.processes)
     check_run_folder(config)
-    typer.echo(text)
+    typer.echo(
+        "\n".join(line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}…" for line in text.split("\n"))
+    )
     file = Path(config.run_dir) / RECIPE
     if not dry_run:
         _write(file, text)

@@ -45,7 +45,8 @@ def open_run(config: RunConfig, raw_pixels: bool = False) -> tuple[list[VLMModel
         )
     config = begun(config)
     setup.init_distributed(config.parallel, config.train.seed)
-    source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied if is_run else None)
+    tied = checkpoint.saved(config.run_dir).tied if is_run else None
+    source = open_source(config.model.hf_path, tied, config.data)
     chunks = open_model(config, source, resumes=is_run, raw_pixels=raw_pixels)
     if is_run:
         checkpoint.load_latest(config.run_dir, chunks)
@@ -58,7 +59,7 @@ def import_run(config: RunConfig) -> None:
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     if checkpoint.saved(config.run_dir).path:
         raise FileExistsError(f"{config.run_dir} already holds a checkpoint; import into another run folder")
-    source = open_source(config.model.hf_path)
+    source = open_source(config.model.hf_path, data=config.data)
     chunks = open_model(config, source, raw_pixels=False, run_dir=config.run_dir)
     model = data_parallel(chunks, config)
     optimizer, scheduler = build_optimizer(model, config)
@@ -81,11 +82,11 @@ def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> 
         output = setup.on_first_rank(beside, Path(config.run_dir, "exports", "for_store"))
     try:
         if adapter:
-            save_adapters(chunks, output, begun(config).adapter, config.model.hf_path)
+            save_adapters(chunks, output, begun(config).adapter, config.model.hf_path, source.own_template)
         else:
             for chunk in chunks if config.adapter.used else ():
                 merge(chunk)
-            export_hf(chunks, output, source.folder, source.weight_map)
+            export_hf(chunks, output, source.folder, source.weight_map, source.own_template)
         if url and setup.is_first_rank():
             _upload(output, url, ADAPTER_FILE if adapter else CONFIG_FILE)
     finally:
@@ -149,7 +150,7 @@ def draw_answer(config: RunConfig, answer: str, image: bytes, output: str | Path
 
     Raises ValueError if nothing tells how the model writes boxes.
     """
-    source = open_source(config.model.hf_path)
+    source = open_source(config.model.hf_path, data=config.data)
     picture = decode_image(image)
     try:
         found = Boxes(source.processor, config.data, source.needs.box_format).parse(answer, picture.size)

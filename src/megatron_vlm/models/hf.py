@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from traceback import extract_tb
@@ -13,8 +13,10 @@ from jinja2 import TemplateSyntaxError
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_vlm.config import ConfigError
+from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.encode.chat_template import set_chat_template
 from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.files import read_template
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.ties import are_tied
@@ -36,11 +38,18 @@ class Source:
 
     folder: Path
     description: Description
+    data: DataConfig = field(default_factory=DataConfig)  # its chat template, if that is not the checkpoint's
 
     @cached_property
     def processor(self) -> ProcessorMixin:
         """The checkpoint's processor. Raises FileNotFoundError if there is none."""
-        return load_processor(self.folder)
+        return load_processor(self.folder, self.data)
+
+    @property
+    def own_template(self) -> str | None:
+        """The run's chat template, with its values; None if it is the checkpoint's."""
+        is_own = self.data.chat_template or self.data.chat_template_kwargs
+        return self.processor.chat_template if is_own else None
 
     @cached_property
     def needs(self) -> DataNeeds:
@@ -53,18 +62,19 @@ class Source:
 
 
 @reading("path")
-def open_source(path: str | Path, tied: bool | None = None) -> Source:
+def open_source(path: str | Path, tied: bool | None = None, data: DataConfig | None = None) -> Source:
     """The checkpoint of a folder or hub name. If it cannot be trained, config.json is enough to refuse it.
 
-    Its output layer is the embedding if `models.weights.ties` says so, or `tied` if a run has settled it.
-    Raises ConfigError, ValueError or FileNotFoundError. A collective if processes have joined.
+    Its output layer is the embedding if `models.weights.ties` says so, or `tied` if a run has settled it. Its
+    processor has the chat template of `data`. Raises ConfigError, ValueError or FileNotFoundError. A
+    collective if processes have joined.
     """
     description = describe(load_config(path))
     folder = resolve(path)
     if tied is None:
         tied = are_tied(description.weight_map, folder)
     description.hf_config.tie_word_embeddings = tied
-    return Source(folder, description)
+    return Source(folder, description, data or DataConfig())
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
@@ -101,9 +111,10 @@ def look_at(path: str | Path) -> tuple[Description, str | None]:
 
 
 @reading("folder")
-def load_processor(folder: str | Path) -> ProcessorMixin:
-    """The checkpoint's processor, with its chat template. Raises FileNotFoundError if there is none, and
-    ConfigError that names a damaged file or the line of a template that is none."""
+def load_processor(folder: str | Path, data: DataConfig | None = None) -> ProcessorMixin:
+    """The checkpoint's processor, with its chat template or the one that `data` sets. Raises
+    FileNotFoundError if there is none, and ConfigError that names a damaged file or the line of a template
+    that is none."""
     if problems := list(description_problems(Path(folder))):
         raise ConfigError("\n".join(problems))
     try:
@@ -126,15 +137,20 @@ def load_processor(folder: str | Path) -> ProcessorMixin:
             "processor_config.json or preprocessor_config.json there."
         )
     kind_of(processor)  # reads its settings
-    templates = processor.chat_template or processor.tokenizer.chat_template or {}
+    data = data or DataConfig()
+    own = read_template(data.chat_template) if data.chat_template else None
+    templates = own or processor.chat_template or processor.tokenizer.chat_template or {}
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         try:
             render_jinja_template([], chat_template=template)
         except TemplateSyntaxError as error:
-            raise ConfigError(
-                f"checkpoint {printable(folder)}: line {error.lineno} of its chat template is not Jinja "
-                f"({_first_line(error)}); correct chat_template.jinja there, or download it again."
-            ) from error
+            place = f"checkpoint {printable(folder)}: line {error.lineno} of its chat template"
+            remedy = "correct chat_template.jinja there, or download it again"
+            if own:
+                place, remedy = f"data.chat_template: line {error.lineno}", "correct it"
+            raise ConfigError(f"{place} is not Jinja ({_first_line(error)}); {remedy}.") from error
+    if own or data.chat_template_kwargs:
+        set_chat_template(processor, own, data.chat_template_kwargs)
     return processor
 
 

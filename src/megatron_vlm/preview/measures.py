@@ -94,7 +94,7 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
     with tempfile.TemporaryDirectory() as folder:
         alone = {"run_dir": folder, "data.num_workers": 0, "train.micro_batch_size": 1}
         config = apply_overrides(config, alone)
-        source = open_source(config.model.hf_path)
+        source = open_source(config.model.hf_path, data=config.data)
         data = RunData(config, source.processor, source.needs, rank=0, world_size=1)
         try:
             boxes = Boxes(source.processor, config.data, source.needs.box_format)

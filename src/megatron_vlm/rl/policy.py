@@ -93,7 +93,7 @@ class Policy:
         `max_tokens` is the length of a packed row; a longer sample has a row for itself, of any length.
         """
         config = _joined(config, max_tokens)
-        source = open_source(config.model.hf_path)
+        source = open_source(config.model.hf_path, data=config.data)
         chunks = open_model(config, source)
         return cls(config, source, data_parallel(chunks, config, one_backward=False), max_tokens)
 
@@ -101,7 +101,7 @@ class Policy:
     def from_run(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
         """The model of the latest checkpoint in `config.run_dir`, with a new optimizer."""
         config = setup.on_first_rank(begun, _joined(config, max_tokens))  # whose disk may be ahead
-        source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied)
+        source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied, config.data)
         chunks = open_model(config, source, resumes=True)
         if checkpoint.load_latest(config.run_dir, chunks) is None:
             raise FileNotFoundError(

@@ -179,9 +179,9 @@ def export_step(
         running(config.run_dir, step).touch()
     chunks = unwrap_model(model)
     if config.adapter.used:
-        save_adapters(chunks, folder, config.adapter, config.model.hf_path)
+        save_adapters(chunks, folder, config.adapter, config.model.hf_path, source.own_template)
     else:
-        export_hf(chunks, folder, source.folder, source.weight_map)
+        export_hf(chunks, folder, source.folder, source.weight_map, source.own_template)
 
 
 def _make_room(folder: Path, needed: int) -> None:

@@ -9,18 +9,20 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta, nodes
 from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from megatron_vlm.config import ConfigError
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.conversation.chatml import INVISIBLE
 from megatron_vlm.data.conversation.replies import REPLY, TURN, Span, UntaggedReplies
 from megatron_vlm.data.conversation.turns import DOCUMENT, between_thinking
+from megatron_vlm.messages import listed, printable
 
 # Before and after each reply, image and video in what a processor is called with.
 MARK_PAIRS = (("\U0010ff00", "\U0010ff01"), ("\U0010ff02", "\U0010ff03"), ("\U0010ff04", "\U0010ff05"))
@@ -31,7 +33,12 @@ TYPED = "\U0010ff08"
 RESERVED = re.compile(f"[\U0010ff00-\U0010ff05{TURN}{REPLY}{TYPED}\U0010ff09\U000f0000\U000f0001]")
 BEFORE, AFTER = "before the image", "after the image"  # texts that show how a template writes an image
 PROBE_TEXT = "Seven."
+GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+THINKS = re.compile(r"(?s)(\s*<think>)?(?P<thinking>.*?)</think>\n*(?P<answer>.*)")
+# what a template reads besides values: what is rendered, and functions that Transformers adds
+OF_THE_CONVERSATION = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+OF_TRANSFORMERS = ("raise_exception", "strftime_now")
 # What a template's own code raises on values it does not expect, besides jinja's errors.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 # a template may write the first of two, and of Qianfan-OCR the last
@@ -158,7 +165,7 @@ class ChatTemplate:
             if self._tells_replies:
                 prompt, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
             else:
-                prompt, spans = self._untagged(tools)(messages)
+                prompt, spans = self._untagged(tools)(self._with_reasoning(messages, tools))
             prompt.encode()
         weights = [message.get("loss", 1) for message in messages if message["role"] == "assistant"]
         weighted = self._trained(prompt, spans, weights)
@@ -261,6 +268,19 @@ class ChatTemplate:
             raise BadSample("template_error", str(error)) from error
         return prompts[0], [tuple(span) for span in spans[0]] if spans else []
 
+    def _with_reasoning(self, messages: list[dict], tools: list[dict] | None) -> list[dict]:
+        """The turns with thinking in their text as `reasoning_content`, if the template writes the same.
+
+        Then a reply's text can be told from its thinking, which the template may put elsewhere.
+        """
+        moved = [*map(_with_reasoning, messages)] if "reasoning_content" in self.text else messages
+        if moved == messages:
+            return messages
+        written = self._render(messages, tools)
+        with contextlib.suppress(BadSample):
+            return moved if self._render(moved, tools) == written else messages
+        return messages
+
     def _untagged(self, tools: list[dict] | None) -> UntaggedReplies:
         def render(messages: list[dict], **how: bool) -> str:
             return self._render(messages, tools, **how)[0]
@@ -346,10 +366,52 @@ def _template_of(processor: ProcessorMixin) -> str:
         template = template.get("default")
     if not template:
         raise ValueError(
-            f"{type(processor).__name__} has no chat template; write one into chat_template.jinja of the "
-            "folder that model.hf_path names."
+            f"{type(processor).__name__} has no chat template; set data.chat_template, or write one into "
+            "chat_template.jinja of the folder that model.hf_path names."
         )
     return template
+
+
+def set_chat_template(
+    processor: ProcessorMixin, template: str | None, values: Mapping[str, bool | int | float | str]
+) -> None:
+    """Give a processor a chat template, and the `values` with which it is rendered.
+
+    The values are defaults at the template's head, so it is rendered alike here, by Transformers and by the
+    server of an export, where a request may still name others::
+
+        {%- set enable_thinking = enable_thinking | default(false) %}
+
+    Raises ConfigError for a value that the template does not read.
+    """
+    text = template or _template_of(processor)
+    names = names_read(text) - {*OF_THE_CONVERSATION, *processor.tokenizer.special_tokens_map}
+    for name in values:
+        if name not in names:
+            raise ConfigError(
+                f"data.chat_template_kwargs.{printable(name)}: the chat template does not read it; it reads "
+                f"{listed(sorted(names)) or 'no such values'}."
+            )
+    lines = [f"{{%- set {name} = {name} | default({_literal(value)}) %}}\n" for name, value in values.items()]
+    processor.chat_template = processor.tokenizer.chat_template = "".join([*lines, text])
+
+
+def _literal(value: bool | int | float | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def names_read(template: str) -> set[str]:
+    """Return the names whose values a template takes from outside. Raises TemplateSyntaxError.
+
+    A name that the template assigns somewhere is one of them if it asks whether the name is defined.
+    """
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    tree = environment.parse(GENERATION_TAGS.sub("", template))
+    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    tests = [test for test in tree.find_all(nodes.Test) if test.name == "defined"]
+    asked = {name.name for test in tests for name in test.find_all(nodes.Name)}
+    of_itself = {*environment.globals, *OF_TRANSFORMERS, *(assigned - asked)}
+    return meta.find_undeclared_variables(tree) - of_itself
 
 
 def control_tokens(processor: ProcessorMixin, template: str, spoken: Sequence[str] = ()) -> list[str]:
@@ -398,6 +460,16 @@ def placeholder_tokens(processor: ProcessorMixin) -> list[str]:
 
 def _broken(match: re.Match[str]) -> str:
     return match[0][0] + TYPED + match[0][1:]
+
+
+def _with_reasoning(message: dict) -> dict:
+    """The turn; a reply of one text that begins with thinking has it as `reasoning_content`."""
+    is_text = message["role"] == "assistant" and [part["type"] for part in message["content"]] == ["text"]
+    thinks = is_text and THINKS.fullmatch(message["content"][0]["text"])
+    if not thinks or "reasoning_content" in message:
+        return message
+    content = [{"type": "text", "text": thinks["answer"]}]
+    return message | {"content": content, "reasoning_content": thinks["thinking"].strip("\n")}
 
 
 def _text_message(role: str, text: str) -> dict:

@@ -24,7 +24,7 @@ from megatron_vlm.config_rules.peft_config import CONFIG, LAYERS, MOST_BYTES, RE
 from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
-from megatron_vlm.models.weights.exporting import from_every_stage
+from megatron_vlm.models.weights.exporting import from_every_stage, write_chat_template
 from megatron_vlm.models.weights.files import hub_name
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder.adapter_start import keep, of_run
@@ -164,9 +164,15 @@ def _check_finite(key: str, values: Tensor) -> None:
 
 
 def save_adapters(
-    chunks: list[MegatronModule], output: str | Path, adapter: AdapterConfig, base: str
+    chunks: list[MegatronModule],
+    output: str | Path,
+    adapter: AdapterConfig,
+    base: str,
+    chat_template: str | None = None,
 ) -> None:
-    """Writes the folder that `peft.PeftModel.from_pretrained` loads onto the checkpoint `base`. Collective.
+    """Write the folder that `peft.PeftModel.from_pretrained` loads onto the checkpoint `base`. Collective.
+
+    It has the `chat_template`, unless that is the checkpoint's.
 
     Raises FileExistsError if it exists, and OSError if it cannot be written.
     """
@@ -179,6 +185,7 @@ def save_adapters(
         with folder_aside(output) as aside:
             save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
             write_whole(aside / CONFIG, text + "\n")
+            write_chat_template(aside, chat_template)
 
     on_first_rank(write)
 

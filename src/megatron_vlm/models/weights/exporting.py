@@ -31,6 +31,7 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.setup import folder_aside, on_first_rank
 from megatron_vlm.supported import CONFIG_FILE
 
+TEMPLATE_FILE = "chat_template.jinja"
 SHARD_BYTES = 2**30  # export starts a new file after this much
 Named = tuple[str, Tensor]
 
@@ -131,9 +132,11 @@ def export_hf(
     output: str | Path,
     source: str | Path,
     weight_map: WeightMap,
+    chat_template: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the model as an HF folder: weights named and typed as in `source`, its other files copied.
+    """Write the model as an HF folder: weights named and typed as in `source`, its other files copied, with
+    the `chat_template` in place of the source's.
 
     From an FP8 source, weights are written in the config's dtype, without scales and quantization_config.
 
@@ -144,6 +147,7 @@ def export_hf(
     checkpoint = HFCheckpoint(source, weight_map.renames)
     with folder_aside(output) as aside:
         on_first_rank(copy_side_files, checkpoint.folder, aside)
+        on_first_rank(write_chat_template, aside, chat_template)
         on_first_rank(adapt_config, aside / CONFIG_FILE, weight_map, checkpoint.is_fp8)
         written = _write_stage(chunks, weight_map, checkpoint, aside, shard_bytes)
         stages = setup.from_all_ranks(written)
@@ -169,6 +173,19 @@ def copy_side_files(source: Path, output: Path) -> None:
                     "of that file there, or remove the link."
                 )
             copy_file(file, output / file.name)
+
+
+def write_chat_template(folder: Path, chat_template: str | None) -> None:
+    """Write the only chat template of a folder, unless it is None."""
+    if chat_template is None:
+        return
+    write_whole(folder / TEMPLATE_FILE, chat_template)
+    # Transformers prefers these two to the file
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    file = folder / "processor_config.json"
+    if file.is_file() and "chat_template" in (config := json.loads(read_text(file))):
+        del config["chat_template"]
+        write_whole(file, json.dumps(config, indent=2) + "\n")
 
 
 def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:

@@ -1,0 +1,169 @@
+"""`data.chat_template` and its values: rendered as Transformers does, kept by the run and its export."""
+
+import json
+
+import pytest
+from jinja2 import TemplateError
+from published_templates import CONVERSATIONS, FOLDER, PUBLISHED, TOOLS
+from transformers import AutoProcessor
+
+from megatron_vlm.config import ConfigError, DataConfig, RunConfig
+from megatron_vlm.data.accounts.fingerprint import check_fingerprint, encoder_settings
+from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.encode.chat_template import names_read, set_chat_template
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.data.generation_prompt import processor_outputs
+from megatron_vlm.models.hf import Source, load_processor
+from megatron_vlm.models.weights.exporting import write_chat_template
+from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
+from tiny.checkpoints import TINY_FAMILIES
+from tiny.corpus import default_corpus
+
+READ = [
+    (name, {key: value})
+    for name in PUBLISHED
+    for key in ("enable_thinking", "preserve_thinking", "add_vision_id", "keep_thinking")
+    if key in names_read((FOLDER / f"{name}.jinja").read_text())
+    for value in (False, True)
+] + [("qwen3_8", {"reasoning_effort": "low", "enable_thinking": True})]
+
+
+@pytest.fixture(scope="module")
+def processors():
+    made = {}
+
+    def of(family):
+        if family not in made:
+            made[family] = TINY_FAMILIES[family].processor(default_corpus(), "{{ messages }}")
+        return made[family]
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "values"), READ)
+def test_ids_are_those_of_transformers_with_template_and_values(processors, name, values):
+    processor, text = processors(PUBLISHED[name]), (FOLDER / f"{name}.jinja").read_text()
+    set_chat_template(processor, text, values)
+    encoder = TextEncoder(processor)
+    compared = 0
+    for title, turns in CONVERSATIONS.items():
+        messages, _ = cook_chatml_sample(json.loads(json.dumps(turns)))
+        tools = TOOLS if "call" in title else None
+        if encoder.chat._needs_parts:
+            turns = messages
+        try:
+            expected, asked = (
+                processor.tokenizer.apply_chat_template(
+                    json.loads(json.dumps(turns[: len(turns) - is_prompt])),
+                    tools=tools,
+                    chat_template=text,
+                    add_generation_prompt=is_prompt,
+                    return_dict=False,
+                    **values,
+                )
+                for is_prompt in (False, True)
+            )
+        except (TemplateError, TypeError, ValueError):
+            continue
+        images = 0 if name == "glm4moe" else str(turns).count("'image'")  # a template of texts alone
+        prompt = encoder.chat(messages, tools, images)
+        next_turn = processor.tokenizer.encode(encoder.chat._next_turn or "", add_special_tokens=False)
+        assert encoder.tokenize(prompt).input_ids.tolist() in (expected, expected + next_turn)
+        prompt = encoder.chat.prompt(messages[:-1], tools, images)
+        assert encoder.tokenize(prompt).input_ids.tolist() == asked
+        if not (tools or images or encoder.chat._needs_parts):  # what rollouts and `generate` are made of
+            assert processor_outputs(processor, turns[:-1], [])["input_ids"][0].tolist() == asked
+        compared += 1
+    assert compared > 5
+
+
+def test_a_value_is_a_default_that_whoever_renders_may_change(processors):
+    processor = processors("qwen3_vl")
+    set_chat_template(processor, (FOLDER / "qwen3_5_think.jinja").read_text(), {"enable_thinking": False})
+    asked, options = CONVERSATIONS["one turn"][:1], {"tokenize": False, "add_generation_prompt": True}
+    assert "</think>" in processor.apply_chat_template(asked, **options)
+    assert "</think>" not in processor.apply_chat_template(asked, **options, enable_thinking=True)
+
+
+@pytest.mark.parametrize("value", ['it\'s "so" \\ {{ no }}\n é 🙂', -3, 0.1, True])
+def test_a_value_of_any_type_arrives_as_it_is(processors, value):
+    processor = processors("qwen3_vl")
+    set_chat_template(processor, "  {{ messages[0].content ~ value is string ~ value }}", {"value": value})
+    written = processor.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert written == f"  a{isinstance(value, str)}{value}"
+
+
+@pytest.mark.parametrize(
+    "name", ["enable_thinkin", "messages", "add_generation_prompt", "eos_token", "namespace"]
+)
+def test_a_value_that_the_template_does_not_read_is_refused(processors, name):
+    text = (FOLDER / "qwen3_5_think.jinja").read_text()
+    with pytest.raises(ConfigError, match=f"kwargs.{name}: .* it reads add_vision_id, enable_thinking"):
+        set_chat_template(processors("qwen3_vl"), text, {name: True})
+
+
+# ---- the settings -----------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_the_text_of_the_file_and_the_types_of_values(tmp_path):
+    file, text = tmp_path / "a.jinja", "{{ '${a}' }}\n{{ messages }} \n"
+    file.write_text(text)
+    values = ["data.chat_template_kwargs.enable_thinking=false", "data.chat_template_kwargs.effort=low"]
+    config = apply_overrides(RunConfig(), [f"data.chat_template={file}", *values])
+    file.unlink()
+    again = from_yaml(to_yaml(config))
+    assert (
+        again.data.chat_template
+        == text
+        == apply_overrides(config, {"data.chat_template": text}).data.chat_template
+    )
+    assert again.data.chat_template_kwargs == {"enable_thinking": False, "effort": "low"}
+    nested = {"data": {"chat_template_kwargs": {"budget": 3, "share": 0.5}}}
+    assert apply_overrides(RunConfig(), nested).data.chat_template_kwargs == {"budget": 3, "share": 0.5}
+    with pytest.raises(ConfigError, match="data.chat_template: .*No such file.*a.jinja"):
+        apply_overrides(config, [f"data.chat_template={file}"])
+    file.write_text("no template")
+    with pytest.raises(ConfigError, match=r"data.chat_template: .*a.jinja has no \{\{"):
+        apply_overrides(config, [f"data.chat_template={file}"])
+
+
+def test_a_line_of_the_template_that_is_not_jinja_is_named(tiny_gemma3):
+    with pytest.raises(ConfigError, match=r"data.chat_template: line 2 is not Jinja \("):
+        load_processor(tiny_gemma3, DataConfig(chat_template="{{ messages }}\n{% for a in %}"))
+
+
+# ---- resume and export ------------------------------------------------------------------------------------
+
+
+def test_a_state_of_another_template_or_value_is_refused(processors):
+    def fingerprint(**values):
+        set_chat_template(processors("qwen3_vl"), (FOLDER / "qwen3_5_think.jinja").read_text(), values)
+        return encoder_settings(HFEncoderVLMTaskEncoder(processors("qwen3_vl"), DataConfig(seq_length=64)))
+
+    saved = fingerprint(enable_thinking=False)
+    check_fingerprint(saved, fingerprint(enable_thinking=False))
+    for values in ({}, {"enable_thinking": True}):
+        with pytest.raises(ValueError, match="configuration: chat_template: saved"):
+            check_fingerprint(saved, fingerprint(**values))
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "chat_template.json", "processor_config.json"])
+def test_transformers_reads_an_exports_own_template(tiny_gemma3, tmp_path, place):
+    text = (FOLDER / "gemma4.jinja").read_text()
+    source = Source(
+        tiny_gemma3, None, DataConfig(chat_template=text, chat_template_kwargs={"enable_thinking": True})
+    )
+    for file in tiny_gemma3.iterdir():
+        if file.suffix in (".json", ".jinja") and file.name != "chat_template.jinja":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / place
+    described = json.loads(file.read_text()) if file.exists() else {}
+    old = {"chat_template": "{{ 'old' }}"}
+    file.write_text(json.dumps(described | old) if file.suffix == ".json" else old["chat_template"])
+    assert AutoProcessor.from_pretrained(tmp_path).chat_template == "{{ 'old' }}"
+    write_chat_template(tmp_path, source.own_template)
+    exported = AutoProcessor.from_pretrained(tmp_path)
+    assert exported.chat_template == exported.tokenizer.chat_template == source.processor.chat_template
+    assert exported.chat_template.endswith(text) and "set enable_thinking" in exported.chat_template
+    assert Source(tiny_gemma3, None).own_template is None
