@@ -218,7 +218,8 @@ class ChatTemplate:
             prompt, spans, _ = self.render(empty + empty)
         except (BadSample, ValueError):  # a template that refuses an empty reply
             return self._no_content
-        written = {tuple(filter(None, re.split(f"{one}++", prompt[slice(*span)]))) for span in spans} - {()}
+        texts = [prompt[start:stop] for start, stop in spans]
+        written = {tuple(filter(None, re.split(f"{one}++", text))) for text in texts} - {()}
         longest_first = sorted(written, reverse=True)  # of two that begin alike
         own = "|".join(f"{one}*+".join(map(re.escape, pieces)) for pieces in longest_first)
         return re.compile(f"{one}*+(?:(?:{own}){one}*+)?+") if own else self._no_content
