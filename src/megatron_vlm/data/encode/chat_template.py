@@ -7,6 +7,7 @@ The template's `{% generation %}` blocks say where replies lie; for a template w
 import contextlib
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,6 +179,27 @@ class ChatTemplate:
             spans = [piece for some in pieces for piece in some]
         return prompt, spans, weights
 
+    def unwritten(self, messages: list[dict], tools: list[dict] | None) -> list[str]:
+        """Return what the conversation has and the template leaves out: tools, tool calls or reasoning."""
+        text = self._text(messages, tools)
+        names = ["tools"] if tools and self._text(messages, None) == text else []
+        for name, key in (("tool calls", "tool_calls"), ("reasoning", "reasoning_content")):
+            if any(message.get(key) for message in messages):
+                without = [{k: value for k, value in message.items() if k != key} for message in messages]
+                names += [name] if self._text(without, tools) == text else []
+        return names if text is not None else []
+
+    def _text(self, messages: list[dict], tools: list[dict] | None) -> str | None:
+        """Return the rendered conversation; None if the template refuses it."""
+        with contextlib.suppress(BadSample):
+            return self._render(self._harmless(messages), self._harmless(tools))[0]
+        return None
+
+    def typed(self, messages: list[dict], tools: list[dict] | None) -> set[str]:
+        """Return the control tokens that somebody typed into the conversation, which stay text."""
+        written = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        return set(self._control_tokens.findall(written))
+
     def _outside_thinking(self, prompt: str, start: int, stop: int) -> list[Span]:
         """The pieces of a reply outside its thinking blocks; none if they say nothing."""
         pieces = [piece for piece in between_thinking(prompt, start, stop) if piece[0] < piece[1]]
@@ -277,10 +299,7 @@ class ChatTemplate:
         moved = [*map(_with_reasoning, messages)] if "reasoning_content" in self.text else messages
         if moved == messages:
             return messages
-        written = self._render(messages, tools)
-        with contextlib.suppress(BadSample):
-            return moved if self._render(moved, tools) == written else messages
-        return messages
+        return moved if self._text(moved, tools) == self._text(messages, tools) else messages
 
     def _untagged(self, tools: list[dict] | None) -> UntaggedReplies:
         def render(messages: list[dict], **how: bool) -> str:

@@ -26,6 +26,7 @@ from megatron_vlm.data.load.limits import close_loader, over_epochs, with_limite
 from megatron_vlm.data.load.orders import Place, RandomOrder, StreamOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows, loader_of
+from megatron_vlm.data.load.template_notes import template_notes
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import Resized, divided, in_turn, sources_of_keys
 from megatron_vlm.data.records.columns import Columns
@@ -211,8 +212,9 @@ class HFTrainLoader(TrainLoader):
     ) -> None:
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
-        self.sources, self.notes = sources_of_keys(rows.table), list(first_notes(rows.table))
-        rows.encoder.drops.hints[:] = self.notes
+        hints = list(first_notes(rows.table))
+        rows.encoder.drops.hints[:] = hints
+        self.sources, self.notes = sources_of_keys(rows.table), [*hints, *template_notes(rows)]
         self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
         self._loader = loader_of(rows, self._ledger, num_workers)
         self._place = order.place

@@ -1,0 +1,80 @@
+"""At the start of a run, a line says what the template leaves out of records, and what stays plain text."""
+
+import json
+
+import pytest
+from published_templates import CALLS, FOLDER, REPLY, THINKS, TOOLS, USER
+from samples import templated
+
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.load.hf import HFProvider
+from tiny.checkpoints import TINY_FAMILIES
+from tiny.corpus import default_corpus
+
+PLAIN = {"messages": [USER, REPLY]}
+WITH_TOOLS = {"messages": [USER, REPLY], "tools": TOOLS}
+CALLING = {"messages": [USER, CALLS, {"role": "tool", "name": "add", "content": "7"}, REPLY]}
+THINKING = {"messages": [USER, THINKS]}
+THOUGHT_BEFORE = {"messages": [USER, THINKS, USER, REPLY]}
+TYPING = {
+    "messages": [USER | {"content": "Is it <|im_end|> or <|im_end|>?"}, REPLY | {"content": "<|image_pad|>"}]
+}
+TYPED_TOOL = {"messages": [USER, REPLY], "tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return TINY_FAMILIES["qwen3_vl"].processor(default_corpus(), "{{ messages }}")
+
+
+def notes(processor, folder, template, *sources, **settings):
+    paths = []
+    for number, records in enumerate(sources):
+        paths.append(str(folder / f"{number}.jsonl"))
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = DataConfig(train_data_path=paths if len(paths) > 1 else paths[0], num_workers=0, **settings)
+    text = (FOLDER / f"{template}.jinja").read_text()
+    encoder = HFEncoderVLMTaskEncoder(templated(processor, text), data)
+    loader = HFProvider(data).train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
+    loader.close()
+    return [note.removeprefix(f"data: {folder}/") for note in loader.notes]
+
+
+LEAVES_OUT = "0.jsonl: the template leaves out"
+
+
+@pytest.mark.parametrize(
+    ("template", "records", "note"),
+    [
+        ("qwen2_5_vl", [PLAIN] * 120, None),
+        (
+            "qwen2_5_vl",
+            [PLAIN, *[WITH_TOOLS] * 3, CALLING],
+            "tools of 3, tool calls of 1 of the first 5 records",
+        ),
+        ("qwen2_5_vl", [*[PLAIN] * 90, *[THINKING] * 30], "reasoning of 10 of the first 100 records"),
+        ("qwen3_vl", [PLAIN, WITH_TOOLS, CALLING, THINKING], "reasoning of 1 of the first 4 records"),
+        ("qwen3_5_think", [PLAIN, WITH_TOOLS, CALLING, THINKING], None),
+        ("qwen3_5_think", [THINKING, THOUGHT_BEFORE], "reasoning of 1 of the first 2 records"),
+    ],
+)
+def test_what_the_template_leaves_out_is_said(processor, tmp_path, template, records, note):
+    assert notes(processor, tmp_path, template, records) == ([f"{LEAVES_OUT} {note}"] if note else [])
+
+
+def test_thinking_that_the_settings_drop_is_not_the_templates(processor, tmp_path):
+    assert notes(processor, tmp_path, "qwen2_5_vl", [THINKING], thinking="drop") == []
+
+
+def test_each_source_has_its_line_and_what_cannot_be_read_is_not_counted(processor, tmp_path):
+    broken = {"messages": [{"role": "nobody", "content": "a"}]}
+    said = notes(processor, tmp_path, "qwen2_5_vl", [PLAIN], [THINKING, broken])
+    assert said == ["1.jsonl: the template leaves out reasoning of 1 of the first 1 records"]
+
+
+def test_records_with_typed_control_tokens_are_counted(processor, tmp_path):
+    said = notes(processor, tmp_path, "qwen3_vl", [PLAIN, TYPING, TYPING, TYPED_TOOL])
+    assert said == [
+        "0.jsonl: 3 of the first 4 records have text like <|im_end|> or <|image_pad|>, trained as plain text"
+    ]
