@@ -27,7 +27,8 @@ from bench_data import (
     seconds,
     versions,
 )
-from megatron_vlm.data.conversation.chatml import ChatMLSample, clean_sample
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.models.families import load
 
 BOXES, MOST = 50, 1.2
@@ -36,7 +37,9 @@ QUESTION = "<image>Find everything."
 
 def sample_of(image: bytes, reply: str, objects: dict | None = None) -> ChatMLSample:
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": reply}]
-    return clean_sample({"messages": turns, "objects": objects}, [image], [], __key__="0", __restore_key__=())
+    return make_sample(
+        parse_record({"messages": turns, "objects": objects}), [image], [], __key__="0", __restore_key__=()
+    )
 
 
 def objects_of(size: tuple[int, int], seed: int) -> dict:

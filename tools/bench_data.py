@@ -57,7 +57,8 @@ from transformers.utils import logging as transformers_logging
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import ChatMLSample, clean_sample
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import RESAMPLE
@@ -103,7 +104,7 @@ class Conversation:
             turns.append({"role": "user", "content": question})
             turns.append({"role": "assistant", "content": reply})
         turns[0]["content"] = "<image>" + turns[0]["content"]
-        return clean_sample(turns, [self.jpeg], [], __key__="0", __restore_key__=())
+        return make_sample(parse_record(turns), [self.jpeg], [], __key__="0", __restore_key__=())
 
 
 Work = Callable[[Conversation], Any]
@@ -354,7 +355,7 @@ def measure_video(family: str, processor: ProcessorMixin, rounds: int) -> Iterat
     turns = json.dumps(
         [{"role": "user", "content": "<video> What is shown?"}, {"role": "assistant", "content": "A cat."}]
     )
-    sample = clean_sample(turns, [], [h264()], __key__="0", __restore_key__=())
+    sample = make_sample(parse_record(turns), [], [h264()], __key__="0", __restore_key__=())
     best = dict.fromkeys(works, float("inf"))
     for _ in range(rounds):
         for name, work in works.items():

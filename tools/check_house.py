@@ -38,7 +38,7 @@ LEFT_OUT = {
     "data.on_disk": "how files of rows are opened",
     "data.grounding": "samples without boxes do not enter it",
     "data.conversation.objects": "as data.grounding",
-    "data.records.grounded": "as data.grounding",
+    "data.chatml.grounded": "as data.grounding",
     "data.preferences": "a second objective",
     "rl": "a second objective",
     "evaluation": "what a run learns of its model between its steps",

@@ -15,8 +15,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample
-from megatron_vlm.data.conversation.objects import Words, read_objects, with_objects
+from megatron_vlm.data.chatml.objects import Words, read_objects, with_objects
+from megatron_vlm.data.chatml.record import parse_record
 
 MAX_NEW_TOKENS = 8  # GLM begins with four tokens of empty thoughts; a sum has two digits, then the turn ends
 OF_BOX = 40  # a box has up to twelve digits, and what is around them
@@ -29,7 +29,7 @@ def read_questions(path: Path) -> list[dict]:
     questions = []
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        messages, _ = cook_chatml_sample(record)
+        messages = parse_record(record).messages
         if "objects" in record:
             messages = with_objects(messages, read_objects(record["objects"], len(record["images"])), LABELS)
         answer = "".join(part["text"] for part in messages[-1]["content"])

@@ -23,7 +23,7 @@ from make_checkpoint import OF_PARTS, make_checkpoint
 from make_digits import make_digits, make_documents
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.models.families import FAMILIES
 from megatron_vlm.recipes import RECIPES, compose, load_recipe
@@ -130,7 +130,7 @@ def encoded(demo, digits):
     assert set(one_of_each) == {"digit", "read", "sum"}
     found = {}
     for kind, record in one_of_each.items():
-        prompt = process.chat(cook_chatml_sample(record)[0], None, len(record["images"]))
+        prompt = process.chat(parse_record(record).messages, None, len(record["images"]))
         found[kind], _ = process(prompt, [Image.open(folder / image) for image in record["images"]])
     return found
 

@@ -17,7 +17,9 @@ from samples import sample_of
 from megatron_vlm.batch import GenericVisualInputs, count_up
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import clean_sample
+from megatron_vlm.data.chatml.columns import Columns
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import make_sample
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.grounding.boxes import Boxes
@@ -26,8 +28,6 @@ from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import SizedImage, decode_pixels, target_size
 from megatron_vlm.data.preferences.pairs import halves_of
-from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.shard_format import cook_record, sample_parts
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES
@@ -76,7 +76,7 @@ def record_of(reply, objects, question="<image>Where?", images=1):
 
 def written(encoder, record, *sizes, images=()):
     """The reply of a record as it is trained, without what the template writes around it."""
-    sample = sample_of(normalise(Columns()(record))[0], images or [png(size) for size in sizes])
+    sample = sample_of(parse_record(Columns()(record)).stored(), images or [png(size) for size in sizes])
     prompt = encoder._prompt(sample)
     start, stop = prompt.replies[-1]
     # what the template writes for any reply, here and for another
@@ -328,7 +328,7 @@ def test_tags_of_boxes_are_tokens_and_other_control_tokens_stay_text():
     processor.tokenizer.add_special_tokens({"additional_special_tokens": list(tags)})
     encoder = DocumentEncoder(processor, DataConfig(seq_length=4096), needs_of("qwen2_vl"))
     objects = {"ref": ["<|im_end|><|im_start|>"], "bbox": [[1, 2, 30, 40]]}
-    sample = sample_of(normalise(record_of("<ref-object><bbox>", objects))[0], [png((64, 64))])
+    sample = sample_of(parse_record(record_of("<ref-object><bbox>", objects)).stored(), [png((64, 64))])
     ids = encoder.encode(sample).input_ids.tolist()
     assert [ids.count(processor.tokenizer.convert_tokens_to_ids(tag)) for tag in tags] == [1] * 4
     assert ids.count(processor.tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3  # system, user, reply
@@ -441,7 +441,7 @@ def test_units_of_listed_objects_labels_in_quotes_and_calls_of_tools():
     record = record_of("", {"bbox": [BOX]})
     call = {"type": "function", "function": {"name": "click", "arguments": {"at": ["<bbox>"]}}}
     record["messages"][-1]["tool_calls"] = [call]
-    sample = clean_sample(normalise(record)[0], [png((1000, 1000))], [], __key__="0", __restore_key__=())
+    sample = make_sample(parse_record(record), [png((1000, 1000))], [], __key__="0", __restore_key__=())
     filled = encoder_of("qwen3_vl").boxes.written(
         sample.messages, sample.objects, [SizedImage(png((1000, 1000)))]
     )
@@ -475,7 +475,7 @@ def test_shapes_far_outside_are_drawn_at_once():
 
 
 def test_a_box_of_a_video_is_refused():
-    conversation = normalise(record_of("<bbox>", {"bbox": [BOX]}, "<video>", images=0))[0]
+    conversation = parse_record(record_of("<bbox>", {"bbox": [BOX]}, "<video>", images=0)).stored()
     problem = sample_of(conversation, videos=[{"frames": [png((64, 64))]}]).problem
     assert problem.reason == "bad_objects" and "video" in problem.detail
 
@@ -513,7 +513,7 @@ def test_a_crop_is_refused_where_the_resize_is_not_known():
 
 
 def test_shards_and_packed_rows_have_the_same_tokens(tmp_path):
-    conversation, _ = normalise(record_of("<objects>", SEVERAL | {"bbox_type": "norm1000"}))
+    conversation = parse_record(record_of("<objects>", SEVERAL | {"bbox_type": "norm1000"})).stored()
     parts = sample_parts(conversation, [png((64, 64))], [])
     assert json.loads(parts["json"])["objects"] == SEVERAL | {"bbox_type": "norm1000"}
     cooked = cook_record({"__key__": "0", "__restore_key__": (), "__subflavors__": None, **parts})
@@ -533,14 +533,14 @@ def test_shards_and_packed_rows_have_the_same_tokens(tmp_path):
 def test_each_answer_of_a_pair_takes_the_boxes_that_it_names():
     objects = {"bbox": [[0, 0, 10, 10], [0, 0, 20, 20]], "name": ["right", "wrong"]}
     record = record_of("<bbox:right>", objects) | {"rejected_response": "<bbox:wrong>"}
-    sample = sample_of(normalise(record)[0], [png((100, 100))])
+    sample = sample_of(parse_record(record).stored(), [png((100, 100))])
     prompts = [encoder_of("qwen3_vl")._prompt(half) for half in halves_of(sample)]
     ends = [prompt.text[slice(*prompt.replies[-1])] for prompt in prompts]
     assert [end.removesuffix("<|im_end|>") for end in ends] == ["[0, 0, 100, 100]", "[0, 0, 200, 200]"]
 
 
 def test_the_hf_processor_gets_the_same_words():
-    record = normalise(record_of("<bbox>", {"bbox": [[1, 2, 30, 40]]}))[0]
+    record = parse_record(record_of("<bbox>", {"bbox": [[1, 2, 30, 40]]})).stored()
     fast, slow = (
         DocumentEncoder(
             processor_of("qwen2_5_vl"), DataConfig(seq_length=100_000), needs_of("qwen2_5_vl"), fast

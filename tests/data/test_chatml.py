@@ -1,12 +1,14 @@
 import json
 
 import pytest
+from samples import clean
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import clean, cook_chatml_sample, place_media
-from megatron_vlm.data.conversation.turns import is_trained, last_reply_alone
-from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.normalise import normalise
+from megatron_vlm.data.chatml.columns import Columns
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import place_media
+from megatron_vlm.data.chatml.turns import is_trained
+from megatron_vlm.data.encode.document import last_reply_alone
 
 
 def text(value):
@@ -30,13 +32,13 @@ OPENAI = [
 @pytest.mark.parametrize("encode", [json.dumps, lambda record: record], ids=["json", "object"])
 def test_every_layout_gives_the_same_messages(turns, wrapper, encode):
     record = {wrapper: turns} if wrapper else turns
-    assert cook_chatml_sample(encode(record)) == (EXPECTED, None)
+    assert parse_record(encode(record)).messages == EXPECTED
 
 
 def test_the_argument_is_not_changed():
     record = {"conversations": SHAREGPT, "system": "Be brief."}
     before = json.dumps(record)
-    place_media(cook_chatml_sample(record)[0], images=1)
+    place_media(parse_record(record).messages, images=1)
     assert json.dumps(record) == before
 
 
@@ -60,7 +62,7 @@ TWICE = {
 def test_a_field_with_two_values_is_refused(name):
     record, text = TWICE[name]
     with pytest.raises(BadSample, match=text) as bad:
-        cook_chatml_sample(record)
+        parse_record(record)
     assert bad.value.reason == "bad_conversation"
 
 
@@ -69,7 +71,7 @@ def test_a_name_and_a_number_are_no_role_and_no_content():
         {"role": "user", "from": "Bob", "content": "x"},
         {"role": "assistant", "content": "y", "value": 0.7},
     ]
-    messages, _ = cook_chatml_sample(turns)
+    messages = parse_record(turns).messages
     assert [(message["role"], message["content"][0]["text"]) for message in messages] == [
         ("user", "x"),
         ("assistant", "y"),
@@ -81,23 +83,21 @@ def test_a_field_under_two_names_may_have_one_value():
     both[1] |= {"role": "assistant", "loss": True, "weight": 1.0}
     system = {"role": "system", "content": "Be short."}
     record = {"messages": [system, *both], "conversations": None, "conversation": [], "system": "Be short."}
-    messages, _ = cook_chatml_sample(record)
+    messages = parse_record(record).messages
     assert [message["content"] for message in messages[1:]] == [each["content"] for each in EXPECTED]
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
 
 
 def test_system_and_tools_beside_the_turns():
     tool = {"type": "function", "function": {"name": "look"}}
-    messages, tools = cook_chatml_sample(
-        {"messages": SHAREGPT, "system": "Be brief.", "tools": json.dumps([tool])}
-    )
+    messages, tools = parse_record({"messages": SHAREGPT, "system": "Be brief.", "tools": json.dumps([tool])})
     assert messages == [{"role": "system", "content": [text("Be brief.")]}, *EXPECTED]
     assert tools == [tool]
 
 
 def test_other_keys_of_a_turn_pass_through():
     call = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
-    messages, _ = cook_chatml_sample([{"role": "assistant", "content": None, "tool_calls": call}])
+    messages = parse_record([{"role": "assistant", "content": None, "tool_calls": call}]).messages
     assert messages == [{"role": "assistant", "content": [], "tool_calls": call}]
 
 
@@ -124,7 +124,7 @@ def test_roles_of_other_frameworks(names):
         {"from": tool, "value": "black"},
         {"from": reply, "value": "A cat."},
     ]
-    messages, _ = cook_chatml_sample(turns)
+    messages = parse_record(turns).messages
     assert messages == [
         {"role": "system", "content": [text("Be brief.")]},
         {"role": "user", "content": [text("What?")]},
@@ -137,10 +137,10 @@ def test_roles_of_other_frameworks(names):
 def test_neighbouring_calls_become_one_turn():
     call = {"role": "tool_call", "content": json.dumps(CALLED)}
     both = {"role": "function_call", "content": json.dumps([CALLED, CALLED])}
-    messages, _ = cook_chatml_sample([{"role": "assistant", "content": "I look."}, call, both])
+    messages = parse_record([{"role": "assistant", "content": "I look."}, call, both]).messages
     assert messages == [{"role": "assistant", "content": [text("I look.")], "tool_calls": [CALL] * 3}]
     with pytest.raises(BadSample, match="turn 1: its loss 0.0 differs from 1.0"):
-        cook_chatml_sample([call | {"loss": True}, call | {"loss": False}])
+        parse_record([call | {"loss": True}, call | {"loss": False}])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_neighbouring_calls_become_one_turn():
     ],
 )
 def test_calls_as_openai_writes_them(written):
-    messages, _ = cook_chatml_sample([{"role": "assistant", "content": None} | written])
+    messages = parse_record([{"role": "assistant", "content": None} | written]).messages
     assert messages == [{"role": "assistant", "content": [], "tool_calls": [CALL]}]
 
 
@@ -162,7 +162,7 @@ def test_tags_of_llama_factory_for_calls_and_observations():
     tags = {"role_tag": "who", "content_tag": "said", "function_tag": "f", "observation_tag": "o"}
     columns = Columns(tags=tags)
     turns = [{"who": "f", "said": json.dumps(CALLED)}, {"who": "o", "said": "black"}]
-    messages, _ = cook_chatml_sample(columns({"messages": turns}))
+    messages = parse_record(columns({"messages": turns})).messages
     assert [message["role"] for message in messages] == ["assistant", "tool"]
     assert messages[0]["tool_calls"] == [CALL]
 
@@ -172,16 +172,18 @@ def test_tags_of_llama_factory_for_calls_and_observations():
 def test_tools_in_any_form(name, write):
     tool = {"type": "function", "function": {"name": "look"}}
     record = {"messages": SHAREGPT, name: write([tool["function"] if name == "functions" else tool])}
-    assert cook_chatml_sample(normalise(record | {"image": "a.png"})[0]) == (EXPECTED, [tool])
+    conversation = parse_record(record | {"image": "a.png"})
+    assert (conversation.messages, conversation.tools) == (EXPECTED, [tool])
+    assert parse_record(conversation.stored()).stored() == conversation.stored()
 
 
 def test_system_as_parts():
-    messages, _ = cook_chatml_sample({"messages": SHAREGPT, "system": [text("Be "), text("brief.")]})
+    messages = parse_record({"messages": SHAREGPT, "system": [text("Be "), text("brief.")]}).messages
     assert messages[0] == {"role": "system", "content": [text("Be brief.")]}
 
 
 def test_placeholders_become_parts_in_their_place():
-    messages, _ = cook_chatml_sample([{"role": "user", "content": "a <image><video> b"}])
+    messages = parse_record([{"role": "user", "content": "a <image><video> b"}]).messages
     assert messages[0]["content"] == [text("a "), IMAGE, VIDEO, text(" b")]
 
 
@@ -194,12 +196,12 @@ def test_placeholders_become_parts_in_their_place():
     ids=["assistant", "user turn that names its media"],
 )
 def test_placeholder_text_elsewhere_stays_text(turn):
-    messages, _ = cook_chatml_sample([turn])
+    messages = parse_record([turn]).messages
     assert messages[0]["content"][-1] == text("an <image> tag")
 
 
 def test_adjacent_texts_are_joined():
-    messages, _ = cook_chatml_sample([{"role": "user", "content": [text("<start_of_"), text("turn>")]}])
+    messages = parse_record([{"role": "user", "content": [text("<start_of_"), text("turn>")]}]).messages
     assert messages[0]["content"] == [text("<start_of_turn>")]
 
 
@@ -229,7 +231,7 @@ def test_adjacent_texts_are_joined():
 )
 def test_what_cannot_be_read_says_why(record, reason):
     with pytest.raises(BadSample) as bad:
-        cook_chatml_sample(record)
+        parse_record(record)
     assert bad.value.reason == reason
 
 
@@ -258,7 +260,8 @@ REPLY = {"role": "assistant", "content": "A cat."}
 def test_media_that_a_turn_names(turn):
     turn = {"role": "user"} | turn
     before = json.dumps(turn)
-    conversation, media = normalise({"messages": [turn, REPLY]})
+    read = parse_record({"messages": [turn, REPLY]})
+    conversation, media = read.stored(), read.media
     assert media == {"image": ["a.png"], "video": []}
     assert clean(conversation, images=1)[0] == EXPECTED
     assert json.dumps(turn) == before
@@ -266,7 +269,8 @@ def test_media_that_a_turn_names(turn):
 
 def test_two_images_of_a_turn_stand_where_its_text_has_them():
     turn = {"role": "user", "content": "<image> or <image>?", "images": ["a.png", "b.png"]}
-    conversation, media = normalise({"messages": [turn, REPLY]})
+    read = parse_record({"messages": [turn, REPLY]})
+    conversation, media = read.stored(), read.media
     assert media["image"] == ["a.png", "b.png"]
     assert clean(conversation, images=2)[0][0]["content"] == [IMAGE, text(" or "), IMAGE, text("?")]
 
@@ -280,7 +284,8 @@ def test_two_images_of_a_turn_stand_where_its_text_has_them():
 )
 def test_media_of_a_turn_without_a_place_are_a_drop(turn):
     with pytest.raises(BadSample, match="images"):
-        conversation, media = normalise({"messages": [turn, REPLY]})
+        read = parse_record({"messages": [turn, REPLY]})
+        conversation, media = read.stored(), read.media
         clean(conversation, images=len(media["image"]))
 
 
@@ -290,12 +295,13 @@ def test_an_image_that_a_turn_names_twice_is_read_once(key):
     turn = {"role": "user", "content": text_of_turn, "images": ["a.png"]}
     if key == "part":
         turn = {"role": "user", "content": [{"type": "image", "image": "a.png"}, text(text_of_turn)]}
-    assert normalise({"messages": [turn, REPLY]})[1]["image"] == ["a.png"]
+    assert parse_record({"messages": [turn, REPLY]}).media["image"] == ["a.png"]
 
 
 def test_text_about_a_tag_stays_text():
     turn = {"role": "user", "content": "What does <img>x</img> mean?"}
-    conversation, media = normalise({"messages": [turn, REPLY]})
+    read = parse_record({"messages": [turn, REPLY]})
+    conversation, media = read.stored(), read.media
     assert conversation == {"messages": [turn, REPLY]}
     assert media == {"image": [], "video": []}
 
@@ -305,22 +311,22 @@ def test_audio_is_refused_with_what_to_do():
     reply = {"role": "assistant", "content": "A dog."}
     for kind in ("audio", "audio_url", "input_audio"):
         with pytest.raises(BadSample, match="turn 0 has audio.*; leave the record out, or write it"):
-            cook_chatml_sample([turn | {"content": [{"type": kind}, text("What?")]}, reply])
+            parse_record([turn | {"content": [{"type": kind}, text("What?")]}, reply])
     with pytest.raises(BadSample, match="the record, under 'audios', has audio.*; leave the record out"):
-        normalise({"messages": [turn, reply], "audios": ["dog.wav"]})
+        parse_record({"messages": [turn, reply], "audios": ["dog.wav"]})
     # text about a tag, and audio that no turn asks for
-    assert normalise({"messages": [turn, reply]})[0] == {"messages": [turn, reply]}
-    assert normalise({"messages": [reply], "audios": ["dog.wav"]})[0] == {"messages": [reply]}
+    assert parse_record({"messages": [turn, reply]}).stored() == {"messages": [turn, reply]}
+    assert parse_record({"messages": [reply], "audios": ["dog.wav"]}).stored() == {"messages": [reply]}
 
 
 def test_images_without_placeholder_go_before_the_first_user_text():
-    messages, _ = cook_chatml_sample({"messages": [{"role": "user", "content": "What?"}], "system": "s"})
+    messages = parse_record({"messages": [{"role": "user", "content": "What?"}], "system": "s"}).messages
     assert place_media(messages, images=2)[1]["content"] == [IMAGE, IMAGE, text("What?")]
 
 
 def test_placeholders_in_the_text_of_tools_are_media_if_they_are_as_many():
     turns = [("user", "<image>q"), ("assistant", "a"), ("tool", "seen: <image>"), ("assistant", "b")]
-    messages = cook_chatml_sample([{"role": role, "content": said} for role, said in turns])[0]
+    messages = parse_record([{"role": role, "content": said} for role, said in turns]).messages
     assert place_media(messages, images=2)[2]["content"] == [text("seen: "), IMAGE]
     assert place_media(messages, images=1)[2]["content"] == [text("seen: <image>")]
 
@@ -328,7 +334,7 @@ def test_placeholders_in_the_text_of_tools_are_media_if_they_are_as_many():
 @pytest.mark.parametrize("images", [0, 2])
 def test_placeholders_and_images_must_agree(images):
     with pytest.raises(BadSample, match=f"placeholder_mismatch: 1 placeholders for {images} images"):
-        place_media(cook_chatml_sample(SHAREGPT)[0], images=images)
+        place_media(parse_record(SHAREGPT).messages, images=images)
 
 
 NOTHING = ["", " \n\t", "\u200b\ufeff", None, [], [""], [text("")], [text(" "), text("\n")]]
@@ -382,14 +388,14 @@ def test_a_document_of_images_alone_has_no_text_to_train():
 
 @pytest.mark.parametrize("nothing", NOTHING, ids=repr)
 def test_a_system_turn_without_content_is_no_turn(nothing):
-    assert cook_chatml_sample([{"role": "system", "content": nothing}, *SHAREGPT]) == (EXPECTED, None)
+    assert parse_record([{"role": "system", "content": nothing}, *SHAREGPT]).messages == EXPECTED
     beside = {"messages": [{"role": "system", "content": nothing}, *SHAREGPT], "system": "Be brief."}
-    assert cook_chatml_sample(beside)[0][0]["content"] == [text("Be brief.")]
+    assert parse_record(beside).messages[0]["content"] == [text("Be brief.")]
     with pytest.raises(BadSample, match="bad_conversation"):
-        cook_chatml_sample([{"role": "system", "content": nothing}])
+        parse_record([{"role": "system", "content": nothing}])
 
 
 @pytest.mark.parametrize("role", ["user", "assistant", "tool"])
 @pytest.mark.parametrize("nothing", ["", None, [], [text("")]], ids=repr)
 def test_templates_find_a_first_part_in_an_empty_turn(role, nothing):
-    assert cook_chatml_sample([{"role": role, "content": nothing}])[0][0]["content"] == [text("")]
+    assert parse_record([{"role": role, "content": nothing}]).messages[0]["content"] == [text("")]

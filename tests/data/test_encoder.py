@@ -19,7 +19,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
-from megatron_vlm.data.conversation.chatml import ChatMLSample
+from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, join_documents
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.positions import kinds_by_token

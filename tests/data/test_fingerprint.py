@@ -12,7 +12,8 @@ from transformers.image_utils import SizeDict
 
 from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.accounts.fingerprint import check_fingerprint, encoder_settings
-from megatron_vlm.data.conversation.chatml import clean_sample
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import make_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families import FAMILIES, describe
 from tiny.checkpoints import build_tiny_checkpoint
@@ -44,7 +45,7 @@ def encoded(processor, needs, images):
         return None, None
     samples = []
     for number, image in enumerate(images):
-        sample = clean_sample(TURNS, [image], [], __key__=str(number), __restore_key__=(number,))
+        sample = make_sample(parse_record(TURNS), [image], [], __key__=str(number), __restore_key__=(number,))
         try:
             made = encoder.encode_sample(sample)
             visual = made.visual_inputs.as_model_kwargs()

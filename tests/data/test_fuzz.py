@@ -32,7 +32,9 @@ from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import REASONS
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample, is_blank, place_media
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import place_media
+from megatron_vlm.data.chatml.turns import is_blank
 from megatron_vlm.data.encode.chat_template import RESERVED as MARKS
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
@@ -304,7 +306,7 @@ MANY = settings(max_examples=200, deadline=None, derandomize=True, suppress_heal
 @given(conversation=CONVERSATIONS, images=st.integers(0, 2))
 def test_any_json_is_a_conversation_or_a_bad_sample(conversation, images):
     try:
-        messages = place_media(cook_chatml_sample(json.dumps(conversation))[0], images=images)
+        messages = place_media(parse_record(json.dumps(conversation)).messages, images=images)
     except BadSample as bad:
         assert bad.reason in REASONS
         return
@@ -345,5 +347,5 @@ def test_any_json_trains_exactly_its_replies_or_is_dropped(any_encoder, conversa
         assert any_encoder.drops.summary()["dropped"] == before + 1
         return
     trained = encoded.labels[encoded.labels >= 0]
-    messages, _ = cook_chatml_sample(text)
+    messages = parse_record(text).messages
     assert letters(any_encoder.processor.tokenizer.decode(trained)) == letters(said(messages))

@@ -10,12 +10,12 @@ from PIL import Image
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.chatml.columns import Columns
+from megatron_vlm.data.chatml.grounded import ALL, ONE, asking, corners_in
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.on_disk.coco import NOTES, coco_records
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
-from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.grounded import ALL, ONE, asking, corners_in
 from megatron_vlm.data.records.tables import open_table
 from tiny.checkpoints import build_tiny_checkpoint
 

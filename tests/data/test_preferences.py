@@ -8,9 +8,9 @@ import pytest
 from samples import sample_of
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.chatml.columns import Columns
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.preferences.pairs import halves_of
-from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.shard_format import cook_record
 
 
@@ -45,7 +45,7 @@ RECORDS = {
 def halves(record: dict) -> list[list[dict]]:
     """As a run reads them, from a source or from a shard."""
     columns = {"chosen": "better", "rejected": "worse"} if "better" in record else {}
-    conversation, _ = normalise(Columns(columns)(record))
+    conversation = parse_record(Columns(columns)(record)).stored()
     images = [b"x"] if "<image>" in json.dumps(conversation) else []
     from_source = sample_of(conversation, images)
     stored = {"__key__": "0", "__restore_key__": (), "json": json.dumps(conversation).encode()}

@@ -12,9 +12,9 @@ import pytest
 from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset, stateless
 from prepared_shards import prepare, stored
 from programs import ROOT, run_program
+from samples import clean
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 
-from megatron_vlm.data.conversation.chatml import clean
 from megatron_vlm.data.shard_format import cook_record
 
 

@@ -9,7 +9,7 @@ from published_templates import CALLS, CONVERSATIONS, FOLDER, PUBLISHED, REPLY, 
 from samples import templated
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.chat_template import set_chat_template
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.generation.generate import reply_text
@@ -48,7 +48,7 @@ def test_text_is_that_of_transformers(encoders, name, conversation):
             copy.deepcopy(turns), tools=tools, chat_template=encoder.chat.text, tokenize=False
         )
     )
-    messages, _ = cook_chatml_sample(copy.deepcopy(turns))
+    messages = parse_record(copy.deepcopy(turns)).messages
     if encoder.chat._needs_parts:  # a template that knows lists alone writes nothing for text
         expected = refused(
             lambda: tokenizer.apply_chat_template(
@@ -112,7 +112,7 @@ def test_typed_control_tokens_are_the_pieces_of_the_text_as_it_stands(encoders, 
         asked = text.replace("<image>", "").replace("<video>", "")  # they are media in a user's text
         content = [*[{"type": "image"}] * images, {"type": "text", "text": asked}]
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": text}]
-        prompt = encoder.chat(cook_chatml_sample(turns)[0], None, images)
+        prompt = encoder.chat(parse_record(turns).messages, None, images)
         called, _ = encoder(prompt, [Image.new("RGB", (64, 48))] * images)
         if not images:
             read = encoder.tokenize(prompt)
@@ -144,9 +144,9 @@ def test_tokens_of_the_users_own_are_tokens_and_are_trained(name, add):
         processor.tokenizer.add_tokens(["<seg>"])
     encoder = TextEncoder(processor)
     turns = [USER, {"role": "assistant", "content": "It is <seg>."}]
-    encoded = encoder.tokenize(encoder.chat(cook_chatml_sample(turns)[0], None, 0))
+    encoded = encoder.tokenize(encoder.chat(parse_record(turns).messages, None, 0))
     seg = processor.tokenizer.convert_tokens_to_ids("<seg>")
     assert encoded.input_ids[encoded.weights > 0].tolist().count(seg) == 1
     assert reply_text(processor, encoded.input_ids[encoded.weights > 0]) == "It is <seg>."
     alone = [USER, {"role": "assistant", "content": "<seg>"}]
-    assert encoder.chat.render(cook_chatml_sample(alone)[0])[1]
+    assert encoder.chat.render(parse_record(alone).messages)[1]

@@ -11,15 +11,14 @@ import torch
 from grey_media import steady
 from loaders import arguments_of
 from PIL import Image
-from samples import sample_of
+from samples import clean, read_record, sample_of
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import clean
-from megatron_vlm.data.conversation.limits import limits_of
+from megatron_vlm.data.chatml.limits import limits_of
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media.videos import VideoRules, choose_clip, plan_video, rules_of_video
-from megatron_vlm.data.records.normalise import normalise, read_record
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import build_tiny_checkpoint
@@ -181,7 +180,9 @@ def test_all_frames_of_a_video_share_total_pixels():
 
 
 def test_the_fps_of_a_list_of_frames_is_no_limit(picture):
-    conversation, _ = normalise({"messages": turns("<video>"), "videos": [{"frames": [picture], "fps": 1}]})
+    conversation = parse_record(
+        {"messages": turns("<video>"), "videos": [{"frames": [picture], "fps": 1}]}
+    ).stored()
     assert "video_limits" not in conversation
 
 
@@ -198,7 +199,7 @@ def test_the_fps_of_a_list_of_frames_is_no_limit(picture):
     ],
 )
 def test_limits_that_are_none_are_named(picture, wrong, said):
-    entry, _ = normalise({"images": [{"bytes": picture} | wrong], "messages": turns("<image>")})
+    entry = parse_record({"images": [{"bytes": picture} | wrong], "messages": turns("<image>")}).stored()
     for conversation in (entry, turns([{"type": "image"} | wrong])):
         with pytest.raises(BadSample, match="bad_conversation.*" + said):
             clean(conversation, images=1)

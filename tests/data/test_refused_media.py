@@ -15,7 +15,7 @@ from transformers.image_utils import SizeDict
 
 from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.config_rules.image_tokens import most_when_scaled_up
-from megatron_vlm.data.conversation.chatml import ChatMLSample
+from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES

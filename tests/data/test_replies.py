@@ -8,9 +8,9 @@ import pytest
 from samples import templated
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample
-from megatron_vlm.data.conversation.replies import REPLY, TURN, UntaggedReplies
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.chat_template import ChatTemplate
+from megatron_vlm.data.encode.replies import REPLY, TURN, UntaggedReplies
 from tiny.checkpoints import TINY_FAMILIES, without_generation_tags
 from tiny.corpus import default_corpus
 
@@ -182,7 +182,7 @@ def test_replies_are_where_generation_tags_would_say(pair, monkeypatch):
     differently, marked, random_ = [], UntaggedReplies._marked, random.Random(1)
     monkeypatch.setattr(UntaggedReplies, "_marked", lambda *args: differently.append(1) or marked(*args))
     for _ in range(40):
-        messages, _ = cook_chatml_sample(talk(random_))
+        messages = parse_record(talk(random_)).messages
         assert untagged.render(messages) == tags.render(messages), messages
     assert len(differently) > 10
 
@@ -235,7 +235,7 @@ def test_what_is_trained_is_what_the_model_would_generate(processor, shape):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     turns += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "<think>x</think>d"}]
     turns += [{"role": "user", "content": "e"}, {"role": "assistant", "content": "f"}]
-    text, spans, _ = chat.render(cook_chatml_sample(turns)[0])
+    text, spans, _ = chat.render(parse_record(turns).messages)
     assert [text[slice(*span)] for span in spans] == EXPECTED[shape]
 
 
@@ -245,7 +245,7 @@ def test_an_empty_last_reply_is_not_trained(pair, nothing):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     turns += [{"role": "user", "content": "c"}, {"role": "assistant", "content": nothing}]
     for chat in pair:
-        text, spans, _ = chat.render(cook_chatml_sample(turns)[0])
+        text, spans, _ = chat.render(parse_record(turns).messages)
         assert ["b" in text[slice(*span)] for span in spans] == [True]
 
 
@@ -259,7 +259,7 @@ def test_marks_and_beginnings_find_the_same_replies(family):
     for said in itertools.product(texts, repeat=2):
         turns = [{"role": "system", "content": "Be brief."}] * (said[0] == said[1])
         turns += [{"role": "user", "content": said[1]}, {"role": "assistant", "content": said[0]}]
-        messages = chat._harmless(cook_chatml_sample(turns + turns[-2:] * 2)[0])
+        messages = chat._harmless(parse_record(turns + turns[-2:] * 2).messages)
         finder = chat._untagged(None)
         text, spans = finder(messages)
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -286,7 +286,7 @@ def test_renderings_are_few(processor):
     parts = TINY_FAMILIES["qwen3_vl"]
     plain = ChatTemplate(templated(processor, without_generation_tags(parts.template)))
     thinking = ChatTemplate(templated(processor, without_generation_tags(SHAPES["qwen3_vl_thinking"])))
-    messages, _ = cook_chatml_sample(turns)
+    messages = parse_record(turns).messages
     assert counted(plain, messages) == 1 + 2 * 4
     assert counted(thinking, messages) == 1 + 2 + 3 * (1 + 3)  # the prompt alone shows that a reply differs
     assert counted(thinking, messages[:2]) == 1 + 2
@@ -316,6 +316,6 @@ def test_a_conversation_whose_reply_changes_the_rest_is_dropped(processor):
     shouts = "{% if messages[3:] and '!' in messages[1].content %}loud{% endif %}"
     chat = ChatTemplate(templated(processor, shouts + without_generation_tags(SHAPES["qwen3"])))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b!"}]
-    assert chat.render(cook_chatml_sample(turns)[0])[1]
+    assert chat.render(parse_record(turns).messages)[1]
     with pytest.raises(BadSample, match="template_error: .*turn 1, a reply, the prompt differs around it"):
-        chat.render(cook_chatml_sample(turns + turns)[0])
+        chat.render(parse_record(turns + turns).messages)

@@ -14,7 +14,7 @@ from prepared_shards import prepare
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.conversation.limits import drawn
+from megatron_vlm.data.encode.document import drawn
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.length_cache import measure_dataset
 from tiny.checkpoints import build_tiny_checkpoint

@@ -15,7 +15,7 @@ import pytest
 from loaders import encoder_of, open_loader, take
 from pairs import pairs
 from places import ROOT
-from samples import sample_of
+from samples import read_record, sample_of
 from sources import image_bytes, write_hf_folder, write_sharegpt
 from transformers import AutoConfig, AutoProcessor
 from written_sources import (
@@ -33,7 +33,8 @@ from written_sources import (
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.chatml.columns import Columns
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
@@ -41,8 +42,6 @@ from megatron_vlm.data.on_disk.fields import FIELDS
 from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records import hub
 from megatron_vlm.data.records.blends import blend_tables
-from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.normalise import normalise, read_record
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_notes
 from megatron_vlm.models.families import load
@@ -277,7 +276,7 @@ def test_media_lie_under_media_dir(tmp_path, processor):
     ],
 )
 def test_plain_columns_become_turns(stored, turns):
-    messages = normalise(Columns()(stored))[0]["messages"]
+    messages = parse_record(Columns()(stored)).stored()["messages"]
     assert [turn["content"] for turn in messages] == turns
     assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(turns) // 2)
 
@@ -292,7 +291,7 @@ def test_the_records_that_the_documentation_shows_are_read():
         shown = shown[end:].strip()
     assert len(records) == 5
     for record in map(Columns(), records):
-        messages, _ = cook_chatml_sample(normalise(record)[0])
+        messages = parse_record(parse_record(record).stored()).messages
         assert "A cat." in json.dumps(messages)
 
 
@@ -343,7 +342,7 @@ def test_a_mapped_column_hides_others_of_its_kind():
 )
 def test_a_record_in_no_known_layout_is_bad(stored):
     with pytest.raises(BadSample):
-        normalise(Columns()(stored))
+        parse_record(Columns()(stored))
 
 
 @pytest.mark.parametrize(
@@ -362,10 +361,10 @@ def test_a_record_in_no_known_layout_is_bad(stored):
 )
 def test_two_columns_of_one_field_that_differ_are_bad(stored, names):
     with pytest.raises(BadSample, match=f"{names} are two names of one field, and differ; leave one out"):
-        normalise(Columns()(stored))
+        parse_record(Columns()(stored))
     first, second = names.split(" and ")
-    normalise(stored | {second: stored[first]})
-    normalise(stored | {second: None})
+    parse_record(stored | {second: stored[first]})
+    parse_record(stored | {second: None})
     chosen = {name: name for name in stored if name != second}
     assert second not in Columns(chosen)(stored) and first in Columns(chosen)(stored)
 
@@ -374,13 +373,13 @@ def test_two_forms_of_one_conversation_are_one():
     sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     openai = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     record = Columns()({"conversations": sharegpt, "messages": openai, "images": ["a"], "image": "a"})
-    assert normalise(record)[0] == {"conversations": sharegpt}
+    assert parse_record(record).stored() == {"conversations": sharegpt}
 
 
 def test_a_part_names_one_image(tmp_path):
     part = {"type": "image_url", "image_url": {"url": "a.jpg"}, "url": "b.jpg"}
     with pytest.raises(BadSample, match="image_url and url are two names"):
-        normalise({"messages": [{"role": "user", "content": [part]}]})
+        parse_record({"messages": [{"role": "user", "content": [part]}]})
 
 
 @pytest.mark.parametrize(
@@ -399,14 +398,14 @@ def test_images_in_another_order_than_the_parts_that_name_them_are_bad(images, f
         }
 
     with pytest.raises(BadSample, match="its images and its parts name others, or in another order"):
-        normalise(row(first, second))
-    assert normalise(row(first | {"image": None, "index": 0}, {}))[1]["image"] == images
+        parse_record(row(first, second))
+    assert parse_record(row(first | {"image": None, "index": 0}, {})).media["image"] == images
 
 
 def test_turns_in_json_may_have_parts_that_name_media():
     turns = [{"role": "user", "content": [{"type": "image", "image": "a.jpg"}]}]
-    assert normalise({"messages": json.dumps(turns)}) == normalise({"messages": turns})
-    assert normalise({"messages": turns})[1]["image"] == ["a.jpg"]
+    assert parse_record({"messages": json.dumps(turns)}) == parse_record({"messages": turns})
+    assert parse_record({"messages": turns}).media["image"] == ["a.jpg"]
 
 
 def test_parts_name_videos_as_qwen_writes_them(tmp_path):

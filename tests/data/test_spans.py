@@ -9,7 +9,8 @@ from transformers import AutoProcessor, Gemma3Processor
 
 import megatron_vlm.data.encode.text as spans_module
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample, place_media
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.processing import with_media
 from megatron_vlm.data.encode.text import TextEncoder, _only_wraps, on_tokens
@@ -48,7 +49,7 @@ def processed(spans, messages, images=0):
 
 
 def encode(spans, *turns, images=0):
-    messages, _ = cook_chatml_sample([{"role": role, "content": text} for role, text in turns])
+    messages = parse_record([{"role": role, "content": text} for role, text in turns]).messages
     return processed(spans, place_media(messages, images), images)[0]
 
 
@@ -93,11 +94,11 @@ def test_an_empty_reply_among_others_is_not_trained_nor_its_end(family_spans, no
 def test_only_the_replies_that_are_to_be_trained_are_in_the_mask(family_spans):
     turns = [("user", "the cat"), ("assistant", "a dog"), ("user", "a chart"), ("assistant", "the cat")] * 2
     said = [{"role": role, "content": text} for role, text in turns]
-    every = replies(family_spans, processed(family_spans, cook_chatml_sample(said)[0])[0])
+    every = replies(family_spans, processed(family_spans, parse_record(said).messages)[0])
     for flags in ([True, False, True, True], [False, True, False, False], [0, 0, 0, 1]):
         for turn, flag in zip(said[1::2], flags, strict=True):
             turn["loss"] = flag
-        found = processed(family_spans, cook_chatml_sample(said)[0])[0]
+        found = processed(family_spans, parse_record(said).messages)[0]
         expected = [reply for reply, flag in zip(every, flags, strict=True) if flag]
         assert replies(family_spans, found) == expected
 
@@ -105,11 +106,11 @@ def test_only_the_replies_that_are_to_be_trained_are_in_the_mask(family_spans):
 def test_the_tokens_of_a_reply_have_the_weight_that_its_turn_says(family_spans):
     turns = [("user", "the cat"), ("assistant", "a dog"), ("user", "a chart"), ("assistant", "the cat")] * 2
     said = [{"role": role, "content": text} for role, text in turns]
-    plain = processed(family_spans, cook_chatml_sample(said)[0])[0]
+    plain = processed(family_spans, parse_record(said).messages)[0]
     weights = [{"weight": 0.3}, {"loss": 0}, {"loss": 2.5, "weight": 2.5}, {"loss": None}]
     for turn, weight in zip(said[1::2], weights, strict=True):
         turn |= weight
-    messages = cook_chatml_sample(said)[0]
+    messages = parse_record(said).messages
     encoded = processed(family_spans, messages)[0]
     replied = plain.weights > 0
     found = np.split(encoded.weights[replied], np.flatnonzero(_begins(replied))[1:])
@@ -186,13 +187,13 @@ def test_text_beyond_the_vocabulary_keeps_the_mask_exact(spans):
 
 @pytest.mark.parametrize("images", [0, 3])
 def test_ids_are_those_of_transformers(spans, processor, images):
-    messages, _ = cook_chatml_sample(
+    messages = parse_record(
         [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "<image>" * images + "What is the sum?"},
             {"role": "assistant", "content": "12"},
         ]
-    )
+    ).messages
     ours, outputs = processed(spans, messages, images)
     for index in range(images):
         messages[1]["content"][index]["image"] = picture(index)
@@ -229,7 +230,7 @@ def test_the_processor_is_called_once(tiny_gemma3):
 
 
 def test_the_callers_messages_and_processor_stay_as_they_were(spans, processor):
-    messages, _ = cook_chatml_sample([{"role": "user", "content": "<eos>"}])
+    messages = parse_record([{"role": "user", "content": "<eos>"}]).messages
     before = repr(messages)
     processed(spans, messages)
     assert repr(messages) == before
@@ -246,7 +247,7 @@ def test_what_a_template_raises_on_values_it_does_not_expect_is_a_drop(processor
     spans.chat.text += "{% for m in messages %}{% for c in m.calls or [] %}{{ c.arguments | tojson }}"
     spans.chat.text += "{% endfor %}{% endfor %}"
     for calls in ([{"name": "f"}], 5):  # without arguments, and no list at all
-        messages, _ = cook_chatml_sample([{"role": "user", "content": "a", "calls": calls}])
+        messages = parse_record([{"role": "user", "content": "a", "calls": calls}]).messages
         with pytest.raises(BadSample, match="template_error: .*(not JSON serializable|not iterable)"):
             processed(spans, messages)
 

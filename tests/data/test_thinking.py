@@ -10,8 +10,8 @@ from samples import sample_of
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
-from megatron_vlm.data.conversation.turns import between_thinking
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.replies import between_thinking
 from tiny.checkpoints import TINY_FAMILIES, without_generation_tags
 from tiny.corpus import default_corpus
 

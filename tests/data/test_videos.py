@@ -22,7 +22,7 @@ from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -244,7 +244,7 @@ def encoder_of(arguments, seq_length=2048, packing=False, fast=True, **settings)
 def by_processor(encoder, conversation, videos):
     """What the processor makes of the chosen frames, told that frame i of a 10 Hz video is number 10 t."""
     processor, rules = encoder.processor, encoder.documents.video_rules
-    prompt, *_ = TextEncoder(processor).chat.render(cook_chatml_sample(conversation)[0])
+    prompt, *_ = TextEncoder(processor).chat.render(parse_record(conversation).messages)
     decoded = [decode_video(video, rules) for video in videos]
     metadata = [
         {

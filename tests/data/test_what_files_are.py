@@ -18,19 +18,19 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from prepared_shards import prepare
+from samples import clean, read_record
 from sources import image_bytes, record, write_sharegpt
 
 from megatron_vlm.checks.data_on_disk import data_problems, source_problems
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
-from megatron_vlm.data.conversation.chatml import clean
+from megatron_vlm.data.chatml.columns import Columns
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.on_disk import plain
 from megatron_vlm.data.on_disk.lines import first_records
-from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.normalise import normalise, read_record
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_notes
@@ -198,7 +198,7 @@ def test_a_line_that_holds_an_empty_array_is_one_bad_line(tmp_path):
     rows = open_table(tmp_path / "rows.jsonl")
     assert len(rows) == len(RECORDS) + 2
     with pytest.raises(BadSample, match="bad_conversation.*no turns: messages is empty"):
-        normalise(rows.record(len(RECORDS))[0])
+        parse_record(rows.record(len(RECORDS))[0])
     with pytest.raises(BadSample, match="bad_json"):
         rows.record(len(RECORDS) + 1)
 
@@ -609,7 +609,7 @@ def test_a_saved_folder_with_other_splits_says_what_to_give(tmp_path):
 
 def test_conversations_of_rows_are_those_of_lines(tmp_path):
     """The guard of the tests above: records have turns."""
-    assert normalise(RECORDS[0])[0]["conversations"][1]["value"] == "number 0"
+    assert parse_record(RECORDS[0]).stored()["conversations"][1]["value"] == "number 0"
 
 
 @pytest.mark.parametrize("lines", [False, True])

@@ -16,6 +16,7 @@ from samples import sample_of
 
 from megatron_vlm.batch import IGNORE_INDEX, fully_masked
 from megatron_vlm.config import AdapterConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.kinds import kind_of
 
 BETA, SEQ_LENGTH = 0.3, 2048
@@ -134,14 +135,13 @@ def _score(model: torch.nn.Module, inputs: dict, labels: torch.Tensor) -> torch.
 def _batches(processor: Any, description: Any) -> tuple[list[dict], list[dict]]:
     """A row for each pair, and one row of all pairs."""
     from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-    from megatron_vlm.data.records.normalise import normalise
     from megatron_vlm.objectives import objective_of
 
     needs = description.data_needs
     run = RunConfig(data=DataConfig(seq_length=SEQ_LENGTH))
     run.train.objective = "dpo"
     samples = [
-        sample_of(normalise(record)[0], [_png(image) for image in images], key=str(n))
+        sample_of(parse_record(record).stored(), [_png(image) for image in images], key=str(n))
         for n, (record, images) in enumerate(records())
     ]
     one = HFEncoderVLMTaskEncoder(processor, run.data, needs)

@@ -40,10 +40,10 @@ from megatron_vlm.compose.sources import Component, named_tokens, open_language_
 from megatron_vlm.compose.tensors import Writer
 from megatron_vlm.compose.tokens import RoleToken
 from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.chatml.columns import Columns
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
-from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.models.families import describe
 from megatron_vlm.recipes import load_recipe
 from megatron_vlm.recipes.published import CONFIGS
@@ -238,7 +238,7 @@ def test_documents_keep_the_order_of_texts_and_images(composed, name):
     left = iter(images)
     texts = [part if isinstance(part, str) else None for part in parts]
     record = {"texts": texts, "images": [None if text else next(left) for text in texts]}
-    found = normalise(Columns()(record))[0]
+    found = parse_record(Columns()(record)).stored()
     files = [png(image) for image in images]
     sample = sample_of(found, files, key="a")
     description = describe(hf_config)

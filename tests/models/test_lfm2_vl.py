@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.conversation.chatml import ChatMLSample
+from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.kinds.native import NaFlex
 from megatron_vlm.models.families.lfm2_vl import Lfm2VL

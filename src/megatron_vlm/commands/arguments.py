@@ -246,7 +246,7 @@ def image_of(path: Path) -> bytes:
         raise ConfigError(f"--image: {printable(path)} does not exist; give the path of an image file.")
     content = read_file(path)
 
-    from megatron_vlm.data.conversation.chatml import BadSample
+    from megatron_vlm.data.accounts.bad_sample import BadSample
     from megatron_vlm.data.media.images import decode_image
 
     try:

@@ -19,13 +19,14 @@ from megatron_vlm.batch import Prompt
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.runs import open_run
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.conversation.chatml import BadSample, clean_sample
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.chatml.record import load_media, parse_record
+from megatron_vlm.data.chatml.sample import make_sample
 from megatron_vlm.data.encode.questions import QuestionEncoder
 from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.data.media.images import DECODE_ERRORS
 from megatron_vlm.data.on_disk.named import is_base64
-from megatron_vlm.data.records.normalise import read_record
 from megatron_vlm.evaluation.questions import of_any_length
 from megatron_vlm.files import calling
 from megatron_vlm.generation.generate import check_settings, generate, reply_text
@@ -122,8 +123,9 @@ class MegatronVLM(lmms):
     def _prompt(self, turns: Any, most_tokens: int) -> Prompt:
         if not isinstance(turns, list) or not turns:
             raise ValueError(f"its messages are {printable(repr(turns))}, not a list of some")
-        record = {"messages": [*map(_with_files, turns), REPLY]}
-        sample = clean_sample(*read_record(record, Path()), __key__="", __restore_key__=())
+        conversation = parse_record([*map(_with_files, turns), REPLY])
+        media = load_media(conversation, Path())
+        sample = make_sample(conversation, *media, __key__="", __restore_key__=())
         prompt = self._encoder.question(sample).prompt
         length = int(prompt["position_ids"].max()) + 1
         known = self._source.description.architecture.get("most_positions")

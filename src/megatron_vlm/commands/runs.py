@@ -9,7 +9,8 @@ from PIL.PngImagePlugin import PngInfo
 from megatron_vlm import stores
 from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample, place_media
+from megatron_vlm.data.chatml.record import parse_turns
+from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.grounding.drawing import draw
@@ -115,7 +116,7 @@ def generate_from_run(
     Raises ValueError if question and images do not match.
     """
     try:
-        messages, _ = cook_chatml_sample([{"role": "user", "content": question}])
+        messages = parse_turns([{"role": "user", "content": question}])
         messages = place_media(messages, images=len(images))
     except BadSample as bad:
         raise ValueError(f"question: {bad.detail}; give one image for each <image>") from bad

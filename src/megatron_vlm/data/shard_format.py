@@ -19,13 +19,13 @@ from PIL import Image
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import ChatMLSample, clean_sample, parsed
+from megatron_vlm.data.chatml.columns import Columns
+from megatron_vlm.data.chatml.record import Conversation, decoded, parse_record
+from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
-from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.normalise import normalise
 
 DECODE_SECONDS = DataConfig.decode_seconds
 # Others: Pillow's format name in lower case
@@ -48,8 +48,9 @@ def cook_record(record: dict) -> ChatMLSample:
     if source := (keys.get("__subflavors__") or {}).get(SOURCE):
         keys["__key__"] = f"{source}-{keys['__key__']}"
     try:
-        conversation, images, videos = _read_parts(record)
-        return clean_sample(conversation, images, videos, **keys)
+        conversation = _read_parts(record)
+        images, videos = conversation.media["image"], conversation.media["video"]
+        return make_sample(conversation, images, videos, **keys)
     except BadSample as bad:
         problem = BadSample(bad.reason, bad.detail + _place(record))
     return ChatMLSample(problem=problem, **keys)
@@ -79,21 +80,20 @@ def _check_names(record: dict) -> None:
             raise BadSample("duplicate_key", f"{times[twice[0]]} files are called {twice[0]}")
 
 
-def _read_parts(record: dict) -> tuple[dict, list, list]:
-    """The conversation, images and videos of a record, as `read_record` gives them for a row of a table."""
+def _read_parts(record: dict) -> Conversation:
+    """Return the conversation of a record, whose media are encoded files and not their names."""
     _check_names(record)
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
         raise BadSample("bad_conversation", f"no part json among {parts}")
-    document = Columns()(parsed(record["json"]))
+    document = Columns()(decoded(record["json"]))
     if "jpgs" in record or "videos" in record:
         imgs, videos = _pickled_media(record, "jpgs"), _pickled_media(record, "videos")
     else:
         videos, frames = _videos(document, record)
         imgs = [record[name] for name in _image_names(document, record, frames)]
     others = {name: value for name, value in document.items() if name not in ("image", "video")}
-    conversation, _ = normalise(others | {"images": imgs, "videos": videos})
-    return conversation, imgs, videos
+    return parse_record(others | {"images": imgs, "videos": videos})
 
 
 def _videos(document: dict, record: dict) -> tuple[list, set[str]]:
@@ -149,14 +149,16 @@ def _pickled_media(record: dict, name: str) -> list:
 # -- writing
 
 
-def sample_parts(conversation: dict, images: list[bytes], videos: list[bytes | dict]) -> dict[str, bytes]:
+def sample_parts(
+    conversation: Conversation, images: list[bytes], videos: list[bytes | dict]
+) -> dict[str, bytes]:
     """The files of a sample in a shard, by name, as `cook_record` reads them.
 
     Raises BadSample where every encoder would drop the sample.
     """
-    clean_sample(conversation, images, videos, __key__="", __restore_key__=())
+    make_sample(conversation, images, videos, __key__="", __restore_key__=())
     files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
-    described = conversation | ({"images": list(files)} if files else {})
+    described = conversation.stored() | ({"images": list(files)} if files else {})
     if videos:
         described["videos"] = [_store_video(f"vid{i:03d}", video, files) for i, video in enumerate(videos)]
     return {"json": _json(described), **files}

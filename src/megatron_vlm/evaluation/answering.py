@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megatron_vlm.data.conversation.turns import between_thinking
 from megatron_vlm.data.encode.questions import Question
+from megatron_vlm.data.encode.replies import between_thinking
 from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.load.limits import close_loader

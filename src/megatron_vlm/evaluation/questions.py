@@ -7,8 +7,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
-from megatron_vlm.data.conversation.turns import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.questions import Question, QuestionEncoder
 from megatron_vlm.data.load.energon import EnergonProvider, EnergonSamples

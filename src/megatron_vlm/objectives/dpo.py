@@ -31,6 +31,6 @@ DPO = Objective(
     },
     reference_passes=1,
     record_part="rejected answer",
-    record_keys=("rejected", "rejected_response", "rejected_messages"),  # see `data.records.normalise`
+    record_keys=("rejected", "rejected_response", "rejected_messages"),  # see `data.chatml.record`
     problems=problems,
 )

@@ -16,7 +16,8 @@ from megatron.core import parallel_state
 
 from megatron_vlm.batch import Prompt
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample, place_media
+from megatron_vlm.data.chatml.record import parse_turns
+from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.generation.generate import generate
@@ -43,7 +44,7 @@ class RolloutPrompt:
         takes. `chatml` says what messages may look like, and raises BadSample for others, and for more
         or fewer images than places for them."""
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        messages, files = place_media(cook_chatml_sample(turns)[0], len(images)), [*map(image_file, images)]
+        messages, files = place_media(parse_turns(turns), len(images)), [*map(image_file, images)]
         if messages[-1]["role"] == "assistant":
             raise BadSample("bad_conversation", "the last turn is a reply; a prompt ends with the user's")
         return cls(messages, files, encode_prompt(source.processor, messages, files, source.needs))

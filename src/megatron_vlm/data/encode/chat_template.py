@@ -1,7 +1,7 @@
 """Renders a conversation with its chat template and tells where replies, images and videos lie in the text.
 
 The template's `{% generation %}` blocks say where replies lie; for a template without them,
-`conversation.replies` finds them.
+`encode.replies` finds them.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import INVISIBLE
-from megatron_vlm.data.conversation.replies import REPLY, TURN, Span, UntaggedReplies
-from megatron_vlm.data.conversation.turns import DOCUMENT, between_thinking
+from megatron_vlm.data.chatml.turns import INVISIBLE
+from megatron_vlm.data.encode.replies import REPLY, TURN, Span, UntaggedReplies, between_thinking
+from megatron_vlm.data.on_disk.fields import DOCUMENT
 from megatron_vlm.messages import listed, printable
 
 # Before and after each reply, image and video in what a processor is called with.

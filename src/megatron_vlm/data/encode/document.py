@@ -1,6 +1,7 @@
 """`ChatMLSample` → ids, labels, positions and visual tensors of one document, with any HF processor."""
 
 import functools
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +15,17 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import ChatMLSample
-from megatron_vlm.data.conversation.limits import drawn
-from megatron_vlm.data.conversation.replies import Span
-from megatron_vlm.data.conversation.turns import last_reply_alone, without_thinking
+from megatron_vlm.data.chatml.sample import ChatMLSample
+from megatron_vlm.data.chatml.turns import is_trained
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.processing import HFProcessor, KnownProcessor
+from megatron_vlm.data.encode.replies import Span, between_thinking
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.media.images import SizedImage, image_size, target_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video, rules_of_video
+from megatron_vlm.data.on_disk.fields import THINKING_KEYS
 
 
 @edataclass
@@ -212,3 +213,32 @@ def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, 
         if start < length < stop:
             length = start
     return length, *(sum(stop <= length for _, stop in spans) for spans in (images, videos))
+
+
+def last_reply_alone(messages: list[dict]) -> list[dict]:
+    """The messages, of which no trained reply but the last is trained."""
+    last = max((index for index, message in enumerate(messages) if is_trained(message)), default=0)
+    return [
+        message | {"loss": 0.0} if message["role"] == "assistant" and index != last else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def without_thinking(turn: dict) -> dict:
+    """The turn; a reply without the thinking blocks in its text, and without THINKING_KEYS."""
+    if turn["role"] != "assistant":
+        return turn
+
+    def rest(text: str) -> str:
+        pieces = between_thinking(text, 0, len(text))
+        texts = [text[start:stop] for start, stop in pieces]
+        return "".join(texts[:1] + [piece.lstrip() for piece in texts[1:]])
+
+    parts = [part | {"text": rest(part["text"])} for part in turn["content"]]
+    return {key: value for key, value in turn.items() if key not in THINKING_KEYS} | {"content": parts}
+
+
+def drawn(source: str, least: int, most: int) -> int:
+    """A number of pixels between two, which `source` alone decides: twice as many are as likely anywhere."""
+    share = int.from_bytes(hashlib.blake2b(source.encode(), digest_size=8).digest(), "big") / 2**64
+    return round(least * (most / least) ** share)

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.accounts.bad_sample import REFUSALS, BadSample, refused_by_processor
-from megatron_vlm.data.conversation.replies import Span
 from megatron_vlm.data.encode.chat_template import RenderedChat, placeholder_tokens
+from megatron_vlm.data.encode.replies import Span
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
 from megatron_vlm.data.kinds import why_unknown
 from megatron_vlm.data.kinds.base import PROBE_SIZE, Grid, Kind

@@ -6,10 +6,10 @@ import torch
 
 from megatron_vlm.batch import Prompt
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import ChatMLSample, is_blank
-from megatron_vlm.data.conversation.turns import without_thinking
+from megatron_vlm.data.chatml.sample import ChatMLSample
+from megatron_vlm.data.chatml.turns import is_blank
 from megatron_vlm.data.encode.chat_template import text_of
-from megatron_vlm.data.encode.document import DocumentEncoder
+from megatron_vlm.data.encode.document import DocumentEncoder, without_thinking
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import decode_video
 

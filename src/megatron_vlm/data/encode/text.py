@@ -26,7 +26,6 @@ from tokenizers import Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
 from megatron_vlm.data.accounts.bad_sample import REFUSALS, refused_by_processor
-from megatron_vlm.data.conversation.replies import Span
 from megatron_vlm.data.encode.chat_template import (
     MARK_PAIRS,
     MARKS,
@@ -35,6 +34,7 @@ from megatron_vlm.data.encode.chat_template import (
     RenderedChat,
     one_of,
 )
+from megatron_vlm.data.encode.replies import Span
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Grid
 from megatron_vlm.data.media.videos import Frames, video_options

@@ -9,7 +9,7 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import REFUSALS, BadSample, refused_by_processor
-from megatron_vlm.data.conversation.objects import REASON, Objects, Shape, Words, with_objects
+from megatron_vlm.data.chatml.objects import REASON, Objects, Shape, Words, with_objects
 from megatron_vlm.data.grounding.convention import Convention
 from megatron_vlm.data.grounding.conventions import CONVENTIONS
 from megatron_vlm.data.kinds import kind_of, why_unknown

@@ -33,7 +33,7 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
-from megatron_vlm.data.conversation.chatml import ChatMLSample
+from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
 from megatron_vlm.data.load.energon_safety import (
     check_dataset,

@@ -20,6 +20,7 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
 from megatron_vlm.data.accounts.ledger import Ledger, lost
+from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
 from megatron_vlm.data.load.length_cache import measure_dataset
 from megatron_vlm.data.load.limits import close_loader, over_epochs, with_limited_drops
@@ -29,7 +30,6 @@ from megatron_vlm.data.load.rows import EncodedRows, loader_of
 from megatron_vlm.data.load.template_notes import template_notes
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import Resized, divided, in_turn, sources_of_keys
-from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
 from megatron_vlm.data.records.unread import first_notes

@@ -10,13 +10,14 @@ from megatron.energon import SkipSample
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.batch import DROPPED, Batch
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.accounts.ledger import lost
-from megatron_vlm.data.conversation.chatml import BadSample, ChatMLSample, clean_sample
+from megatron_vlm.data.chatml.record import load_media, parse_record
+from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.records.blends import Table
-from megatron_vlm.data.records.normalise import read_record
 from megatron_vlm.data.records.streams import StreamedRows
 
 
@@ -73,8 +74,9 @@ class EncodedRows(Dataset):
         """The row as Energon's cooker would give it; `problem` tells the encoder what is wrong with it."""
         keys = {"__key__": self.table.key(index), "__restore_key__": (), "sizes": self.table.sizes(index)}
         try:
-            conversation, images, videos = read_record(*self.table.record(index))
-            return clean_sample(conversation, images, videos, **keys)
+            record, root = self.table.record(index)
+            conversation = parse_record(record)
+            return make_sample(conversation, *load_media(conversation, root), **keys)
         except BadSample as bad:
             source, number = self.table.origin(index)
             problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")

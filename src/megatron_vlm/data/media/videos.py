@@ -83,7 +83,7 @@ def rules_of_video(named: dict, rules: VideoRules, is_list: bool) -> VideoRules:
     frames that has `sample_fps` is not sampled again.
 
     Args:
-        named: as `data.conversation.limits.limits_of` returns it.
+        named: as `data.chatml.limits.limits_of` returns it.
         rules: the run's.
         is_list: the video is a list of frames.
     """

@@ -1,6 +1,10 @@
-"""The names under which a record may have its fields."""
+"""The table of what is read of a record: the names of its fields, of its turns' keys, roles and parts.
 
-TURNS = ("conversations", "messages")
+`data.chatml` reads records by it. What a limit of a medium is called stands in `data.chatml.limits`.
+"""
+
+# -- a record
+TURNS = ("conversations", "messages")  # also `conversation`, if it is a list and not a text beside the turns
 PROMPTS, QUERIES = ("question", "prompt", "instruction"), ("query", "input")
 REPLIES = ("answer", "response", "completion", "output")
 PLAIN = ("texts", "caption", "history", *PROMPTS, *QUERIES, *REPLIES)
@@ -9,17 +13,42 @@ REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
 REJECTIONS = (REJECTED, REJECTED_REPLY, REJECTED_TURNS)
 MEDIA = {"image": ("images", "image"), "video": ("videos", "video")}
 AUDIO = ("audios", "audio")  # no model is trained on it
-BOXES = ("bbox", "bbox_xyxy", "bbox_xywh")  # what the numbers of the first are, `records.grounded` finds out
+TOOLS = ("tools", "functions")  # OpenAI's name, and its older one
+BOXES = ("bbox", "bbox_xyxy", "bbox_xywh")  # what the numbers of the first are, `chatml.grounded` finds out
 EXPRESSIONS = ("sentences", "sentence", "sents", "sent", "expressions", "expression", "phrase")
 # Names of one kind; a column that is mapped to one of them hides the others
-GROUPS = (
-    TURNS + PLAIN,
-    *MEDIA.values(),
-    ("system",),
-    ("tools", "functions"),
-    ("objects",),
-    BOXES,
-    EXPRESSIONS,
-)
+GROUPS = (TURNS + PLAIN, *MEDIA.values(), ("system",), TOOLS, ("objects",), BOXES, EXPRESSIONS)
 GROUPS += ((CHOSEN,), REJECTIONS)
 FIELDS = tuple(name for group in GROUPS for name in group)
+
+# -- a turn
+ROLE, CONTENT = ("role", "from"), ("content", "value")
+WEIGHTS = ("loss", "weight")  # the first that a turn has counts
+THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
+CALLS = ("tool_calls", "function_call")  # OpenAI's name, and its older one
+DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
+TRAINED = ("assistant", DOCUMENT)
+CALL = "tool_call"  # the role of a turn whose text is a call, or a list of calls; it becomes a reply's
+ROLES = {  # as people name it, in any case -> the role
+    DOCUMENT: DOCUMENT,
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys((CALL, "function_call"), CALL),
+    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("ipython", "environment"), "tool"),
+}
+TAGS = {  # LLaMA-Factory's names of roles -> the role
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": CALL,
+    "system_tag": "system",
+}
+
+# -- a part of a turn
+PARTS = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+AUDIO_PARTS = ("audio", "audio_url", "input_audio")
+# Where a part of type image or video names its medium, after its type's name and `image_url` or `video_url`
+MEDIUM = ("source", "url", "path")
+TIMES = ("fps", "timestamps")  # of a video's frames

@@ -33,7 +33,7 @@ class RecordSource:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  a process opens few sources
     def open(self) -> Any:
-        from megatron_vlm.data.records.columns import Columns
+        from megatron_vlm.data.chatml.columns import Columns
         from megatron_vlm.data.records.tables import open_table
 
         return open_table(
@@ -84,7 +84,7 @@ def run_here(jobs: Iterator[ShardJob], workers: int) -> Iterator[ShardResult]:
         yield from map(write_shard, jobs)
         return
     context = multiprocessing.get_context("forkserver")  # the main process may hold Arrow's threads
-    context.set_forkserver_preload(["megatron_vlm.data.records.normalise"])
+    context.set_forkserver_preload(["megatron_vlm.data.chatml.sample"])
     stop = context.Event()
     pool = ProcessPoolExecutor(workers, context, _init_worker, (stop,))
     try:
@@ -138,7 +138,7 @@ ENGINES = {"local": run_here, "ray": run_on_ray}
 def write_shard(job: ShardJob) -> ShardResult:
     """Writes one tar. Raises InterruptedError if the main process is to end."""
     from megatron_vlm.data.accounts.bad_sample import BadSample
-    from megatron_vlm.data.records.normalise import read_record
+    from megatron_vlm.data.chatml.record import load_media, parse_record
     from megatron_vlm.data.shard_format import sample_parts
 
     table = job.source.open()
@@ -148,11 +148,15 @@ def write_shard(job: ShardJob) -> ShardResult:
             if _stop is not None and _stop.is_set():
                 raise InterruptedError("prepare was interrupted")
             try:
-                parts = sample_parts(*read_record(*table.record(index)))  # checked as the encoder will
+                record, root = table.record(index)
+                conversation = parse_record(record)
+                parts = sample_parts(
+                    conversation, *load_media(conversation, root)
+                )  # checked as the encoder will
             except BadSample as bad:
                 result.skipped[bad.reason] += 1
-                source, record = table.origin(index)
-                entry = {"source": source, "record": record, "split": job.split}
+                source, number = table.origin(index)
+                entry = {"source": source, "record": number, "split": job.split}
                 line = json.dumps(entry | {"reason": bad.reason, "detail": bad.detail})
                 result.skipped_lines.append(line.encode() + b"\n")
             else:

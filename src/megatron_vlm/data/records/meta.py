@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.on_disk.descriptions import check_fields, damaged
 from megatron_vlm.data.on_disk.meta import FIELDS, META_KEYS, META_SOURCES, NUMBERS, read_meta
 from megatron_vlm.data.on_disk.paths import DataSource
-from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.messages import suggestion
 
 

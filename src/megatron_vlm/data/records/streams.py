@@ -11,9 +11,9 @@ from typing import Any
 from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.fingerprint import digest
+from megatron_vlm.data.chatml.columns import Columns
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.on_disk.plain import on_disk
-from megatron_vlm.data.records.columns import Columns
-from megatron_vlm.data.records.normalise import normalise
 
 Place = tuple[int, int, int]  # shard, number in it, and the epoch
 Row = tuple[Place, dict]  # and the record as the stream gave it
@@ -94,7 +94,7 @@ class StreamedRows:
         if first is None:
             raise ValueError(f"data: {self.name} has no rows.")
         try:
-            conversation, _ = normalise(self.columns.of_arrow(first))
+            conversation = parse_record(self.columns.of_arrow(first)).stored()
         except BadSample as bad:
             conversation = bad.reason
         return (

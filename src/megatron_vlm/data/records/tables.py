@@ -1,6 +1,6 @@
 """Map-style sources: rows on disk, read one at a time by number, from any process.
 
-All tables give what `data.records.normalise` reads: a record with the package's column names, and the folder
+All tables give what `data.chatml.record` reads: a record with the package's column names, and the folder
 under which its media lie.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, TURNS
 from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
@@ -25,7 +26,6 @@ from megatron_vlm.data.on_disk.meta import read_meta
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
 from megatron_vlm.data.on_disk.plain import on_disk, plain_file, table_of, tabular_kind
 from megatron_vlm.data.records.blends import Table, blend_tables, path_names
-from megatron_vlm.data.records.columns import Columns
 from megatron_vlm.data.records.meta import Entry, entries_of
 from megatron_vlm.files import check_file, open_file
 

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.chatml.placeholders import foreign_placeholders, spellings, stand_for
+from megatron_vlm.data.chatml.record import Conversation, parse_record
 from megatron_vlm.data.on_disk.coco import NOTES
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
-from megatron_vlm.data.on_disk.placeholders import foreign_placeholders, spellings, stand_for
 from megatron_vlm.data.records.blends import Table
-from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import printable
 
@@ -30,10 +29,10 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
         for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source)), dtype=int):
             with suppress(BadSample):
                 record, _ = source.record(int(index))
-                conversation, media = normalise(record)
+                conversation = parse_record(record)
                 records.append(record)
-                has_media = has_media or any(media.values())
-                found = (*_placeholders(conversation, media), *record.get(NOTES, ()))
+                has_media = has_media or any(conversation.media.values())
+                found = (*_placeholders(conversation), *record.get(NOTES, ()))
                 notes.update(dict.fromkeys(found, 1))
         lines = [] if has_media else [*_unread(records)]
         lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]
@@ -63,11 +62,11 @@ def _is(value: Any, ends: tuple[str, ...]) -> bool:
     return isinstance(value, str) and value.lower().endswith(ends)
 
 
-def _placeholders(conversation: dict, media: dict[str, list]) -> Iterator[str]:
+def _placeholders(conversation: Conversation) -> Iterator[str]:
     """Notes about a record's placeholders of other models: those that `place_media` reads, and others."""
-    messages, _ = cook_chatml_sample(conversation)
+    messages = conversation.messages
     kinds = {part["type"] for message in messages for part in message["content"]}
-    for kind, items in media.items():
+    for kind, items in conversation.media.items():
         are_read = kind not in kinds and stand_for(foreign_placeholders(messages, kind), len(items))
         for spelling in spellings(messages, kind) if items else ():
             remedy = f"is read as <{kind}>" if are_read else f"stays text; write <{kind}> there instead"

@@ -5,18 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.turns import CALL
-from megatron_vlm.data.on_disk.fields import CHOSEN, FIELDS, GROUPS, REJECTED, REJECTED_TURNS, TURNS
-from megatron_vlm.data.records.grounded import asking, corners_in
+from megatron_vlm.data.chatml.grounded import asking, corners_in
+from megatron_vlm.data.on_disk.fields import CHOSEN, FIELDS, GROUPS, REJECTED, REJECTED_TURNS, TAGS, TURNS
 from megatron_vlm.messages import suggestion
 
-TAGS = {  # as a tag names it -> the role
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-    "observation_tag": "tool",
-    "function_tag": CALL,
-    "system_tag": "system",
-}
 TAGGED = (*TURNS, CHOSEN, REJECTED, REJECTED_TURNS)
 
 
@@ -27,7 +19,7 @@ class Columns:
     names     ours → the source's, such as {"conversations": "chat", "images": "pictures"}; if a column of one
               kind (turns, images, ...) is mapped, other columns of that kind are ignored
     tags      how turns are written, by LLaMA-Factory's names (`role_tag`, `content_tag`, `user_tag`, ...)
-    question, has_corners   see `records.grounded.asking`
+    question, has_corners   see `chatml.grounded.asking`
 
     Raises ValueError for a name that does not exist here.
     """

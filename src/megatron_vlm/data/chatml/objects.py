@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.turns import THINKING_KEYS
 from megatron_vlm.data.on_disk.coco import FAR
+from megatron_vlm.data.on_disk.fields import THINKING_KEYS
 
 REASON = "bad_objects"
 FILLED = (*THINKING_KEYS, "tool_calls")  # of a turn, beside its content

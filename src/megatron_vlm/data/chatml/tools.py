@@ -4,18 +4,13 @@ import json
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.turns import sole
 
 
-def read_tools(record: dict) -> list[dict] | None:
-    """Return the tools of a record: objects, JSON text of them, or a list of JSON texts.
+def read_tools(name: str, tools: Any) -> list[dict] | None:
+    """Return the tools that a record has under a name: objects, JSON text of them, or a list of JSON texts.
 
     `functions` are OpenAI's older `tools`, and come out in the form of these. Raises BadSample.
     """
-    name = sole(record, ("tools", "functions"))
-    if name is None:
-        return None
-    tools = record[name]
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)

@@ -5,12 +5,13 @@ import re
 from collections.abc import Callable
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.turns import is_trained
+from megatron_vlm.data.chatml.turns import is_trained
 
 Span = tuple[int, int]
 # Reserved: no record has them. One marks the end of the turn before a reply, one stands for the reply's text.
 TURN, REPLY = "\U0010ff06", "\U0010ff07"
 MARKS = f"[{TURN}{REPLY}]"
+THINK, END_OF_THINKING = "<think>", "</think>"
 SAID = {"content": [{"type": "text", "text": REPLY}]}
 
 
@@ -110,3 +111,19 @@ def _with_mark(message: dict) -> dict:
     marked = text.rstrip() + TURN + text[len(text.rstrip()) :]
     parts[place : place + 1] = [{"type": "text", "text": marked}]
     return message | {"content": parts}
+
+
+def between_thinking(text: str, start: int, stop: int) -> list[tuple[int, int]]:
+    """Finds the text before, between and after the blocks `<think>...</think>` of `text[start:stop]`.
+
+    The first block may lack its beginning, as models write it that are prompted with `<think>`: then nothing
+    lies before it.
+    """
+    pieces, read = [], start
+    while (end := text.find(END_OF_THINKING, read, stop)) >= 0:
+        begin = text.find(THINK, read, end)
+        if begin >= 0 or not pieces:
+            pieces.append((start, begin if begin >= 0 else start))
+            start = end + len(END_OF_THINKING)
+        read = end + len(END_OF_THINKING)
+    return [*pieces, (start, stop)]

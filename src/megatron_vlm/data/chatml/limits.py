@@ -1,6 +1,5 @@
 """Limits of single images and videos, which a record names beside the limits of the run."""
 
-import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -58,8 +57,8 @@ def named_limits(kind: str, item: Any) -> dict:
     return {name: item[name] for name in names if item.get(name) is not None}
 
 
-def limits_beside(kind: str, media: list, record: Mapping[str, Any]) -> dict[str, list[dict]]:
-    """Return the limits that a record, or an entry of its media, names: the fields to put beside its turns.
+def limits_beside(kind: str, media: list, record: Mapping[str, Any]) -> list[dict] | None:
+    """Return the limits of each medium that a record, or its entry there, names; None if there are none.
 
     What stands in the record itself is for all its images or videos; a list has one for each.
     """
@@ -74,24 +73,17 @@ def limits_beside(kind: str, media: list, record: Mapping[str, Any]) -> dict[str
                     raise BadSample("bad_conversation", detail)
                 of_all[name] = value[number]
         limits.append(of_all | named_limits(kind, item))
-    return {f"{kind}_limits": limits} if any(limits) else {}
+    return limits if any(limits) else None
 
 
-def limits_of_media(messages: list[dict], conversation: Any) -> dict[str, list[dict]]:
-    """The limits of each image and each video of a conversation, in order: what its parts name, and what
-    `limits_beside` put beside its turns. Raises BadSample."""
+def limits_of_media(messages: list[dict], named_beside: Mapping[str, Any]) -> dict[str, list[dict]]:
+    """Return the limits of each image and each video of a conversation, in order: what its parts name, and
+    what `limits_beside` found beside its turns. Raises BadSample."""
     limits = {}
     for kind in LIMITS:
         parts = [part for message in messages for part in message["content"] if part["type"] == kind]
-        beside = conversation.get(f"{kind}_limits") if isinstance(conversation, dict) else None
-        beside = [{}] * len(parts) if beside is None else beside
+        beside = named_beside.get(kind) or [{}] * len(parts)
         if not isinstance(beside, list) or [type(one) for one in beside] != [dict] * len(parts):
             raise BadSample("bad_conversation", f"{kind}_limits is no list of an object for each {kind}")
         limits[kind] = [limits_of(kind, one | part) for part, one in zip(parts, beside, strict=True)]
     return limits
-
-
-def drawn(source: str, least: int, most: int) -> int:
-    """A number of pixels between two, which `source` alone decides: twice as many are as likely anywhere."""
-    share = int.from_bytes(hashlib.blake2b(source.encode(), digest_size=8).digest(), "big") / 2**64
-    return round(least * (most / least) ** share)

@@ -1,0 +1,349 @@
+"""Read a record of any source: its conversation as chat templates take it, and the media that it names.
+
+`data.on_disk.fields` is the table of names. A record has turns under one of `fields.TURNS`, or is written in
+one of these layouts:
+
+    question, answer            one exchange; also called prompt or instruction (query or input is appended
+                                after a newline) and response, completion or output; history: earlier pairs
+    caption                     the reply to an image
+    texts: [{user, assistant}]  exchanges
+    texts: [text or None]       with `images: [image or None]`: an interleaved document, see `_document`
+
+    prompt, chosen, rejected           TRL, and most datasets; without `prompt`, both of the others are whole
+                                       conversations; question and instruction are prompts, too;
+                                       whole conversations may also stand beside what they begin with
+    conversations, chosen, rejected    LLaMA-Factory: the turns of the prompt, and one turn each
+    messages, rejected_response        ms-swift: a conversation, and what might have been its last reply
+    messages, rejected_messages        ms-swift: two conversations
+
+The prompt and the answers of a preference record are text, a turn, or a list of turns.
+
+Its media stand under `image(s)` and `video(s)`, or parts of its turns name them, as OpenAI and Qwen write
+them. An image is {"type": "image_url", "image_url": {"url": PATH}} or {"type": "image", "image": PATH}, a
+video the same with its word, or {"type": "video", "video": [PATHS OF FRAMES], "fps": 2}. A part that names
+none stands for the next medium of its record.
+
+An image is a path, encoded bytes, or Hugging Face's `{"path": ..., "bytes": ...}`. A video is a file in one
+of these forms, a list of images, or `{"frames": [images]}` with such a list and `fps` or `timestamps` (see
+`data.media.videos`). One that is an object may have limits of its own, see `chatml.limits`.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.chatml.limits import LIMITS, limits_beside
+from megatron_vlm.data.chatml.tools import join_calls, read_tools
+from megatron_vlm.data.chatml.turns import (
+    TurnMedia,
+    audio,
+    frame_times,
+    get_only_alias,
+    has_content,
+    is_blank,
+    parse_turn,
+    role_of,
+)
+from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.on_disk import fields
+from megatron_vlm.data.on_disk.coco import NOTES
+from megatron_vlm.data.on_disk.named import in_order
+
+DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
+LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
+KNOWN = {*fields.FIELDS, *fields.AUDIO, "conversation", NOTES}
+KNOWN.update(LIMITS_FIELDS.values(), *LIMITS.values())
+
+
+@dataclass
+class Conversation:
+    """A record in the one form that everything after it reads.
+
+    messages   role and content of each turn, the content as a list of parts `{"type": "text", "text": ...}`,
+               `{"type": "image"}` and `{"type": "video"}`; where no part stands for a medium, `place_media`
+               makes one
+    tools      as chat templates take them, or None
+    media      by kind, what the record names, in order
+    limits     by kind, what the record says of each of these media beside the turns; empty if nothing
+    objects    what the record has under this name, see `chatml.objects`
+    rejected   the messages with the other answer of a preference record, or None
+    unread     the keys that nothing reads, each with where it stands: record, turn or part
+    """
+
+    messages: list[dict]
+    tools: list[dict] | None = None
+    media: dict[str, list] = field(default_factory=lambda: {kind: [] for kind in fields.MEDIA})
+    limits: dict[str, list[dict]] = field(default_factory=dict)
+    objects: Any = None
+    rejected: list[dict] | None = None
+    unread: set[tuple[str, str]] = field(default_factory=set)
+
+    def stored(self) -> dict:
+        """Return the record without its media, as shards hold it: `parse_record` gives the same again."""
+        record = {"messages": self.messages, "tools": self.tools, "objects": self.objects}
+        record |= {fields.REJECTED_TURNS: self.rejected}
+        record |= {LIMITS_FIELDS[kind]: limits for kind, limits in self.limits.items()}
+        return {name: value for name, value in record.items() if value is not None}
+
+
+def parse_record(record: Any) -> Conversation:
+    """Return the conversation of a record: an object with the package's names, a list of turns, or JSON text.
+
+    The argument is not changed. Raises BadSample if it has no turns in any known layout, for names of one
+    field that differ, and for turns that cannot be read.
+    """
+    record = decoded(record)
+    if isinstance(record, list):
+        record = {"messages": record}
+    if not isinstance(record, dict):
+        raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
+    media = {kind: _listed(record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()}
+    name = _turns_name(record)
+    turns, rejected = _chosen_and_rejected(record, name)
+    if (heard := next(filter(record.get, fields.AUDIO), None)) and "<audio>" in str(turns):
+        raise audio(f"the record, under {heard!r},")
+    if isinstance(record.get("texts"), list) and not name:  # None stands where a document has no image
+        media["image"] = [image for image in media["image"] if image is not None]
+
+    has_images, system = bool(media["image"]), record.get("system")
+    in_turns = TurnMedia(has_images)
+    messages = parse_turns(turns, system, in_turns)
+    limits = {}
+    for kind, named in in_turns.named.items():
+        if not in_order(media[kind], named):
+            raise BadSample("bad_conversation", f"its {kind}s and its parts name others, or in another order")
+        media[kind] = media[kind] or [medium for medium, _ in named if medium is not None]
+        beside = limits_beside(kind, media[kind], record) or record.get(LIMITS_FIELDS[kind])
+        if beside is not None:
+            limits[kind] = beside
+    tools_name = get_only_alias(record, fields.TOOLS)
+    return Conversation(
+        messages,
+        read_tools(tools_name, record[tools_name]) if tools_name else None,
+        media,
+        limits,
+        record.get("objects"),
+        None if rejected is None else _parse_rejected(rejected, system, TurnMedia(has_images)),
+        in_turns.unread | {("record", str(key)) for key in record if key not in KNOWN},
+    )
+
+
+def load_media(conversation: Conversation, root: Path | str) -> tuple[list[bytes], list[bytes | dict]]:
+    """Return the images and videos that a conversation names; paths are under `root`.
+
+    Raises BadSample for a medium that cannot be read.
+    """
+    images = [_file_bytes(image, root) for image in conversation.media["image"]]
+    return images, [_video(video, root) for video in conversation.media["video"]]
+
+
+def decoded(record: Any) -> Any:
+    """Return the object of JSON text; anything else as it is. Raises BadSample."""
+    if not isinstance(record, str | bytes):
+        return record
+    try:
+        return json.loads(record)
+    except (ValueError, RecursionError) as error:
+        raise BadSample("bad_json", str(error)) from error
+
+
+def _listed(media: Any) -> list:
+    return media if isinstance(media, list) else [media] if media else []
+
+
+def _video(video: Any, root: Path | str) -> bytes | dict:
+    if isinstance(video, list):
+        video = {"frames": video}
+    if not isinstance(video, dict) or "frames" not in video:
+        return _file_bytes(video, root)
+    frames = video["frames"] if isinstance(video["frames"], list) else []
+    return {"frames": [_file_bytes(frame, root) for frame in frames]} | frame_times(video)
+
+
+def _file_bytes(media: Any, root: Path | str) -> bytes:
+    if isinstance(media, dict):
+        media = media.get("bytes") or media.get("path")
+    if isinstance(media, bytes):
+        return media
+    if not isinstance(media, str):
+        raise BadSample("missing_media", f"a medium is a path or encoded bytes, not {type(media).__name__}")
+    return read_media(media, root)
+
+
+# -- turns
+
+
+def parse_turns(turns: Any, system: Any = None, media: TurnMedia | None = None) -> list[dict]:
+    """Return the messages of a list of turns, or JSON text of it, and of a system prompt beside it.
+
+    A turn of calls alone joins the reply before it. A system turn without content is left out. Raises
+    BadSample.
+    """
+    turns = decoded(turns)
+    if not isinstance(turns, list) or not turns:
+        raise BadSample("bad_conversation", f"no list of turns under one of {', '.join(fields.TURNS)}")
+    if isinstance(system, list):
+        system = "".join(_text(part) for part in system)
+    if not isinstance(system, str | None):
+        raise BadSample("bad_conversation", f"system is {type(system).__name__}, not text")
+    media = media or TurnMedia()
+    messages = [parse_turn(turn, number, media) for number, turn in enumerate(turns)]
+    messages = join_calls(messages, [role_of(turn) == fields.CALL for turn in turns])
+    messages = [message for message in messages if message["role"] != "system" or has_content(message)]
+    if not messages:
+        raise BadSample("bad_conversation", f"{len(turns)} system turns without content, and no others")
+    if system and not is_blank(system):
+        message = {"role": "system", "content": [{"type": "text", "text": system}]}
+        if messages[0]["role"] != "system":
+            messages.insert(0, message)
+        elif messages[0]["content"] != message["content"]:
+            raise BadSample("bad_conversation", "system and the system turn differ; leave one out")
+    return messages
+
+
+def _parse_rejected(turns: Any, system: Any, media: TurnMedia) -> Any:
+    """Return the rejected messages; turns that cannot be read as they are, as only preferences need them."""
+    try:
+        return parse_turns(turns, system, media)
+    except BadSample:
+        return turns
+
+
+def _text(part: Any) -> str:
+    text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        raise BadSample("bad_conversation", "system has a part that is no text")
+    return text
+
+
+def _turns_name(record: dict) -> str | None:
+    """Return the name under which the record has its turns. Raises BadSample for two that differ."""
+    for name in ("chosen_images", "rejected_images"):
+        if record.get(name):
+            raise BadSample("bad_preference", f"{name}: both answers have to be to the same images")
+    get_only_alias(record, fields.REJECTIONS, "bad_preference")
+    alone = record.get("conversation")  # often a text beside the turns; else it may be the turns
+    are_turns = isinstance(alone, list) or (isinstance(alone, str) and alone.lstrip().startswith("["))
+    name = get_only_alias(record, fields.TURNS, same=_same_turns)
+    return name or ("conversation" if are_turns else None)
+
+
+def _chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
+    """Return the turns, with the chosen answer if there are two, and those with the rejected one, or None.
+
+    `name` is where the record has turns. Raises BadSample if it has none in any layout.
+    """
+    turns = record[name] if name else None
+    prompt = turns if isinstance(turns, list) else None
+    chosen, rejected = record.get(fields.CHOSEN), record.get(fields.REJECTED)
+    reply = record.get(fields.REJECTED_REPLY)
+    if prompt and rejected is None and get_only_alias(record, fields.REJECTIONS):
+        get_only_alias(record, (fields.CHOSEN, name), "bad_preference", same=_same_turns)
+    if isinstance(chosen, str | dict | list) and (prompt is None or rejected is not None):
+        if not prompt:
+            prompt = _turns(_asked(record, "bad_preference") or [], "user")
+        turns = _answered(prompt, chosen)
+        if rejected is not None:
+            return turns, _answered(prompt, rejected)
+    turns = turns or _plain_turns(record)
+    if reply is not None and isinstance(turns, list):
+        return turns, turns[:-1] + _turns(reply, "assistant")
+    return turns, record.get(fields.REJECTED_TURNS)
+
+
+def _same_turns(one: Any, other: Any) -> bool:
+    """Whether two lists of turns are one conversation, in two forms."""
+    try:
+        return parse_turns(one) == parse_turns(other)
+    except BadSample:
+        return False
+
+
+def _asked(record: dict, reason: str) -> Any:
+    """Return the prompt of a record, and its query after a newline; None if it asks nothing."""
+    prompt, query = _first(record, fields.PROMPTS, reason), _first(record, fields.QUERIES, reason)
+    if prompt is None or not query:
+        return prompt
+    if not (isinstance(prompt, str) and isinstance(query, str)):
+        raise BadSample(reason, "prompt and query are not both text")
+    return f"{prompt}\n{query}"
+
+
+def _answered(prompt: list, answer: Any) -> list:
+    """Return the conversation; an answer that begins with a question is whole, with the prompt in it."""
+    turns = _turns(answer, "assistant")
+    is_conversation = any(role_of(turn) in ("system", "user") for turn in turns[:1])
+    has_prompt = any(role_of(turn) != "system" for turn in prompt)
+    return turns if is_conversation and has_prompt else prompt + turns
+
+
+def _turns(given: Any, role: str) -> list:
+    """Return text as a turn of `role`; turns as they are, for `parse_turns` to judge."""
+    if isinstance(given, str):
+        return [{"role": role, "content": given}]
+    if isinstance(given, dict):
+        return [given]
+    if not isinstance(given, list):
+        raise BadSample("bad_preference", f"an answer or prompt is {type(given).__name__}, no text or turns")
+    return given
+
+
+# -- records without a list of turns
+
+
+def _plain_turns(record: dict) -> list[dict]:
+    """Return the turns. Raises BadSample if the record has none in any of these layouts."""
+    if isinstance(record.get("texts"), list):
+        texts = record["texts"]
+        if texts and all(isinstance(text, dict) for text in texts):
+            return [turn for text in texts for turn in _exchange(text.get("user"), text.get("assistant"))]
+        return _document(texts, record.get("images"))
+    if "caption" in record:
+        if not any(record.get(name) for name in fields.MEDIA["image"]):
+            raise BadSample("missing_media", "a caption without an image")
+        return _exchange("", record["caption"])
+    prompt, reply = _asked(record, "bad_conversation"), _first(record, fields.REPLIES, "bad_conversation")
+    if prompt is None or reply is None:
+        why = f"none of {list(fields.TURNS)} among {sorted(map(str, record))}"
+        if empty := [name for name in fields.TURNS if name in record]:
+            why = f"{empty[0]} is empty"
+        raise BadSample("bad_conversation", f"no turns: {why}")
+    pairs = record.get("history") or []
+    if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
+        raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
+    return [turn for pair in [*pairs, (prompt, reply)] for turn in _exchange(pair[0], pair[1])]
+
+
+def _first(record: dict, names: tuple[str, ...], reason: str) -> Any:
+    empty = next((name for name in names if record.get(name) is not None), None)
+    return record.get(get_only_alias(record, names, reason) or empty)
+
+
+def _exchange(prompt: Any, reply: Any) -> list[dict]:
+    for name, text in (("prompt", prompt), ("reply", reply)):
+        if not isinstance(text, str):
+            raise BadSample("bad_conversation", f"the {name} is {type(text).__name__}, not text")
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+
+
+def _document(texts: list, images: Any) -> list[dict]:
+    """Return one turn of role `document`: at each index the image, then the text, where there is one.
+
+    All text is trained, in the order given, without chat template.
+    """
+    images = [None] * len(texts) if images is None else images
+    if not isinstance(images, list) or len(images) != len(texts):
+        count = len(images) if isinstance(images, list) else type(images).__name__
+        raise BadSample("bad_conversation", f"a document of {len(texts)} texts and {count} images; give None")
+    if not all(isinstance(text, str | None) for text in texts):
+        raise BadSample("bad_conversation", "a document's texts are text or None")
+    parts: list[dict] = []
+    for text, image in zip(texts, images, strict=True):
+        if image is not None:
+            parts.append({"type": "image"})
+        if text:
+            after_text = parts and parts[-1]["type"] == "text"
+            parts.append({"type": "text", "text": DOCUMENT_SEPARATOR * bool(after_text) + text})
+    return [{"role": fields.DOCUMENT, "content": parts}]

@@ -1,0 +1,307 @@
+"""Read one turn as people write it: a message as chat templates take it, and the media that it names."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import eq
+from typing import Any
+
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.chatml.limits import LIMITS, named_limits
+from megatron_vlm.data.chatml.tools import read_call_turn, read_calls
+from megatron_vlm.data.on_disk.fields import (
+    AUDIO_PARTS,
+    CALL,
+    CALLS,
+    CONTENT,
+    MEDIA,
+    MEDIUM,
+    PARTS,
+    ROLE,
+    ROLES,
+    THINKING_KEYS,
+    TIMES,
+    TRAINED,
+    WEIGHTS,
+)
+from megatron_vlm.data.on_disk.paths import PICTURES
+
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000  # besides 0
+BESIDE_TEXT = ("tool_calls", "reasoning_content")  # what else a reply may consist of
+MEDIA_KEYS = tuple(name for names in MEDIA.values() for name in names)
+TAKEN = {*ROLE, *CONTENT, *WEIGHTS, *MEDIA_KEYS, "function_call"}  # come out under one name
+PASSED = {*THINKING_KEYS, *CALLS, "name", "tool_call_id"}  # go to the template as they are
+PLACEHOLDER = re.compile(r"<(image|video)>")
+# An image that a text names; a name in the tag that is no file's is text about the tag
+NAMED_IMAGE = re.compile(rf"<img>([^<>\n]+(?:{'|'.join(map(re.escape, PICTURES))}))</img>", re.IGNORECASE)
+# What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
+INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
+BLANK = re.compile(f"{INVISIBLE}*+")
+
+
+@dataclass
+class TurnMedia:
+    """Collects what the turns of one record name: media with their `index`, and keys that nobody reads."""
+
+    has_images: bool = False  # beside the turns, so that `<img>` in a text is none
+    named: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: {kind: [] for kind in MEDIA})
+    unread: set[tuple[str, str]] = field(default_factory=set)  # ("turn" or "part", key)
+
+
+def get_only_alias(
+    record: Mapping[str, Any],
+    names: Sequence[str],
+    reason: str = "bad_conversation",
+    place: str = "",
+    same: Callable[[Any, Any], bool] = eq,
+) -> str | None:
+    """Return the first of the names of one field that has a value; None, "" and [] are no values.
+
+    Raises BadSample if another has a value that is not the `same`: nothing says which is meant. An item and a
+    list of it are the same.
+    """
+    first, *others = [name for name in names if record.get(name) not in (None, "", [])] or [None]
+    for other in others:
+        one, two = record[first], record[other]
+        if one not in (two, [two]) and two != [one] and not same(one, two):
+            text = f"{first} and {other} are two names of one field, and differ; leave one out"
+            raise BadSample(reason, place + text)
+    return first
+
+
+def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
+    """Return the turn as a message: its content as a list of text, image and video parts.
+
+    `<image>` and `<video>` in the text of a user turn become parts, unless the turn is a list that already
+    names its media. Its weight in the loss is a number under `loss`, its calls are under `tool_calls`; its
+    other keys (`name`, ...) pass through. An empty turn gets one empty text, as templates may look at its
+    first part. Raises BadSample.
+    """
+    if not isinstance(turn, dict):
+        raise BadSample("bad_conversation", f"turn {number} is {type(turn).__name__}, not an object")
+    place = f"turn {number}: "
+    get_only_alias(turn, ROLE, place=place, same=_same_role)
+    role = role_of(turn)
+    if role is None:
+        name = turn.get("role") or turn.get("from")
+        shown = name if isinstance(name, str) else type(name).__name__
+        raise BadSample("bad_conversation", f"turn {number} has role {shown}; known are {', '.join(ROLES)}")
+    content = turn.get(get_only_alias(turn, CONTENT, place=place, same=_no_content))
+    message = {key: value for key, value in turn.items() if key not in TAKEN}
+    media.unread |= {("turn", key) for key in message if key not in PASSED}
+    if (weight := named_weight(turn, number)) is not None:
+        message["loss"] = weight
+    if role == CALL:
+        calls = read_call_turn(content, place)
+        return message | {"role": "assistant", "content": [], "tool_calls": calls}
+    if (calls := read_calls(turn, place)) is not None or turn.get("function_call"):
+        message["tool_calls"] = calls
+
+    parts = _raw_parts(content, number)
+    if role in ("user", "tool"):
+        parts = _with_media_of_turn(turn, parts)
+        if not media.has_images and all(map(_is_text, parts)):  # Qwen-VL's first form
+            parts = [piece for part in parts for piece in _with_paths(part["text"])]
+    elif key := next((key for key in MEDIA_KEYS if turn.get(key)), None):
+        raise BadSample("bad_conversation", f"{place}its {key} are not read; name them beside the turns")
+    parts = [_part(part, number, media) for part in parts]
+    names_media = any(part["type"] != "text" for part in parts)
+    if names_media and role == "assistant":
+        raise BadSample("bad_conversation", f"turn {number}: an assistant turn cannot hold media")
+    if role == "user" and not names_media:
+        parts = [piece for part in parts for piece in _split_placeholders(part)]
+    parts = join_texts(parts)
+    if not parts and not any(message.get(key) for key in BESIDE_TEXT):
+        parts = [{"type": "text", "text": ""}]
+    return message | {"role": role, "content": parts}
+
+
+def role_of(turn: Any) -> str | None:
+    """Return the role of a turn as it is written; None if it has none that is known."""
+    name = (turn.get("role") or turn.get("from")) if isinstance(turn, dict) else None
+    return ROLES.get(name.lower()) if isinstance(name, str) else None
+
+
+def _same_role(role: Any, sender: Any) -> bool:
+    """Also if `from` is no role, but someone's name."""
+    sender = ROLES.get(str(sender).lower())
+    return sender is None or sender == ROLES.get(str(role).lower())
+
+
+def _no_content(content: Any, value: Any) -> bool:
+    """Whether `value` is something else, such as a critic's."""
+    return not isinstance(value, str | list)
+
+
+def named_weight(turn: dict, number: int) -> float | None:
+    """Return the weight in the loss that a turn names, as `loss` or as OpenAI's `weight`; true is 1.
+
+    Raises BadSample for a wrong one, and for two that differ.
+    """
+    named = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
+    for key, value in named.items():
+        if not (isinstance(value, int | float) and (value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT)):
+            wanted = f"true, false or a number from {LEAST_WEIGHT} to {MOST_WEIGHT}"
+            raise BadSample("bad_conversation", f"turn {number} has {key} {value!r}, not {wanted}")
+    weights = set(map(float, named.values()))
+    if len(weights) > 1:
+        raise BadSample("bad_conversation", f"turn {number} has {' and '.join(WEIGHTS)}, which differ")
+    return weights.pop() if weights else None
+
+
+# -- parts
+
+
+def _raw_parts(content: Any, number: int) -> list[Any]:
+    """Return the parts of a content: text, a list of parts, or JSON text of such a list."""
+    content = _decoded_parts(content)
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise BadSample("bad_conversation", f"turn {number} has content {type(content).__name__}")
+    return [_with_type({"type": "text", "text": part} if isinstance(part, str) else part) for part in content]
+
+
+def _decoded_parts(content: Any) -> Any:
+    """Return the parts of a content that is JSON text of parts; any other content as it is."""
+    if not (isinstance(content, str) and content.lstrip().startswith("[")):
+        return content
+    try:
+        parts = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    are_parts = isinstance(parts, list) and all(
+        isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in PARTS
+        for part in parts
+    )
+    return parts if are_parts and parts else content
+
+
+def _with_type(part: Any) -> Any:
+    """Return the part with its type, if the name of its only text or medium is all that says it."""
+    if not isinstance(part, dict) or part.get("type") is not None:
+        return part
+    names = [name for name in PARTS if part.get(name) is not None]
+    return part | {"type": names[0]} if len(names) == 1 else part
+
+
+def _with_media_of_turn(turn: dict, parts: list[Any]) -> list[Any]:
+    """Return the parts, with one for each medium under a key of the turn.
+
+    They take the places in its text, or stand before it. Raises BadSample for another number of places.
+    """
+    for kind, names in MEDIA.items():
+        key = get_only_alias(turn, names)
+        if key is None:
+            continue
+        items = turn[key] if isinstance(turn[key], list) else [turn[key]]
+        parts = [
+            piece for part in parts for piece in (_split_placeholders(part) if _is_text(part) else [part])
+        ]
+        places = [index for index, part in enumerate(parts) if part == {"type": kind}]
+        if places and len(places) != len(items):
+            text = f"a turn has {len(items)} {key} and {len(places)} places for them"
+            raise BadSample("placeholder_mismatch", text)
+        named = [{"type": kind, kind: item} for item in items]
+        for index, part in zip(places, named, strict=False):
+            parts[index] = part
+        parts = parts if places else named + parts
+    return parts
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _with_paths(text: str) -> list[dict]:
+    pieces = NAMED_IMAGE.split(text)  # text, path, text, path, ..., text
+    return [
+        {"type": "image", "image": piece} if index % 2 else {"type": "text", "text": piece}
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def _split_placeholders(part: dict) -> list[dict]:
+    pieces = PLACEHOLDER.split(part["text"])  # text, kind, text, kind, ..., text
+    return [
+        {"type": piece} if index % 2 else {"type": "text", "text": piece}
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def _part(part: Any, number: int, media: TurnMedia) -> dict:
+    """Return a text, or the place of a medium with its limits; the medium is added to `media`."""
+    name = part.get("type") if isinstance(part, dict) else None
+    if name in AUDIO_PARTS:
+        raise audio(f"turn {number}")
+    kind = PARTS.get(name) if isinstance(name, str) else None
+    if kind is None or (kind == "text" and not isinstance(part.get("text"), str)):
+        known = ", ".join(PARTS)
+        raise BadSample("bad_conversation", f"turn {number} has a part that is no {known}, or has no text")
+    if kind == "text":
+        media.unread |= {("part", key) for key in part if key not in ("type", "text")}
+        return {"type": "text", "text": part["text"]}
+    names = (f"{kind}_url", kind, *MEDIUM)
+    medium = part.get(get_only_alias(part, names))
+    known = {"type", "index", *names, *LIMITS[kind], *TIMES}
+    media.unread |= {("part", key) for key in part if key not in known}
+    if isinstance(medium, dict):  # an address of OpenAI's, or Anthropic's base64
+        medium = medium.get("url", medium.get("data", medium))
+    if kind == "video" and isinstance(medium, list):
+        medium = {"frames": medium} | frame_times(part)
+    media.named[kind].append((medium, part.get("index")))
+    return {"type": kind} | named_limits(kind, part | medium if isinstance(medium, dict) else part)
+
+
+def frame_times(item: dict) -> dict:
+    """Return what an item says of the times of its list of frames; `sample_fps` is qwen-vl-utils' `fps`."""
+    times = {name: item[name] for name in TIMES if item.get(name) is not None}
+    return times or ({"fps": item["sample_fps"]} if item.get("sample_fps") is not None else {})
+
+
+def audio(place: str) -> BadSample:
+    """Return what says that a sample has audio there."""
+    return BadSample(
+        "bad_conversation",
+        f"{place} has audio, which no model is trained on; leave the record out, or write it as text",
+    )
+
+
+def join_texts(parts: list[dict]) -> list[dict]:
+    """Join adjacent texts here, so that they cannot meet in the template and spell a control token."""
+    joined: list[dict] = []
+    for part in parts:
+        if part["type"] == "text" and joined and joined[-1]["type"] == "text":
+            joined[-1] = {"type": "text", "text": joined[-1]["text"] + part["text"]}
+        else:
+            joined.append(part)
+    return [part for part in joined if part["type"] != "text" or part["text"]]
+
+
+# -- what a message says
+
+
+def is_trained(message: dict) -> bool:
+    """Whether a message is a reply to train on."""
+    return message["role"] in TRAINED and message.get("loss", 1) > 0
+
+
+def has_content(message: dict) -> bool:
+    """Whether a message says anything: visible text, tool calls or reasoning; or media, if it is not trained.
+
+    A reply without content is not trained: neither what the template writes for it nor its end of turn.
+    """
+    if any(part["type"] != "text" for part in message["content"]) and message["role"] not in TRAINED:
+        return True
+    if any(not is_blank(part["text"]) for part in message["content"] if part["type"] == "text"):
+        return True
+    beside = (message.get(key) for key in BESIDE_TEXT)
+    return any(not is_blank(value) if isinstance(value, str) else bool(value) for value in beside)
+
+
+def is_blank(text: str) -> bool:
+    """Whether the text holds nothing visible."""
+    return BLANK.match(text).end() == len(text)
