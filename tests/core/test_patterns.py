@@ -25,7 +25,7 @@ LOCAL = {
     "data.encode.processing": 2,
     "data.grounding.convention": 2,  # tried in tests/data/test_boxes.py
     "data.on_disk.plain": 1,
-    "data.records.normalise": 1,
+    "data.chatml.turns": 1,
     "job.failures": 1,
     "models.weights.files": 1,
     "models.weights.rules": 1,

@@ -513,11 +513,11 @@ def test_a_crop_is_refused_where_the_resize_is_not_known():
 
 
 def test_shards_and_packed_rows_have_the_same_tokens(tmp_path):
-    conversation = parse_record(record_of("<objects>", SEVERAL | {"bbox_type": "norm1000"})).stored()
+    conversation = parse_record(record_of("<objects>", SEVERAL | {"bbox_type": "norm1000"}))
     parts = sample_parts(conversation, [png((64, 64))], [])
     assert json.loads(parts["json"])["objects"] == SEVERAL | {"bbox_type": "norm1000"}
     cooked = cook_record({"__key__": "0", "__restore_key__": (), "__subflavors__": None, **parts})
-    direct = sample_of(conversation, [png((64, 64))])
+    direct = sample_of(conversation.stored(), [png((64, 64))])
     ids = [
         encoder(processor_of("internvl"), DataConfig(seq_length=100_000), needs_of("internvl"))
         .encode_document(each)
@@ -527,7 +527,7 @@ def test_shards_and_packed_rows_have_the_same_tokens(tmp_path):
     ]
     assert ids == ids[:1] * 4
     with pytest.raises(BadSample, match="bad_objects"):
-        sample_parts(conversation | {"objects": {"bbox": []}} | said("<bbox>"), [], [])
+        sample_parts(parse_record({"objects": {"bbox": []}} | said("<bbox>")), [], [])
 
 
 def test_each_answer_of_a_pair_takes_the_boxes_that_it_names():

@@ -46,7 +46,7 @@ def halves(record: dict) -> list[list[dict]]:
     """As a run reads them, from a source or from a shard."""
     columns = {"chosen": "better", "rejected": "worse"} if "better" in record else {}
     conversation = parse_record(Columns(columns)(record)).stored()
-    images = [b"x"] if "<image>" in json.dumps(conversation) else []
+    images = [b"x"] if '"image"' in json.dumps(conversation) else []
     from_source = sample_of(conversation, images)
     stored = {"__key__": "0", "__restore_key__": (), "json": json.dumps(conversation).encode()}
     from_shard = cook_record(stored | ({"img000.png": b"x"} if images else {}))

@@ -70,7 +70,7 @@ def test_a_held_out_file_becomes_its_own_split(tmp_path):
     val = write_sharegpt(tmp_path / "source", 3, "held_out.jsonl", first=8)
     prepare({"train": train, "val": val}, tmp_path / "out")
     replies = {
-        split: [json.loads(parts["json"])["conversations"][1]["value"] for parts in samples.values()]
+        split: [json.loads(parts["json"])["messages"][1]["content"][0]["text"] for parts in samples.values()]
         for split, samples in stored(tmp_path / "out").items()
     }
     assert replies == {

@@ -140,7 +140,7 @@ def test_tables_are_read_from_any_form_under_any_name(tmp_path, form, name):
     assert [row["answer"] for row in stream.stream] == [row["answer"] for row in PLAIN]
     for (read, root), row in zip(found, PLAIN, strict=True):
         conversation, images, _ = read_record(read, root)
-        assert [turn["content"] for turn in conversation["messages"]] == [row["question"], row["answer"]]
+        assert conversation == parse_record(row).stored()
         assert images == [(tmp_path / row["image"]).read_bytes()]
     assert list(source_problems(str(tmp_path / name), None, {}, False)) == []
 
@@ -565,7 +565,7 @@ def parts(text: str, images: int, videos: int = 0, reply: str = "a") -> list[str
         *(
             "<img>",
             "<img></img>",
-            "<img>a.png</img>",
+            "<img>a</img>",
             "<|image_pad|>",
             "<|vision_start|><|image_pad|><|vision_end|>",
         ),
@@ -609,7 +609,7 @@ def test_a_saved_folder_with_other_splits_says_what_to_give(tmp_path):
 
 def test_conversations_of_rows_are_those_of_lines(tmp_path):
     """The guard of the tests above: records have turns."""
-    assert parse_record(RECORDS[0]).stored()["conversations"][1]["value"] == "number 0"
+    assert parse_record(RECORDS[0]).messages[1]["content"][0]["text"] == "number 0"
 
 
 @pytest.mark.parametrize("lines", [False, True])

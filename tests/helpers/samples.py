@@ -23,6 +23,8 @@ def sample_of(conversation: Any, imgs: Any = None, videos: Any = None, key: str 
 def clean(conversation: Any, images: int = 0, videos: int = 0) -> tuple[list[dict], Any, dict]:
     """Return messages, tools and limits of the sample of a conversation and so many media."""
     keys = {"__key__": "", "__restore_key__": ()}
+    if isinstance(conversation, dict) and images:
+        conversation = conversation | {"images": [b"x"] * images}
     sample = make_sample(parse_record(conversation), [b""] * images, [b""] * videos, **keys)
     return sample.messages, sample.tools, sample.limits
 
