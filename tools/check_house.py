@@ -37,7 +37,7 @@ LEFT_OUT = {
     "data.media.videos": "one of two media",
     "data.on_disk": "how files of rows are opened",
     "data.grounding": "samples without boxes do not enter it",
-    "data.conversation.objects": "as data.grounding",
+    "data.chatml.objects": "as data.grounding",
     "data.chatml.grounded": "as data.grounding",
     "data.preferences": "a second objective",
     "rl": "a second objective",

@@ -124,8 +124,8 @@ class MegatronVLM(lmms):
         if not isinstance(turns, list) or not turns:
             raise ValueError(f"its messages are {printable(repr(turns))}, not a list of some")
         conversation = parse_record([*map(_with_files, turns), REPLY])
-        media = load_media(conversation, Path())
-        sample = make_sample(conversation, *media, __key__="", __restore_key__=())
+        images, videos = load_media(conversation, Path())
+        sample = make_sample(conversation, images, videos, __key__="", __restore_key__=())
         prompt = self._encoder.question(sample).prompt
         length = int(prompt["position_ids"].max()) + 1
         known = self._source.description.architecture.get("most_positions")

@@ -68,7 +68,7 @@ class Conversation:
     media      by kind, what the record names, in order
     limits     by kind, what the record says of each of these media beside the turns; empty if nothing
     objects    what the record has under this name, see `chatml.objects`
-    rejected   the messages with the other answer of a preference record, or None
+    rejected   the messages with the other answer of a preference record, or why they cannot be read, or None
     unread     the keys that nothing reads, each with where it stands: record, turn or part
     """
 
@@ -77,13 +77,13 @@ class Conversation:
     media: dict[str, list] = field(default_factory=lambda: {kind: [] for kind in fields.MEDIA})
     limits: dict[str, list[dict]] = field(default_factory=dict)
     objects: Any = None
-    rejected: list[dict] | None = None
+    rejected: list[dict] | BadSample | None = None
     unread: set[tuple[str, str]] = field(default_factory=set)
 
     def stored(self) -> dict:
         """Return the record without its media, as shards hold it: `parse_record` gives the same again."""
         record = {"messages": self.messages, "tools": self.tools, "objects": self.objects}
-        record |= {fields.REJECTED_TURNS: self.rejected}
+        record |= {fields.REJECTED_TURNS: [] if isinstance(self.rejected, BadSample) else self.rejected}
         record |= {LIMITS_FIELDS[kind]: limits for kind, limits in self.limits.items()}
         return {name: value for name, value in record.items() if value is not None}
 
@@ -203,12 +203,12 @@ def parse_turns(turns: Any, system: Any = None, media: TurnMedia | None = None) 
     return messages
 
 
-def _parse_rejected(turns: Any, system: Any, media: TurnMedia) -> Any:
-    """Return the rejected messages; turns that cannot be read as they are, as only preferences need them."""
+def _parse_rejected(turns: Any, system: Any, media: TurnMedia) -> list[dict] | BadSample:
+    """Return the rejected messages, or why they cannot be read, which matters to preferences alone."""
     try:
         return parse_turns(turns, system, media)
-    except BadSample:
-        return turns
+    except BadSample as bad:
+        return bad
 
 
 def _text(part: Any) -> str:

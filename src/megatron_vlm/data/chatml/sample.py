@@ -20,8 +20,8 @@ class ChatMLSample(Sample):
     `messages` and `tools` are as chat templates take them, with a part for each medium; `limits` are those
     that the record names for each image and each video, and `objects` what the placeholders for boxes in its
     text stand for. `rejected` are the messages with the other answer of a preference record, whose media are
-    not placed yet; only one objective reads it. `sizes` is what the sizes of its images are drawn from, if
-    they are. If the record cannot be trained on, `problem` says why, so that the encoder counts it with all
+    not placed yet, or why there are none; only one objective reads it. `sizes` is what the sizes of its
+    images are drawn from, if they are. If the record cannot be trained on, `problem` says why, so that the encoder counts it with all
     other drops.
     """
 
@@ -31,7 +31,7 @@ class ChatMLSample(Sample):
     videos: list | None = None
     limits: dict[str, list[dict]] | None = None
     objects: Objects | None = None
-    rejected: list | None = None
+    rejected: list[dict] | BadSample | None = None
     sizes: str | None = None
     problem: BadSample | None = None
 

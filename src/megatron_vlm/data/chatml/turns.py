@@ -98,10 +98,11 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
     if (calls := read_calls(turn, place)) is not None or turn.get("function_call"):
         message["tool_calls"] = calls
 
+    # Media of the turn itself, or paths in its text, become parts first; then every part is read
     parts = _raw_parts(content, number)
     if role in ("user", "tool"):
         parts = _with_media_of_turn(turn, parts)
-        if not media.has_images and all(map(_is_text, parts)):  # Qwen-VL's first form
+        if not media.has_images and all(map(_is_text, parts)):
             parts = [piece for part in parts for piece in _with_paths(part["text"])]
     elif key := next((key for key in MEDIA_KEYS if turn.get(key)), None):
         raise BadSample("bad_conversation", f"{place}its {key} are not read; name them beside the turns")

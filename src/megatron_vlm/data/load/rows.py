@@ -76,7 +76,8 @@ class EncodedRows(Dataset):
         try:
             record, root = self.table.record(index)
             conversation = parse_record(record)
-            return make_sample(conversation, *load_media(conversation, root), **keys)
+            images, videos = load_media(conversation, root)
+            return make_sample(conversation, images, videos, **keys)
         except BadSample as bad:
             source, number = self.table.origin(index)
             problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.chatml.record import parse_turns
 from megatron_vlm.data.chatml.sample import ChatMLSample, place_media
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.encoder import join_documents
@@ -74,8 +73,9 @@ def halves_of(sample: ChatMLSample) -> tuple[ChatMLSample, ChatMLSample]:
         raise sample.problem
     if sample.rejected is None:
         raise BadSample("bad_preference", "no rejected answer beside the chosen one")
-    rejected = parse_turns(sample.rejected)  # which are messages, or turns that cannot be read
-    rejected = place_media(rejected, len(sample.imgs or []), len(sample.videos or []))
+    if isinstance(sample.rejected, BadSample):
+        raise sample.rejected
+    rejected = place_media(sample.rejected, len(sample.imgs or []), len(sample.videos or []))
     pairs = enumerate(zip(sample.messages, rejected, strict=False))
     shortest = min(len(sample.messages), len(rejected))
     shared = next((turn for turn, (one, other) in pairs if one != other), shortest)

@@ -150,9 +150,8 @@ def write_shard(job: ShardJob) -> ShardResult:
             try:
                 record, root = table.record(index)
                 conversation = parse_record(record)
-                parts = sample_parts(
-                    conversation, *load_media(conversation, root)
-                )  # checked as the encoder will
+                images, videos = load_media(conversation, root)
+                parts = sample_parts(conversation, images, videos)  # checked as the encoder will
             except BadSample as bad:
                 result.skipped[bad.reason] += 1
                 source, number = table.origin(index)
