@@ -53,8 +53,8 @@ from megatron_vlm.data.on_disk.named import in_order
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
-KNOWN = {*fields.FIELDS, *fields.AUDIO, "conversation", NOTES}
-KNOWN.update(LIMITS_FIELDS.values(), *LIMITS.values())
+KNOWN = {*fields.FIELDS, *fields.AUDIO, *LIMITS["image"], *LIMITS["video"], *LIMITS_FIELDS.values()}
+KNOWN |= {"conversation", NOTES}
 
 
 @dataclass

@@ -17,12 +17,14 @@ from megatron_vlm.data.chatml.turns import has_content, is_trained, join_texts
 class ChatMLSample(Sample):
     """A clean conversation with its media, still encoded: `make_sample` makes it.
 
-    `messages` and `tools` are as chat templates take them, with a part for each medium; `limits` are those
-    that the record names for each image and each video, and `objects` what the placeholders for boxes in its
-    text stand for. `rejected` are the messages with the other answer of a preference record, whose media are
-    not placed yet, or why there are none; only one objective reads it. `sizes` is what the sizes of its
-    images are drawn from, if they are. If the record cannot be trained on, `problem` says why, so that the encoder counts it with all
-    other drops.
+    messages   as chat templates take them, with a part for each medium
+    tools      as chat templates take them
+    limits     by kind, those that the record names for each image and each video
+    objects    what the placeholders for boxes in its text stand for
+    rejected   the messages with the other answer of a preference record, whose media are not placed yet, or
+               why they cannot be read; only one objective reads it
+    sizes      what the sizes of its images are drawn from, if they are
+    problem    why the record cannot be trained on, so that the encoder counts it with all other drops
     """
 
     messages: list[dict] | None = None
