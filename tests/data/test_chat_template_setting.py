@@ -9,7 +9,7 @@ from transformers import AutoProcessor
 
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.data.accounts.fingerprint import check_fingerprint, encoder_settings
-from megatron_vlm.data.conversation.chatml import cook_chatml_sample
+from megatron_vlm.data.chatml.record import parse_turns
 from megatron_vlm.data.encode.chat_template import names_read, set_chat_template
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
@@ -48,7 +48,7 @@ def test_ids_are_those_of_transformers_with_template_and_values(processors, name
     encoder = TextEncoder(processor)
     compared = 0
     for title, turns in CONVERSATIONS.items():
-        messages, _ = cook_chatml_sample(json.loads(json.dumps(turns)))
+        messages = parse_turns(json.loads(json.dumps(turns)))
         tools = TOOLS if "call" in title else None
         if encoder.chat._needs_parts:
             turns = messages

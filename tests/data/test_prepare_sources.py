@@ -50,9 +50,9 @@ def test_a_meta_file_is_prepared_in_its_shares(tmp_path):
     settings = written_sources.write_meta(tmp_path, a={"sample_ratio": 0.4}, b={"sample_ratio": 1.5})
     prepare({"train": settings["train_data_path"]}, tmp_path / "out")
     replies = [
-        json.loads(parts["json"])["conversations"][1] for parts in stored(tmp_path / "out")["train"].values()
+        json.loads(parts["json"])["messages"][1] for parts in stored(tmp_path / "out")["train"].values()
     ]
-    per_dataset = Counter(int(reply["value"].split()[1]) // 10 for reply in replies)
+    per_dataset = Counter(int(reply["content"][0]["text"].split()[1]) // 10 for reply in replies)
     assert per_dataset == {0: 4, 1: 15}
 
 

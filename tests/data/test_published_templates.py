@@ -85,7 +85,7 @@ def test_thinking_in_the_text_is_trained_as_reasoning_content(name, values):
         encoded = []
         for text in ("<think>\nThree and four.\n</think>\n\nIt is 7.", None):
             reply = THINKS if text is None else REPLY | {"content": text}
-            messages, _ = cook_chatml_sample(copy.deepcopy([*before, USER, reply, *after]))
+            messages = parse_record(copy.deepcopy([*before, USER, reply, *after])).messages
             encoded.append(encoder.tokenize(encoder.chat(messages, TOOLS, 0)))
         inside, beside = encoded
         assert inside.input_ids.tolist() == beside.input_ids.tolist()

@@ -41,7 +41,7 @@ class ChatMLSample(Sample):
 def make_sample(
     conversation: Conversation, images: list[bytes], videos: list[bytes | dict], **keys: Any
 ) -> ChatMLSample:
-    """Return the sample of a conversation and its media; `keys` are those of Energon's `Sample`.
+    """Return the sample of a conversation and its media; `keys` are fields of Energon's `Sample`.
 
     Raises BadSample for media without places, limits and objects that cannot be, and `no_trained_tokens` when
     no trained reply has content.
