@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.conversation.chatml import clean
-from megatron_vlm.data.conversation.turns import without_thinking
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import place_media
+from megatron_vlm.data.encode.document import without_thinking
 from megatron_vlm.data.load.rows import EncodedRows
 from megatron_vlm.data.records.blends import Table
-from megatron_vlm.data.records.normalise import normalise
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import listed, printable
 
@@ -48,6 +48,9 @@ def _conversations(source: Table) -> Iterator[tuple[list[dict], list[dict] | Non
     """Messages and tools of the first records; no media are read."""
     for index in range(min(FIRST, len(source))):
         with suppress(BadSample):
-            conversation, media = normalise(source.record(index)[0])
-            messages, tools, _ = clean(conversation, len(media["image"]), len(media["video"]))
-            yield messages, tools
+            conversation = parse_record(source.record(index)[0])
+            media = conversation.media
+            yield (
+                place_media(conversation.messages, len(media["image"]), len(media["video"])),
+                conversation.tools,
+            )
