@@ -1,8 +1,14 @@
 """Published chat templates, which TRL has copies of, with content as Transformers' users pass it."""
 
 import copy
+import functools
+import re
+from functools import partial
+from unicodedata import normalize
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jinja2 import TemplateError
 from PIL import Image
 from published_templates import CALLS, CONVERSATIONS, FOLDER, PUBLISHED, REPLY, THINKS, TOOLS, USER
@@ -10,24 +16,20 @@ from samples import templated
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.record import parse_record
-from megatron_vlm.data.encode.chat_template import set_chat_template
+from megatron_vlm.data.chatml.turns import is_blank
+from megatron_vlm.data.encode.chat_template import RenderedChat, set_chat_template
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.generation.generate import reply_text
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
 
 
-@pytest.fixture(scope="module")
-def encoders():
-    made = {}
-
-    def of(name):
-        if name not in made:
-            processor = TINY_FAMILIES[PUBLISHED[name]].processor(default_corpus(), "{{ messages }}")
-            made[name] = TextEncoder(templated(processor, (FOLDER / f"{name}.jinja").read_text()))
-        return made[name]
-
-    return of
+@functools.cache
+def encoder_of(name, template=None):
+    processor = TINY_FAMILIES[PUBLISHED[name]].processor(default_corpus(), "{{ messages }}")
+    if name == "lfm2_2_5_vl":  # the tiny tokenizer has others
+        processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return TextEncoder(templated(processor, (FOLDER / f"{template or name}.jinja").read_text()))
 
 
 def refused(render):
@@ -39,8 +41,8 @@ def refused(render):
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_text_is_that_of_transformers(encoders, name, conversation):
-    encoder, turns = encoders(name), CONVERSATIONS[conversation]
+def test_text_is_that_of_transformers(name, conversation):
+    encoder, turns = encoder_of(name), CONVERSATIONS[conversation]
     tools = TOOLS if "call" in conversation else None
     tokenizer = encoder.tokenizer
     expected = refused(
@@ -67,6 +69,47 @@ def test_text_is_that_of_transformers(encoders, name, conversation):
     for (start, stop), reply in zip(spans, replies, strict=True):
         assert reply["content"].strip() in text[start:stop]
         assert USER["content"] not in text[start:stop]
+
+
+def tokenized(encoder, turns, tools, **options):
+    """What Transformers makes of a conversation."""
+    return encoder.tokenizer.apply_chat_template(
+        copy.deepcopy(turns), tools=tools, chat_template=encoder.chat.text, return_dict=True, **options
+    )
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_ids_are_those_of_transformers(name, conversation):
+    encoder, tools = encoder_of(name), TOOLS if "call" in conversation else None
+    messages = parse_record(copy.deepcopy(CONVERSATIONS[conversation])).messages
+    turns = messages if encoder.chat._needs_parts else CONVERSATIONS[conversation]
+    if (expected := refused(lambda: tokenized(encoder, turns, tools))) is None:
+        return
+    text, *_ = encoder.chat.render(messages, tools)
+    ids = encoder.tokenize(RenderedChat(text, [], [], [], add_special_tokens=False)).input_ids.tolist()
+    next_turn = encoder.tokenizer.encode(encoder.chat._next_turn or "", add_special_tokens=False)
+    assert ids in (expected["input_ids"], expected["input_ids"] + next_turn)
+
+
+# those of TRL whose `{% generation %}` tags mark what it trains
+TAGGED = {name: f"{name}_training" for name in PUBLISHED if (FOLDER / f"{name}_training.jinja").is_file()}
+TAGGED |= {"lfm2_2_5_vl": "lfm2_2_5_vl"}
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", TAGGED)
+def test_trained_tokens_are_those_of_transformers_mask(name, conversation):
+    encoder, tools = encoder_of(name, TAGGED[name]), TOOLS if "call" in conversation else None
+    messages = parse_record(copy.deepcopy(CONVERSATIONS[conversation])).messages
+    turns = messages if encoder.chat._needs_parts else CONVERSATIONS[conversation]
+    mask = refused(lambda: tokenized(encoder, turns, tools, return_assistant_tokens_mask=True))
+    if mask is None or (tools and "tool_calls" not in encoder.chat.text):  # an empty reply is not trained
+        return
+    text, replies, _ = encoder.chat.render(messages, tools)
+    encoded = encoder.tokenize(RenderedChat(text, replies, [], [], add_special_tokens=False))
+    assert encoded.input_ids.tolist() == mask["input_ids"]
+    assert encoded.weights.astype(int).tolist() == mask["assistant_masks"]
 
 
 TAKES_EITHER = ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "glm4moe"]
@@ -99,9 +142,9 @@ def split(tokenizer, text):
 
 @pytest.mark.parametrize("images", [0, 1])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_typed_control_tokens_are_the_pieces_of_the_text_as_it_stands(encoders, name, images):
+def test_typed_control_tokens_are_the_pieces_of_the_text_as_it_stands(name, images):
     """By a call of the processor and without one; what surrounds them stays as it was."""
-    encoder = encoders(name)
+    encoder = encoder_of(name)
     tokenizer, control = encoder.tokenizer, encoder.chat.added_control_tokens
     controls = {tokenizer.added_tokens_encoder[token] for token in control}
 
@@ -150,3 +193,47 @@ def test_tokens_of_the_users_own_are_tokens_and_are_trained(name, add):
     assert reply_text(processor, encoded.input_ids[encoded.weights > 0]) == "It is <seg>."
     alone = [USER, {"role": "assistant", "content": "<seg>"}]
     assert encoder.chat.render(parse_record(alone).messages)[1]
+
+
+CONTROLS = [
+    "<|im_end|>",
+    "<image>",
+    "<|image_pad|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "</s>",
+    "[/INST]",
+    "<|user|>",
+]
+PIECES = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs", "Co", "Cn"]), min_size=1, max_size=12),
+    st.sampled_from(
+        [*CONTROLS, "{{ messages }}", "{% endgeneration %}", "assistant", "\n\n", "\t ", "It is 7."]
+    ),
+)
+TEXTS = st.lists(PIECES, min_size=1, max_size=4).map("".join).filter(lambda text: not is_blank(text))
+EXCHANGES = st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3)
+composed = partial(normalize, "NFC")
+EMPTY_THINKING = re.compile(r"^\s*(<think>)?\s*</think>\s*")
+
+
+@given(st.sampled_from(sorted(PUBLISHED)), st.none() | TEXTS, EXCHANGES)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_what_is_trained_of_any_conversation_is_its_replies(name, system, exchanges):
+    """Decoded without the end of the turn, and without the empty thinking that a template writes."""
+    encoder = encoder_of(name)
+    turns = [{"role": "system", "content": system}] if system else []
+    for asked, answered in exchanges:
+        asked = asked.replace("<image>", "")  # it is an image in a user's text
+        turns += [{"role": "user", "content": asked or "a"}, {"role": "assistant", "content": answered}]
+    encoded = encoder.tokenize(encoder.chat(parse_record(turns).messages, None, 0))
+    controls = {encoder.tokenizer.added_tokens_encoder[token] for token in encoder.chat.added_control_tokens}
+    replies, before = [], 0
+    for token, weight in zip(encoded.input_ids.tolist(), encoded.weights, strict=True):
+        replies += [[]] if weight and not before else []
+        if weight and token not in controls:
+            replies[-1].append(token)
+        before = weight
+    texts = [EMPTY_THINKING.sub("", encoder.tokenizer.decode(ids), 1).strip() for ids in replies]
+    # Qwen's tokenizers compose characters
+    assert [*map(composed, texts)] == [composed(answered.strip()) for _, answered in exchanges]

@@ -195,10 +195,10 @@ class ChatTemplate:
             return self._render(self._harmless(messages), self._harmless(tools))[0]
         return None
 
-    def typed(self, messages: list[dict], tools: list[dict] | None) -> set[str]:
+    def typed(self, messages: list[dict], tools: list[dict] | None) -> list[str]:
         """Return the control tokens that somebody typed into the conversation, which stay text."""
         written = json.dumps([messages, tools], ensure_ascii=False, default=str)
-        return set(self._control_tokens.findall(written))
+        return sorted(set(self._control_tokens.findall(written)))
 
     def _outside_thinking(self, prompt: str, start: int, stop: int) -> list[Span]:
         """The pieces of a reply outside its thinking blocks; none if they say nothing."""
