@@ -147,7 +147,8 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
             place = f"checkpoint {printable(folder)}: line {error.lineno} of its chat template"
             remedy = "correct chat_template.jinja there, or download it again"
             if own:
-                place, remedy = f"data.chat_template: line {error.lineno}", "correct it"
+                place = f"data.chat_template: line {error.lineno}"
+                remedy = "correct it"
             raise ConfigError(f"{place} is not Jinja ({_first_line(error)}); {remedy}.") from error
     if own or data.chat_template_kwargs:
         set_chat_template(processor, own, data.chat_template_kwargs)
