@@ -175,6 +175,8 @@ class DataConfig:
     chat_template: Name | None = None
     # values by the names that the template reads, such as enable_thinking: false
     chat_template_kwargs: dict[str, TemplateValue] = field(default_factory=dict)
+    # of each call of the image processor, as Transformers takes them, such as do_pan_and_scan: true
+    image_processor_kwargs: dict[str, TemplateValue] = field(default_factory=dict)
     # in replies: "keep" it as the template writes it, "mask" it (read, not trained), or "drop" it
     thinking: Literal["keep", "mask", "drop"] = "keep"
     # how boxes of a record's `objects` are written; None: as the model's family does (docs/boxes.md)

@@ -11,6 +11,7 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.kinds.base import image_options
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import read_text
 from megatron_vlm.messages import listed, printable, reading
@@ -50,6 +51,7 @@ def processor_outputs(
         images=kind_of(processor).arranged([decode_image(image) for image in images]) or None,
         return_tensors="pt",
         add_special_tokens=not (bos and text.startswith(bos)),
+        **(image_options(processor) if images else {}),
     )
 
 

@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.encode.chat_template import set_chat_template
 from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.kinds.base import set_image_options
 from megatron_vlm.files import read_template
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.families import describe
@@ -150,6 +151,8 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
                 place = f"data.chat_template: line {error.lineno}"
                 remedy = "correct it"
             raise ConfigError(f"{place} is not Jinja ({_first_line(error)}); {remedy}.") from error
+    if data.image_processor_kwargs:
+        set_image_options(processor, data.image_processor_kwargs)
     if own or data.chat_template_kwargs:
         set_chat_template(processor, own, data.chat_template_kwargs)
     return processor

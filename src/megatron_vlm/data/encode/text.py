@@ -36,7 +36,7 @@ from megatron_vlm.data.encode.chat_template import (
 )
 from megatron_vlm.data.encode.replies import Span
 from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.kinds.base import Grid
+from megatron_vlm.data.kinds.base import Grid, image_options
 from megatron_vlm.data.media.videos import Frames, video_options
 
 CONTROL = "\U0010ff09"  # before the control tokens of a template, while a text with typed ones is tokenized
@@ -85,6 +85,7 @@ class TextEncoder:
         """
         frames, plans = [frames for frames, _ in videos or []], [plan for _, plan in videos or []]
         options = {"videos": frames, "videos_kwargs": video_options(plans)} if videos else {}
+        options |= image_options(self._processor) if images else {}
         try:
             outputs = self._processor(
                 text=[with_marks(prompt)],

@@ -4,7 +4,7 @@ from pkgutil import resolve_name
 
 from transformers import ProcessorMixin
 
-from megatron_vlm.data.kinds.base import Kind
+from megatron_vlm.data.kinds.base import Kind, image_options
 
 KINDS: list[type[Kind]] = [  # the first with its sign is taken
     resolve_name(f"{__name__}.{name}")
@@ -41,6 +41,8 @@ def kind_of(processor: ProcessorMixin) -> Kind:
 
 def why_unknown(processor: ProcessorMixin) -> str | None:
     """Why a processor must be called; None if its kind can do its work."""
+    if image_options(processor):
+        return "data.image_processor_kwargs are set"
     kind = kind_of(processor)
     names = _names(processor)
     parts = [processor.image_processor]

@@ -221,6 +221,26 @@ class Kind:
         return pixels.permute(0, 3, 1, 2) if is_raw(pixels) else pixels
 
 
+def set_image_options(processor: ProcessorMixin, options: Mapping[str, Any]) -> None:
+    """Let each call of a processor have these options of its image processor.
+
+    A processor's class may have values that take the place of its image processor's, so `image_options` are
+    handed to each call. Raises ConfigError for an option that the image processor does not have.
+    """
+    name = type(processor.image_processor).__name__
+    if unknown := [key for key in options if not hasattr(processor.image_processor, key)]:
+        raise ConfigError(f"data.image_processor_kwargs.{unknown[0]}: {name} has no such option; drop it.")
+    for key, value in options.items():
+        setattr(processor.image_processor, key, value)
+    processor.image_options = dict(options)
+
+
+def image_options(processor: ProcessorMixin) -> dict[str, dict[str, Any]]:
+    """Return the keyword arguments of a call with images."""
+    options = getattr(processor, "image_options", None)
+    return {"images_kwargs": options} if options else {}
+
+
 def resized(pixels: np.ndarray, size: tuple[int, int], resample: Any) -> np.ndarray:
     """An image or frames, (..., H, W, 3) uint8, resized to `size`."""
     if tuple(size) == pixels.shape[-3:-1]:
