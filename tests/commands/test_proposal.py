@@ -8,7 +8,7 @@ import pytest
 from programs import TYPED, ask, run_program
 from sources import write_sharegpt
 
-from megatron_vlm.commands.proposing import memory_of_gpus, source_settings
+from megatron_vlm.commands.proposing import MADE_BY, _write, memory_of_gpus, source_settings
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.models.families import describe
@@ -112,6 +112,19 @@ def test_gpus_are_those_that_nvidia_smi_and_the_environment_show(tmp_path, monke
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert memory_of_gpus() == [size << 20 for size in found]
+
+
+def test_a_kept_recipe_that_another_program_wrote_is_not_replaced(tmp_path):
+    file, old = tmp_path / "recipe.yaml", tmp_path / "recipe.yaml.old"
+    for text in ("mine", MADE_BY + "one`\na: 1\n", MADE_BY + "two`\na: 2\n"):
+        file.write_text(text)
+        old.write_text("also mine")
+        with pytest.raises(ConfigError, match="recipe.yaml.old exists, and this command did not write it"):
+            _write(file, MADE_BY + "three`\na: 3\n")
+        assert (file.read_text(), old.read_text()) == (text, "also mine")
+    old.write_text(MADE_BY + "zero`\n")
+    _write(file, MADE_BY + "three`\na: 3\n")
+    assert old.read_text() == MADE_BY + "two`\na: 2\n"
 
 
 @pytest.mark.long

@@ -528,7 +528,9 @@ def test_a_run_folder_may_itself_be_a_link(run_dir, tmp_path):
         (["errors/e.txt", "thesis.docx"], "other things, such as thesis.docx"),
         (["recipe.yaml", "cake.jpg"], "other things, such as cake.jpg"),
         (["config.yaml", "weights.bin"], "other things, such as weights.bin"),
-        (["metrics.jsonl", "train.py"], "other things, such as train.py"),
+        (["rows.jsonl", "train.py"], "other things, such as rows.jsonl"),
+        # of another program: a run writes config.yaml before these
+        *(([name], f"other things, such as {name}") for name in sorted(run_folder.AFTER_CONFIG)),
     ],
 )
 def test_a_folder_of_other_things_is_no_run_folder(tmp_path, files, what):

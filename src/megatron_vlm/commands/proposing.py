@@ -27,6 +27,7 @@ from megatron_vlm.supported import read_config
 
 RECIPE = "recipe.yaml"  # in the run folder
 MOST_SHOWN = 200  # characters of a line that is printed: a chat template is one of thousands
+MADE_BY = "# Made by `"  # how `Proposal.to_yaml` begins
 
 
 def recipe_for(
@@ -103,8 +104,14 @@ def _write(file: Path, text: str) -> None:
                 f"{printable(file)} holds another recipe; go on with that by --config {printable(file)}, "
                 "remove it, or give another --run_dir."
             )
-        file.replace(f"{file}.old")  # of a run that failed before its first step, or somebody's work
-        note = f"; what was there is {file}.old"
+        old = Path(f"{file}.old")
+        if old.exists() and not read_text(old).startswith(MADE_BY):
+            raise ConfigError(
+                f"{printable(old)} exists, and this command did not write it; move it away, so that the other "
+                f"recipe in {printable(file)} can be kept there."
+            )
+        file.replace(old)  # of a run that failed before its first step, or somebody's work
+        note = f"; what was there is {old}"
     write_whole(file, text)
     typer.echo(f"wrote {file}{note}")
 

@@ -32,6 +32,8 @@ FOLDERS += ("scores", "on_export", "exports")
 FILES = ("config.yaml", "recipe.yaml", "recipe.yaml.old", "lock", "metrics.jsonl", "starts.jsonl", "loss.png")
 FILES += ("report.html", "held_out.jsonl", "metrics.csv", "mlflow_run")
 OWN = {*FOLDERS, *FILES}
+# A run writes these after config.yaml, and would replace or continue them.
+AFTER_CONFIG = {"metrics.jsonl", "starts.jsonl", "loss.png", "report.html", "metrics.csv", "mlflow_run"}
 OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
 NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may lie there before a run begins
 _STEP = re.compile(r"step_\d{8}", re.ASCII)
@@ -130,11 +132,16 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
 
 
 def check_folder(run_dir: str | Path) -> None:
-    """Raises ConfigError unless the folder is missing, empty or a run's, and as `refuse_links`. Only where a
-    run has trained may other things lie beside it: its user put them there."""
+    """Raise ConfigError unless the folder is missing, empty or a run's, and as `refuse_links`.
+
+    Only where a run has trained may other things lie beside it: its user put them there. Where none has
+    begun, a file with the name of a run's is the user's too.
+    """
     refuse_links(run_dir)
     names = os.listdir(run_dir) if Path(run_dir).is_dir() else []
-    foreign = sorted(name for name in {*names} - OWN if not name.startswith(".") and not name.endswith(NOTES))
+    has_begun = "config.yaml" in names or complete_checkpoints(run_dir)
+    own = OWN if has_begun else OWN - AFTER_CONFIG
+    foreign = sorted(name for name in {*names} - own if not name.startswith(".") and not name.endswith(NOTES))
     inside = os.listdir(checkpoints(run_dir)) if checkpoints(run_dir).is_dir() else []
     foreign += [f"checkpoints/{name}" for name in inside if not _OF_CHECKPOINTS.fullmatch(name)]
     found = [f"{OTHERS[name]} ({name})" for name in names if name in OTHERS]
