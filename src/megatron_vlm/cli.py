@@ -333,6 +333,7 @@ def generate(
         raise configs.ConfigError(
             f"--answers {answers}: at temperature 0 all are the same; add --temperature 1, or ask for one."
         )
+    arguments.check_sampling(temperature, top_p, seed)
     images = [arguments.image_of(path) for path in image or ()]
     if draw is not None and (len(images) != 1 or answers > 1):
         raise configs.ConfigError("--draw: boxes are drawn for one image and one answer; give one --image.")

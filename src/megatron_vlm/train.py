@@ -66,11 +66,11 @@ def train(config: RunConfig, profile_steps: int = 0, callbacks: Sequence[Callbac
     first = saved.step + 1
     watchdog.beat("opening the log and its trackers")
     log = open_log(asked_for, feed.milestones.steps, first, setup.is_first_rank(), saved.extra, callbacks)
+    evaluations = Evaluations(config, source, model, step_loss, best)
     notes = filter(None, [restored.note, threads_note])
-    for message in chain(notes_of_start(config), feed.notes(), notes):
+    for message in chain(notes_of_start(config), feed.notes(), evaluations.notes(), notes):
         log.message(message)
     writer = checkpoint.CheckpointWriter(config, model, optimizer, scheduler)
-    evaluations = Evaluations(config, source, model, step_loss, best)
     exports = Exports(config, source, model, log)
     uploads = Uploads(config, restored.token, log.is_writer, log.message)
     log.callbacks.append(uploads)

@@ -176,6 +176,16 @@ def test_the_page_shows_the_worst_answers_with_their_images(evaluated):
     assert "color-scheme: light dark" in page and "no_reference" in page
 
 
+def test_preference_pairs_are_scored_against_the_chosen_answer_with_a_line(asked, tmp_path):
+    pair = {"prompt": "What is this?", "chosen": "red", "rejected": "blue"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    flags = ["--output", tmp_path / "scores", "--max-new-tokens", 1]
+    done = run_program(COMMAND, "evaluate", asked / "model", tmp_path / "pairs.jsonl", *PLAIN, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "pairs.jsonl holds preference pairs: answers are scored against the chosen ones" in done.stdout
+    assert answers(tmp_path / "scores")[0]["references"] == ["red"]
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_the_page_in_a_browser(evaluated):
     with browser() as page:

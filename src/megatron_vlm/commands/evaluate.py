@@ -51,6 +51,7 @@ def evaluate(
     if data and data.partition("=")[0] in {*setting_types(), *arguments.recipe_table.ARGUMENTS}:
         settings = [data, *(settings or ())]
         data = None
+    arguments.check_sampling(temperature, top_p)
     settings = settings or []
     names = [name for text in metric or ["exact_match"] for name in text.split(",")]
 

@@ -72,6 +72,7 @@ def evaluate_model(
         page = _page(config, questions, source, records, result, shown)
         write_whole(output / "answers.html", page)
         yield f"{len(records)} questions of {printable(questions.name)}"
+        yield from questions.notes()
         yield from result.lines()
         yield f"wrote {printable(output)}/answers.jsonl, scores.json and answers.html"
         locks[0].close()

@@ -15,6 +15,7 @@ from megatron_vlm.report.history import STATES, History, find_runs, read_history
 from megatron_vlm.report.live import FILE
 
 DAMAGED = "damaged"
+EVERY = 15  # seconds
 SORTS: dict[str, Callable[[History], Any]] = {
     "name": lambda run: str(run.folder),
     "state": lambda run: STATES.index(run.state),
@@ -33,12 +34,14 @@ def report(
         typer.Option(help="The page; default: report.html, of one run in its folder.", callback=output_file),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Write it again while a run goes on.")] = False,
-    every: Annotated[float, typer.Option(min=1, help="Seconds between two pages of --follow.")] = 15,
+    every: Annotated[float, typer.Option(min=1, help="Seconds between two pages of --follow.")] = EVERY,
 ) -> None:
     """Write a page of a run, or of several over each other: curves, settings, data, checkpoints, commands.
 
     The page needs no network. A run writes its own at each checkpoint and now and then between.
     """
+    if every != EVERY and not follow:
+        raise ConfigError(f"--every {every:g}: one page is written without --follow; add it, or leave --every out.")
     page = output or (run_dirs[0] / FILE if len(run_dirs) == 1 else Path(FILE))
 
     from megatron_vlm.report.page import report_page

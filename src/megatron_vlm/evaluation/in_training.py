@@ -44,6 +44,10 @@ class Evaluations:
         is_scored = train.score_every or (train.keep_best and train.best_is_score)
         self._scoring = Scoring(config, source) if is_scored else None
 
+    def notes(self) -> list[str]:
+        """Return lines for the log about what answers are scored by."""
+        return self._scoring.notes() if self._scoring else []
+
     def after(self, step: int, feed: Feed, log: RunLogger) -> float | None:
         """Validates and scores if that is due; the step is the last one if `train.patience` is then over.
 
@@ -83,6 +87,7 @@ class Scoring:
             data = replace(data, dataset_type="hf", valid_data_path=data.score_path, **own)
         train = config.train
         self._questions = open_questions(data, source, train.score_tokens, train.score_samples, train.seed)
+        self.notes = self._questions.notes
         setup.on_first_rank(self._look)
 
     def _look(self) -> None:
