@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,12 +28,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
-from megatron_vlm.config import ConfigError, RunConfig, all_settings
+from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig, all_settings
 from megatron_vlm.files import read_text
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.model import check_same
-from megatron_vlm.overrides import flatten, load_yaml
+from megatron_vlm.overrides import load_yaml
 from megatron_vlm.parallel.setup import device, from_all_ranks, group_beside, on_first_rank, use_device
 from megatron_vlm.run_folder import checkpoint_files
 from megatron_vlm.run_folder import folder as run_folder
@@ -46,8 +46,10 @@ from megatron_vlm.training.tensor_files import (
     write_tensors,
 )
 
-# settings on which it depends what a checkpoint holds of the optimizer
-SHAPING = ("model.freeze", "parallel.distributed_optimizer", "optimizer.offload")
+# settings on which it depends what a checkpoint holds; a resumed run keeps its own copy of `adapter.start`
+SHAPING = {"model.freeze", "parallel.distributed_optimizer", "optimizer.offload"}
+SHAPING |= {"optimizer.lr_by_part", "optimizer.weight_decay_by_part"}
+SHAPING |= {f"adapter.{f.name}" for f in fields(AdapterConfig)} - {"adapter.start", "adapter.lora_dropout"}
 
 
 @dataclass
@@ -224,7 +226,7 @@ class CheckpointWriter:
 
 @contextmanager
 def naming_changes(config: RunConfig) -> Iterator[None]:
-    """Name, in an error from inside, the settings that make a saved optimizer another one and were changed.
+    """Name, in an error from inside, the settings that shape a checkpoint and were changed since.
 
     The run folder's config.yaml still has the earlier values: a resumed run writes it later.
     """
@@ -233,15 +235,18 @@ def naming_changes(config: RunConfig) -> Iterator[None]:
     except Exception as error:
         file = Path(config.run_dir, "config.yaml")
         text = read_text(file) if file.exists() else ""
-        before = flatten(load_yaml(text, str(file))) if text.strip() else {}
-        now = dict(all_settings(config))
-        changed = [name for name in SHAPING if name in before and before[name] != now[name]]
-        if not changed:
+        before = load_yaml(text, str(file)) if text.strip() else {}
+        changes = []
+        for name, value in all_settings(config):
+            section, _, key = name.partition(".")
+            saved_value = before.get(section, {}).get(key, value) if name in SHAPING else value
+            if saved_value != value:
+                changes.append(f"{name} was {saved_value} and is {value}")
+        if not changes:
             raise
-        changes = "; ".join(f"{name} was {before[name]} and is {now[name]}" for name in changed)
         raise ConfigError(
-            f"checkpoint: {printable(changes)}, so the saved optimizer does not fit; set it "
-            "back, or start another run_dir from an export of this run."
+            f"checkpoint: {printable('; '.join(changes))}, so it does not fit; set that back, or start "
+            "another run_dir from an export of this run."
         ) from error
 
 
