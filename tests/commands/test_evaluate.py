@@ -182,7 +182,7 @@ def test_preference_pairs_are_scored_against_the_chosen_answer_with_a_line(asked
     flags = ["--output", tmp_path / "scores", "--max-new-tokens", 1]
     done = run_program(COMMAND, "evaluate", asked / "model", tmp_path / "pairs.jsonl", *PLAIN, *flags)
     assert done.returncode == 0, done.stderr
-    assert "pairs.jsonl holds preference pairs: answers are scored against the chosen ones" in done.stdout
+    assert "the questions are of preference pairs: answers are scored against the chosen" in done.stdout
     assert answers(tmp_path / "scores")[0]["references"] == ["red"]
 
 

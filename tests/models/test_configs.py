@@ -25,6 +25,7 @@ from config_changes import (
     changes_of,
     few_changes,
     rows_of,
+    sections_of,
     together,
     without_effect,
 )
@@ -285,6 +286,88 @@ def test_keys_of_other_families_are_refused_by_name_or_do_not_reach_a_descriptio
             )
             new = {key for key in vars(after).keys() - vars(before).keys() if not key.startswith("_")}
             assert new <= section_for(choices, before.model_type).known(), path
+
+
+# ---- nulls, and keys that nobody reads --------------------------------------------------------------------
+
+UNTRIED = {"model_type", "architectures", "id2label", "label2id"}  # Transformers itself takes these apart
+NAMED_BY = {T + "head_dim": "mrope_section"}  # which fits the width of heads
+IN_RULES = ("rope_type", "partial_rotary_factor", "original_max_position_embeddings", "factor")
+
+
+def with_prefix(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def nulls_of(config: dict[str, Any], family: str) -> dict[str, None]:
+    """A null for every key that the family reads, has, or that Transformers may ask for."""
+    nulls = {}
+    for name, section in sections_of(family, config).items():
+        values = config[name] if name else config
+        tried = {*section.reads, *ASKED_FOR, *values} - {*NAMES, *UNTRIED}
+        nulls |= {with_prefix(name, key): None for key in sorted(tried)}
+        rule = values.get("rope_parameters") if section.rope else None
+        if rule:
+            rules = {f"{kind}.": rule[kind] for kind in rule if isinstance(rule[kind], dict)} or {"": rule}
+            keys_of_rules = [kind + key for kind in rules for key in (*rules[kind], *IN_RULES)]
+            nulls |= {with_prefix(name, f"rope_parameters.{key}"): None for key in keys_of_rules}
+    return nulls
+
+
+def strays_of(configs: dict[str, Any], family: str) -> dict[str, Any]:
+    """Keys that the family's classes do not have, which were once read, and names that no class has."""
+    odd = {"": {"video_token_id": 5}, "vision_config": {"temporal_patch_size": 3}}
+    odd["vision_config"]["deepstack_visual_indexes"] = [0, 1]
+    strays = {with_prefix(name, "of_no_class"): [1, None] for name in NAMES}
+    for name, changes in odd.items():
+        part = getattr(configs[family], name) if name else configs[family]
+        known = {*vars(part), *part.attribute_map}
+        strays |= {with_prefix(name, key): value for key, value in changes.items() if key not in known}
+    return strays | of_other_families(configs, family)
+
+
+def refused_or_accepted(
+    config: dict, changes: dict[str, Any], family: str
+) -> tuple[list[str], dict[str, Any]]:
+    """The keys that are refused without their name, and the changes that are accepted, each tried alone."""
+    unnamed, accepted = [], {}
+    for path, value in changes.items():
+        try:
+            describe(as_hf_config(odd_configs.changed(config, {path: value}), family))
+        except ValueError as error:
+            key = path.rpartition(".")[2]
+            named = (key, NAMED_BY.get(path, key), "Transformers refuses its")
+            if not any(name in str(error) for name in named):
+                unnamed.append(path)
+        else:
+            accepted[path] = value
+    return unnamed, accepted
+
+
+def all_verdicts(jobs: list[tuple[str, str, list[Cell]]]) -> list[list[dict]]:
+    return [odd_configs.verdicts(source, work, cells, [ParallelConfig()]) for source, work, cells in jobs]
+
+
+@pytest.mark.long
+def test_nulls_and_stray_keys_are_refused_by_name_or_give_what_transformers_gives(checkpoints, tmp_path):
+    raw = {name: config_of(checkpoints[name]) for name in TINY_FAMILIES}
+    configs = {name: as_hf_config(config, name) for name, config in raw.items()}
+    jobs, unnamed = [], {}
+    for family, config in raw.items():
+        unnamed[family], nulls = refused_or_accepted(config, nulls_of(config, family), family)
+        more, strays = refused_or_accepted(config, strays_of(configs, family), family)
+        unnamed[family] += more
+        in_rules = dict.fromkeys(path for path in nulls if ".rope_parameters." in path)
+        sets = {"nulls": dict.fromkeys(nulls.keys() - in_rules), "rules": in_rules, "strays": strays}
+        cells = [
+            Cell(change, rows_of(family, change), same_weights=name == "strays", name=f"{family} {name}")
+            for name, change in sets.items()
+        ]
+        jobs.append((str(checkpoints[family]), str(tmp_path / family), cells))
+    assert not any(unnamed.values()), unnamed
+    rows = [row for rows in run_distributed(1, all_verdicts, jobs, timeout=3000)[0] for row in rows]
+    assert not (bad := [row for row in rows if row["verdict"] != "equal"]), json.dumps(bad, indent=1)
+    assert all(row["effect"] == 0 for row in rows if row["name"].endswith("strays"))
 
 
 # ---- refused before anything is built ---------------------------------------------------------------------

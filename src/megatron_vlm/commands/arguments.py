@@ -38,7 +38,9 @@ def check_sampling(temperature: float, top_p: float, seed: int = 0) -> None:
     """Raise ConfigError for a flag that only sampled answers need, at temperature 0."""
     if temperature == 0 and (top_p != 1 or seed):
         flag = f"--seed {seed}" if seed else f"--top-p {top_p:g}"
-        raise ConfigError(f"{flag}: --temperature 0 samples nothing; add --temperature 1, or leave {flag} out.")
+        raise ConfigError(
+            f"{flag}: --temperature 0 samples nothing; add --temperature 1, or leave {flag} out."
+        )
 
 
 HtmlFile = Annotated[Path | None, typer.Option(help="The HTML file to write.", callback=output_file)]

@@ -107,8 +107,8 @@ def _write(file: Path, text: str) -> None:
         old = Path(f"{file}.old")
         if old.exists() and not read_text(old).startswith(MADE_BY):
             raise ConfigError(
-                f"{printable(old)} exists, and this command did not write it; move it away, so that the other "
-                f"recipe in {printable(file)} can be kept there."
+                f"{printable(old)} exists, and this command did not write it; move it away: there the other "
+                f"recipe in {printable(file)} is to be kept."
             )
         file.replace(old)  # of a run that failed before its first step, or somebody's work
         note = f"; what was there is {old}"

@@ -41,7 +41,9 @@ def report(
     The page needs no network. A run writes its own at each checkpoint and now and then between.
     """
     if every != EVERY and not follow:
-        raise ConfigError(f"--every {every:g}: one page is written without --follow; add it, or leave --every out.")
+        raise ConfigError(
+            f"--every {every:g}: one page is written without --follow; add it, or leave --every out."
+        )
     page = output or (run_dirs[0] / FILE if len(run_dirs) == 1 else Path(FILE))
 
     from megatron_vlm.report.page import report_page

@@ -46,7 +46,7 @@ class Questions(Dataset):
     def notes(self) -> list[str]:
         """Return a line if the first row is a preference pair, whose rejected answer is not read."""
         is_pair = len(self) > 0 and self.rows.sample(self.chosen[0]).rejected is not None
-        line = f"{printable(self.name)} holds preference pairs: answers are scored against the chosen ones"
+        line = "the questions are of preference pairs: answers are scored against the chosen"
         return [line] if is_pair else []
 
     def __getitem__(self, place: int) -> Question | Problem:

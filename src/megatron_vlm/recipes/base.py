@@ -25,6 +25,15 @@ ARGUMENTS_OF_GROUP = {
 }
 SETTING_OF_ARGUMENT = {name: group + name for group, names in ARGUMENTS_OF_GROUP.items() for name in names}
 ARGUMENT_OF_SETTING = {setting: argument for argument, setting in SETTING_OF_ARGUMENT.items()}
+# names of Hugging Face's trainers and of peft, and what sets the same here
+NAMES_ELSEWHERE = {
+    **{"learning_rate": "lr", "output_dir": "run_dir", "num_train_epochs": "epochs", "max_steps": "steps"},
+    **{"save_steps": "save_every", "eval_steps": "eval_every", "model_name_or_path": "hf_path"},
+    **{"per_device_train_batch_size": "micro_batch_size", "max_length": "seq_length"},
+    "gradient_accumulation_steps": "global_batch_size, the samples of a step on all devices,",
+    **{"lora_r": "adapter.r", "lora_alpha": "adapter.lora_alpha", "lora_dropout": "adapter.lora_dropout"},
+    **{"max_grad_norm": "optimizer.clip_grad", "weight_decay": "optimizer.weight_decay"},
+}
 
 
 def as_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,6 +43,8 @@ def as_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
             hint = suggestion(name, SETTING_OF_ARGUMENT)
             if name.lower() in ("lora", "peft"):
                 hint = "; adapter.r=16 trains LoRA of that rank."
+            if name in NAMES_ELSEWHERE:
+                hint = f"; {NAMES_ELSEWHERE[name]} is its name here."
             raise ConfigError(f"{name}: not an argument of a recipe{hint}")
     return {SETTING_OF_ARGUMENT[name]: value for name, value in arguments.items()}
 

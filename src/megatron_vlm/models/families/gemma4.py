@@ -27,13 +27,19 @@ def _chosen(count: Any, text: Any) -> bool:
     return not text.enable_moe_block or (count is not None and 1 <= count <= (text.num_experts or 0))
 
 
+def _has_width(size: Any, text: Any) -> bool:
+    return not text.enable_moe_block or size > 0
+
+
 def _stands_for_media(token: Any, text: Any) -> bool:
     """Transformers embeds it in the place of images, also where there are none."""
     return token is not None and 0 <= token < text.vocab_size
 
 
 def _partial(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
-    return factor in (None, 1) or rule_and_text[0].get("rope_type") in ("default", "proportional")
+    rule = rule_and_text[0]
+    is_read = factor is not None and rule.get("rope_type") == "proportional"
+    return rule.get("partial_rotary_factor", 1) == 1 or is_read or rule.get("rope_type") == "default"
 
 
 def _keeps_own(shared: int, text: Any) -> bool:
@@ -74,7 +80,7 @@ TEXT = (
     }
 )
 EXPERTS_AND_EMBEDDINGS = keys.any_of("enable_moe_block", "num_experts", "output_router_logits") | {
-    "moe_intermediate_size": keys.SIZE,
+    "moe_intermediate_size": keys.Values("above 0, or any without enable_moe_block", _has_width),
     "top_k_experts": keys.Values("1 to num_experts", _chosen),
     "hidden_size_per_layer_input": keys.Values("0 or above, or null", lambda size, _: (size or 0) >= 0),
     "vocab_size_per_layer_input": keys.Values("vocab_size", _one_vocabulary),
@@ -107,7 +113,8 @@ SECTIONS = keys.sections(
         keys.VISION
         | keys.any_of("num_hidden_layers", "rms_norm_eps")
         | {"num_key_value_heads": keys.GROUPS, "hidden_activation": keys.NAMED}
-        | keys.any_of("pooling_kernel_size", "position_embedding_size", "standardize", "output_proj_dims")
+        | keys.any_of("pooling_kernel_size", "position_embedding_size", "standardize")
+        | {"output_proj_dims": keys.NUMBER, "layer_types": keys.ABSENT}
         | keys.any_of("use_clipped_linears"),
         no_effect=("attention_bias", "max_position_embeddings"),
     ),

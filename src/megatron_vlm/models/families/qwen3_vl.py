@@ -5,6 +5,10 @@ from megatron_vlm.models.family_parts import keys, llama, patch_towers
 
 MROPE = patch_towers.MRope(sections=(24, 20, 20), interleaved=True)
 TEXT = keys.text() | keys.any_of("attention_bias")
+TEXT["layer_types"] = keys.Values(  # Transformers takes each layer's, where there are any
+    '"full_attention" for each layer',
+    lambda kinds, text: set(kinds) <= {"full_attention"} and len(kinds) >= text.num_hidden_layers,
+)
 VISION = patch_towers.VISION | keys.any_of("num_position_embeddings", "deepstack_visual_indexes")
 MARKERS = ("vision_start_token_id", "vision_end_token_id")  # only the processor needs them
 SECTIONS = keys.sections(

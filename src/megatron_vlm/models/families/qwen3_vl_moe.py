@@ -10,7 +10,8 @@ SECTIONS = keys.sections(
         ("qwen3_vl_moe_text",),
         qwen3_vl.TEXT
         | moe_rules.TEXT
-        | keys.any_of("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers")
+        | dict.fromkeys(("num_experts", "num_local_experts"), keys.NUMBER)
+        | keys.any_of("decoder_sparse_step", "mlp_only_layers")
         | {
             "num_experts_per_tok": keys.Values(
                 "1 to num_experts", lambda count, text: not text.num_experts or 1 <= count <= text.num_experts

@@ -180,9 +180,10 @@ def shown(value: Any) -> str:
 # --- values ------------------------------------------------------------------------------------------------
 
 ANY = Values("any", lambda value, section: True)
+ABSENT = Values("no value, not even null", lambda value, section: False)
 NUMBER = Values("a number", lambda value, section: isinstance(value, int | float))
-SIZE = Values("above 0", lambda size, section: size is None or size > 0)  # null: what follows from others
-GIVEN_SIZE = Values("above 0, and not null", lambda size, section: size > 0)
+SIZE = Values("above 0", lambda size, section: size > 0)
+SIZE_OR_NULL = Values("above 0, or null", lambda size, section: size is None or size > 0)
 
 
 def sizes(*keys: str) -> dict[str, Values]:
@@ -279,17 +280,40 @@ def text(activation: str = "hidden_act") -> dict[str, Values]:
 
 # The towers are Transformers' own modules, which read their keys themselves
 VISION = {
-    **sizes("hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
+    **sizes("hidden_size", "intermediate_size", "num_attention_heads"),
+    "head_dim": SIZE_OR_NULL,
     **any_of("rope_parameters", "tie_word_embeddings", "vocab_size", "output_router_logits"),
     "hidden_act": NAMED,
     **dict.fromkeys(("text_config", "layer_types"), only(None)),
     **dict.fromkeys(("image_size", "patch_size"), NUMBER),
 }
-# The rules' other keys, such as `factor`, go to Transformers' own functions, which we call
+
+
+def not_null(key: str, *rope_types: str) -> dict[str, Values]:
+    """Return the key of `rope_parameters`, which may be left out, but is not null in rules of these types."""
+
+    def holds(value: Any, rule_and_text: Any) -> bool:
+        rule = rule_and_text[0]
+        is_needed = key in rule and (not rope_types or rule.get("rope_type") in rope_types)
+        return not is_needed or isinstance(value, int | float)
+
+    where = f" where rope_type is {' or '.join(rope_types)}" if rope_types else ""
+    return {key: Values(f"a number{where}", holds)}
+
+
+# The rules' other keys, such as `beta_fast`, go to Transformers' own functions, which we call
 ROPE = {
     "rope_type": only("default", "linear", "llama3", "yarn"),
     "partial_rotary_factor": Values(
         '1, or any where rope_type is "default", which ignores it',
-        lambda factor, rule_and_text: factor in (None, 1) or rule_and_text[0].get("rope_type") == "default",
+        lambda factor, rule_and_text: (
+            rule_and_text[0].get("partial_rotary_factor", 1) == 1
+            or rule_and_text[0].get("rope_type") == "default"
+        ),
     ),
+    **not_null("rope_theta"),
+    **not_null("factor", "linear", "llama3", "proportional"),
+    **not_null("original_max_position_embeddings", "llama3", "yarn"),
+    **not_null("low_freq_factor", "llama3"),
+    **not_null("high_freq_factor", "llama3"),
 }

@@ -21,10 +21,9 @@ SCORES = keys.Values("qk_nope_head_dim + qk_rope_head_dim", lambda width, text: 
 ALL_HEADS = keys.Values("num_attention_heads", lambda groups, text: groups == text.num_attention_heads)
 TEXT = (
     keys.text()
-    | keys.sizes("q_lora_rank", "qk_nope_head_dim")
-    | dict.fromkeys(("kv_lora_rank", "v_head_dim"), keys.GIVEN_SIZE)
+    | keys.sizes("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
     | keys.any_of("attention_bias", "rope_interleave")
-    | {"qk_rope_head_dim": keys.EVEN, "num_key_value_heads": ALL_HEADS}
+    | {"q_lora_rank": keys.SIZE_OR_NULL, "qk_rope_head_dim": keys.EVEN, "num_key_value_heads": ALL_HEADS}
 )
 
 

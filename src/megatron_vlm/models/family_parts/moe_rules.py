@@ -16,10 +16,10 @@ def chosen(experts: str) -> keys.Values:
     return keys.Values(f"1 to {experts}", lambda count, text: 1 <= count <= getattr(text, experts))
 
 
-DEEPSEEK = keys.any_of("n_routed_experts", "num_local_experts", "topk_group")
+DEEPSEEK = dict.fromkeys(("n_routed_experts", "num_local_experts", "topk_group"), keys.NUMBER)
 DEEPSEEK |= {
     "first_k_dense_replace": keys.NUMBER,
-    "moe_intermediate_size": keys.GIVEN_SIZE,
+    "moe_intermediate_size": keys.SIZE,
     "output_router_logits": keys.only(False),
     "routed_scaling_factor": keys.Values("any but 0", lambda factor, text: factor != 0),  # Megatron: 1
     "norm_topk_prob": keys.only(True),

@@ -115,7 +115,7 @@ class MRope:
         """The keys of `rope_parameters`, for `Section.rope`."""
         words = "three numbers" if self.interleaved else "numbers that add up to half the rotated channels"
         mrope = {"mrope_section": keys.Values(words, self._fits)}
-        partial = {"partial_rotary_factor": keys.ANY} if self.part_of_head else {}
+        partial = keys.not_null("partial_rotary_factor") if self.part_of_head else {}
         return keys.ROPE | partial | mrope
 
     def _sections(self, rule: dict) -> list[int]:
