@@ -152,9 +152,7 @@ def _differs_by_type(section: Section, config: Any) -> bool:
 
 
 def _rope_problems(section: Section, config: Any) -> Iterator[str]:
-    if not section.rope:
-        return
-    rules = config.rope_parameters
+    rules = getattr(config, "rope_parameters", None)
     if not section.rope_by_layer:
         rules = {"": rules}
     elif without := [kind for kind in sorted(set(config.layer_types)) if not rules.get(kind)]:
@@ -163,7 +161,7 @@ def _rope_problems(section: Section, config: Any) -> Iterator[str]:
         prefix = "rope_parameters." + (f"{kind}." if kind else "")
         if not isinstance(rule, dict):
             continue
-        for key, values in section.rope.items():
+        for key, values in (section.rope or not_null("rope_theta")).items():
             if not values.holds(rule.get(key), (rule, config)):
                 yield _problem(prefix + key, rule.get(key), values.words)
 
