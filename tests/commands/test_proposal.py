@@ -115,7 +115,8 @@ def test_gpus_are_those_that_nvidia_smi_and_the_environment_show(tmp_path, monke
 
 
 def test_a_kept_recipe_that_another_program_wrote_is_not_replaced(tmp_path):
-    file, old = tmp_path / "recipe.yaml", tmp_path / "recipe.yaml.old"
+    file = tmp_path / "recipe.yaml"
+    old = tmp_path / "recipe.yaml.old"
     for text in ("mine", MADE_BY + "one`\na: 1\n", MADE_BY + "two`\na: 2\n"):
         file.write_text(text)
         old.write_text("also mine")

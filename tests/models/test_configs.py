@@ -330,7 +330,8 @@ def refused_or_accepted(
     config: dict, changes: dict[str, Any], family: str
 ) -> tuple[list[str], dict[str, Any]]:
     """The keys that are refused without their name, and the changes that are accepted, each tried alone."""
-    unnamed, accepted = [], {}
+    unnamed = []
+    accepted = {}
     for path, value in changes.items():
         try:
             describe(as_hf_config(odd_configs.changed(config, {path: value}), family))
