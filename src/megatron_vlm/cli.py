@@ -16,7 +16,7 @@ from megatron_vlm.commands.program import PLAIN, Commands, processes, run, start
 from megatron_vlm.commands.reports import report, runs
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import write_output
-from megatron_vlm.job import ranks, stops, watchdog
+from megatron_vlm.job import stops, watchdog
 from megatron_vlm.messages import printable, printable_lines
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes.published import shipped_config
@@ -247,7 +247,7 @@ def import_(
         options = {"recipe": recipe, "config": file}
         raise typer.Exit(start_ranks(nproc, "import", options, settings))
 
-    with watchdog.watching(config.run_dir, config.train.hang_seconds, again=ranks.AGAIN):
+    with watchdog.watching(config.run_dir, config.train.hang_seconds):
         from megatron_vlm.commands.runs import import_run
 
         import_run(config)
@@ -271,7 +271,7 @@ def export(
         flags = ["--adapter"] if adapter else []
         raise typer.Exit(torchrun(nproc, ["export", str(run_dir), output, *flags, *(settings or ())]))
 
-    with watchdog.watching(run_dir, config.train.hang_seconds, "errors/export", ranks.AGAIN):
+    with watchdog.watching(run_dir, config.train.hang_seconds, "errors/export"):
         watchdog.claim_files()
         from megatron_vlm.commands.runs import export_run
 

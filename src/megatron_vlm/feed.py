@@ -21,7 +21,7 @@ from megatron_vlm.data.generation_prompt import vocabulary_notes
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.failures import closing
+from megatron_vlm.job.errors import closing
 from megatron_vlm.job.milestones import Epochs, Milestones, check_validation, milestones, validation_notes
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
@@ -164,5 +164,4 @@ class Feed:
 
 
 def _begin_to_read(device: torch.device) -> None:
-    watchdog.this_thread_reads()
     setup.use_device(device)

@@ -151,7 +151,7 @@ def reading(what: str) -> Callable[[Callable], Callable]:
     """Decorates a function that reads what a user gave: an error from inside is then about that, and no bug.
 
     `what` is an argument of the function or an attribute of one (`self.path`), or else it is said as it is.
-    The innermost of such functions knows best. `job.failures.explain` reads the mark.
+    The innermost of such functions knows best. `job.errors.explain` reads the mark.
     """
     name, _, attributes = what.partition(".")
 

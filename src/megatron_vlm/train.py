@@ -13,7 +13,7 @@ from megatron_vlm.evaluation.in_training import Evaluations
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.job.best import Best
-from megatron_vlm.job.failures import closing
+from megatron_vlm.job.errors import closing
 from megatron_vlm.models.adapters.files import notes_of_start
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model

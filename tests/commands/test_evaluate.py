@@ -232,8 +232,8 @@ def test_a_stopped_evaluation_says_what_goes_on(asked, by, ranks, tmp_path):
     assert stopped.returncode == 128 + by, stopped.stderr
     who = "Ctrl-C" if by == signal.SIGINT else "SIGTERM"
     assert re.fullmatch(
-        rf"megatron-vlm: stopped by {who} while answering question \d of {len(rows())}; start again: "
-        r"the same command keeps the answers that are in its output folder, and goes on\.",
+        rf"megatron-vlm: stopped by {who} while answering question \d of {len(rows())}; "
+        r"start the same command again: it goes on from what is saved\.",
         stopped.stderr.splitlines()[-1],
     )
     assert "Traceback" not in stopped.stderr

@@ -296,8 +296,6 @@ OF_FILES = {"read_text"}  # so a function of `files` is called, too, without a d
 # what else opens: the call as it is written, and why it may
 ALLOWED = {
     "path.open": "an object store's, which Energon opens",
-    "Path(f'/proc/{pid}/stat').read_text": "the kernel's",
-    "counts.read_text": "the kernel's",
     "Path(os.devnull).open": "in place of an output that the shell has closed",
     "Image.open": "bytes",
     "av.open": "bytes",

@@ -26,7 +26,7 @@ LOCAL = {
     "data.grounding.convention": 2,  # tried in tests/data/test_boxes.py
     "data.on_disk.plain": 1,
     "data.chatml.turns": 1,
-    "job.failures": 1,
+    "job.errors": 1,
     "models.weights.files": 1,
     "models.weights.rules": 1,
     "report.charts": 1,  # of the names of our own figures

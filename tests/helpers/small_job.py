@@ -17,8 +17,8 @@ import typer
 
 from megatron_vlm.commands.program import run, single, torchrun
 from megatron_vlm.config import ConfigError
-from megatron_vlm.job import ranks, watchdog
-from megatron_vlm.job.failures import closing
+from megatron_vlm.job import watchdog
+from megatron_vlm.job.errors import closing
 
 STEPS, FAILS_IN = 4, 3
 
@@ -32,7 +32,7 @@ def job(
     if fault == "config":
         raise ConfigError("train.steps: 0 is less than 1.")
     with watchdog.watching(run_dir, hang_seconds):
-        if fault == "before" and ranks.rank() == rank:
+        if fault == "before" and watchdog.rank() == rank:
             time.sleep(10_000)
         import torch
         import torch.distributed as dist
@@ -40,10 +40,10 @@ def job(
         one = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
         dist.init_process_group("gloo", **one)
         total = torch.ones(1)
-        reader = ThreadPool(1, watchdog.this_thread_reads)  # as `feed` reads
+        reader = ThreadPool(1)  # as `feed` reads
 
         def one_step(step: int) -> None:
-            if step == FAILS_IN and ranks.rank() == rank:
+            if step == FAILS_IN and watchdog.rank() == rank:
                 FAULTS[fault](run_dir)
             dist.all_reduce(total)
 
@@ -53,7 +53,7 @@ def job(
                 reader.apply(one_step, (step,)) if fault == "data" else one_step(step)
                 watchdog.beat(step=step)
         # in one write: PYTHONUNBUFFERED makes two of a print, between which another rank may write
-        os.write(1, f"rank {ranks.rank()} sums {total.item():g}\n".encode())
+        os.write(1, f"rank {watchdog.rank()} sums {total.item():g}\n".encode())
         dist.destroy_process_group()
 
 
@@ -134,6 +134,8 @@ FAULTS = {
     "crash": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "interrupt": lambda _: os.kill(os.getpid(), signal.SIGINT),
     "terminate": lambda _: os.kill(os.getpid(), signal.SIGTERM),
+    "interrupt launcher": lambda _: (os.kill(os.getppid(), signal.SIGINT), time.sleep(10_000)),
+    "terminate launcher": lambda _: (os.kill(os.getppid(), signal.SIGTERM), time.sleep(10_000)),
     "hang": lambda _: time.sleep(10_000),
     "spin": lambda _: spin(),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from megatron_vlm.config import LoggingConfig, RunConfig, TrainConfig
 from megatron_vlm.files import read_rows
-from megatron_vlm.job import ranks, stops, watchdog
+from megatron_vlm.job import stops, watchdog
 from megatron_vlm.job.milestones import Milestones
 from megatron_vlm.run_folder.run_log import RunLogger
 from megatron_vlm.training.exports import Exports, running, scores_in
@@ -136,13 +136,13 @@ def test_a_kill_before_the_row_is_written_loses_no_figures(tmp_path, monkeypatch
 
 
 def test_a_command_is_no_rank_and_speaks_for_itself(tmp_path, monkeypatch):
-    for name in ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", ranks.LAUNCHER_SPEAKS):
+    for name in ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", watchdog.LAUNCHER):
         monkeypatch.setenv(name, "1")
     commands = commands_of(tmp_path, "env")
     export(commands, 4)
     commands.wait()
     names = [line.partition("=")[0] for line in (tmp_path / "on_export/step_00000004.txt").open()]
-    assert "PATH" in names and not {"RANK", "TORCHELASTIC_RUN_ID", ranks.LAUNCHER_SPEAKS}.intersection(names)
+    assert "PATH" in names and not {"RANK", "TORCHELASTIC_RUN_ID", watchdog.LAUNCHER}.intersection(names)
 
 
 def run_that_is_killed(folder: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_watchdog_hears_of_the_wait_which_a_warning_ends(tmp_path, monkeypat
     commands = commands_of(tmp_path, "sleep 60")
     with watchdog.watching(tmp_path, 60):
         export(commands, 4)
-        content = watchdog.watch().record.content
+        content = watchdog.watch().content
         beats = content["beats"]
         left = iter([False, False, True])
         monkeypatch.setattr(stops, "asked", lambda: [next(left), False, False])

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from megatron_vlm.cli import app
 from megatron_vlm.data.run_data import RunData
-from megatron_vlm.job.failures import explain
+from megatron_vlm.job.errors import explain
 from megatron_vlm.models.families import describe
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.preview.measures import replay_page, training_data

@@ -17,7 +17,7 @@ from browser import BROWSER, browser
 from megatron_vlm.cli import app
 from megatron_vlm.config import RunConfig
 from megatron_vlm.files import read_rows
-from megatron_vlm.job.failures import closing
+from megatron_vlm.job.errors import closing
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.report.charts import thinned
 from megatron_vlm.report.history import last_words, read_history

@@ -19,7 +19,7 @@ from megatron_vlm.commands.arguments import check_run_folder, config_of_trained_
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.files import NotAFile, beside
-from megatron_vlm.job import ranks, watchdog
+from megatron_vlm.job import watchdog
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
@@ -456,8 +456,8 @@ def test_without_keep_best_a_better_one_goes_as_any_other(tmp_path):
 # ---- a run folder is a run folder, and nothing outside of it is written ------------------------------------
 
 WRITTEN = ["lock", "config.yaml", "metrics.jsonl", "errors/rank0.txt", "errors/export/rank0.txt"]
-WRITTEN += ["drops/rank0.jsonl", "batches/rank0.jsonl", "profile/step_1.txt", "ranks/0"]
-FOLDERS = ["checkpoints", "errors", "drops", "batches", "tensorboard", "exports", "profile", "ranks"]
+WRITTEN += ["drops/rank0.jsonl", "batches/rank0.jsonl", "profile/step_1.txt"]
+FOLDERS = ["checkpoints", "errors", "drops", "batches", "tensorboard", "exports", "profile"]
 
 
 @pytest.mark.parametrize("name", WRITTEN + FOLDERS)
@@ -497,7 +497,7 @@ def test_each_that_writes_refuses_a_link_by_itself(tmp_path):
         (run / name).symlink_to(theirs)
     writers = [lambda: run_lock.take(run), lambda: run_lock.join(run, 1), lambda: run_lock.check_free(run)]
     writers += [lambda: DropReport(run / "drops/rank0.jsonl")]
-    writers += [lambda: watchdog.Watch(run / "errors", 60, ranks.RankFile(None))]
+    writers += [lambda: watchdog.Watch(run / "errors", 60)]
     for write in writers:
         with pytest.raises(NotAFile, match="is a link, and nothing is written through links"):
             write()

@@ -16,7 +16,7 @@ from megatron_vlm.commands.program import machines, on_disk, processes, world_si
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.files import check_output, read_file, refuse_existing
-from megatron_vlm.job.ranks import LAUNCHER_SPEAKS
+from megatron_vlm.job.watchdog import LAUNCHER
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
@@ -131,7 +131,7 @@ def prepare_cuda(parallel: ParallelConfig) -> None:
 
 def is_first_process() -> bool:
     """Return whether this process is the only one, a launcher, or rank 0 of torchrun's own."""
-    return os.environ.get("RANK", "0") == "0" and LAUNCHER_SPEAKS not in os.environ
+    return os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ
 
 
 def check_run_folder(config: RunConfig) -> None:

@@ -11,12 +11,10 @@ from megatron_vlm.commands import arguments
 from megatron_vlm.commands.program import on_disk, start_ranks
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.evaluation import files
-from megatron_vlm.job import ranks, watchdog
+from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable_lines
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.scoring import NAMES
-
-GOES_ON = f"{ranks.AGAIN}: the same command keeps the answers that are in its output folder, and goes on"
 
 
 def evaluate(
@@ -72,7 +70,7 @@ def evaluate(
     from megatron_vlm.evaluation.answering import Asking
 
     how = Asking(max_new_tokens, temperature, top_p, seed, batch_size)
-    with watchdog.watching(output, config.train.hang_seconds, again=GOES_ON):
+    with watchdog.watching(output, config.train.hang_seconds):
         for line in evaluate_model(config, metrics, how, output, samples, shown):
             typer.echo(printable_lines(line))
 

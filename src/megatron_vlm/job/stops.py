@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_vlm.config import seconds_in
-from megatron_vlm.job import ranks, watchdog
+from megatron_vlm.job import watchdog
 
 STOPPED_CODE = os.EX_TEMPFAIL  # 75: the same command, started again, goes on
 WAYS = ("SIGTERM", "SIGUSR1", "train.stop_after")  # in which a run is asked to stop
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 AGAIN_AFTER = 3.0  # seconds; a SIGTERM sooner after another is the same: `timeout` sends two
 
+STARTED = "MEGATRON_VLM_STARTED"  # when the user's command with `--nproc` began, in seconds since the epoch
+
+_imported = time.time()
 _noted: dict[str, float] = {}  # way: when it was noted first
 _ends = math.inf  # when `train.stop_after` is over
 
@@ -50,24 +53,19 @@ def heeding(stop_after: str | None = None) -> Iterator[None]:
     """Within the block, SIGTERM is noted, too.
 
     So is the end of `stop_after`, a time as `config.seconds_in` reads it. It counts from the start of the
-    user's command, also in ranks that `--restarts` started; where no command is watched, from now.
+    user's command, also in ranks that `--restarts` started.
     """
     global _ends
-    watched = watchdog.watch()
     _ends = math.inf
     if stop_after is not None:
-        _ends = seconds_in(stop_after) + (ranks.command_began() if watched else time.monotonic())
+        _ends = seconds_in(stop_after) + float(os.environ.get(STARTED, _imported))
     main = threading.current_thread() is threading.main_thread()
     if main:
         expect_warnings()
         before = signal.signal(signal.SIGTERM, _Note(os.getpid()))
-    if watched:
-        watched.record.write(heeds=True)
     try:
         yield
     finally:
-        if watched:
-            watched.record.write(heeds=False)
         if main:
             signal.signal(signal.SIGTERM, before)
         _noted.clear()
@@ -75,7 +73,7 @@ def heeding(stop_after: str | None = None) -> Iterator[None]:
 
 def asked() -> list[bool]:
     """For each of WAYS, whether this rank was asked to stop."""
-    if time.monotonic() >= _ends:
+    if time.time() >= _ends:
         _noted.setdefault("train.stop_after", _ends)
     return [way in _noted for way in WAYS]
 
@@ -100,6 +98,4 @@ class _Note:
         now = time.monotonic()
         if now - _noted.setdefault(name, now) > AGAIN_AFTER:
             return True
-        watched = watchdog.watch()
-        others = watched.record.others().values() if watched else ()
-        return any(content["ended"] or ranks.state(content) in ("", "Z") for content in others)
+        return (watched := watchdog.watch()) is not None and watched.has_another_ended()

@@ -1,15 +1,15 @@
 """Ends a job in which no rank makes progress for `train.hang_seconds`, with the stacks of all ranks.
 
-Code that can take long reports progress with `beat`: each micro batch, each imported tensor, each phase of a
-run. A thread of every rank looks at the beats of all ranks. If no rank has made progress, every rank writes
-the stacks of all its threads and data workers to `<errors>/rankN.txt`, and says what it does. One of them
-names the rank that hangs, and all end.
+Code that can take long calls `beat`. Each rank writes its beats into a small file, and a thread of each rank
+reads the files of all: in torchrun's folder or, over several machines, in `<errors>`. If no rank made
+progress, each writes the stacks of its threads and data workers to `<errors>/rankN.txt`, the last line names
+the rank that hangs, and all end.
 
-A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time has missed nothing: it does not count the time
-in which it did not run. `kill -USR2 PID` writes a rank's stacks at any time.
+A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time goes on: the time in which it did not run does
+not count. `kill -USR2 PID` writes a rank's stacks at any time.
 
-nvidia-resiliency-ext (0.4.1) is not used: it needs a launcher and a monitor process of its own, has no stacks
-of data workers, declares itself experimental, and 0.4.1 depends on NVML for jobs that may run on a CPU.
+nvidia-resiliency-ext (0.4.1, "still experimental") is not used: its hang detection needs a launcher and a
+monitor process of its own, writes no stacks of data workers, and depends on NVML, also on a CPU.
 """
 
 from __future__ import annotations
@@ -18,49 +18,65 @@ import contextlib
 import ctypes
 import faulthandler
 import io
+import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_vlm.files import open_to_write
-from megatron_vlm.job import ranks
-from megatron_vlm.messages import listed
+import psutil
+
+from megatron_vlm.files import open_to_write, read_file, write_whole
+from megatron_vlm.messages import listed, printable_lines
 
 HANG_CODE = 3  # the exit code when no rank makes progress
-WAITING = tuple(f"{name}/" for name in ("torch/distributed", "megatron/core/pipeline_parallel"))
-WAITING += tuple(f"megatron/core/{name}/" for name in ("distributed", "tensor_parallel"))
+LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of `--nproc`, set for the ranks that it starts
+AGAIN = "start the same command again: it goes on from what is saved"
+WAITING = ("torch/distributed/", "megatron/core/pipeline_parallel/", "megatron/core/distributed/")
+WAITING += ("megatron/core/tensor_parallel/",)
 HELD_AFTER = 10  # seconds after the watchdog, until code that holds the interpreter has its stacks written
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
-_WORST_FIRST = ("is stopped (SIGSTOP)", "waits for a stopped data worker", "is no more", "does not answer")
-_WORST_FIRST += ("hangs", "waits for other ranks")
+ROOM = 1 << 12  # bytes of a rank's file, reserved at the start for a disk that fills up
+_WORST_FIRST = ("is stopped", "is gone", "does not answer", "hangs", "waits for other ranks")
 
 _watch: Watch | None = None
 
 
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def has_several_machines() -> bool:
+    return world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 @contextlib.contextmanager
-def watching(
-    run_dir: str | Path, hang_seconds: float, errors: str = "errors", again: str = ranks.RUN_GOES_ON
-) -> Iterator[None]:
+def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -> Iterator[None]:
     """Watch this rank for the time of a command, from before anything heavy is imported.
 
-    After an error the watch stays on, so that `failures` can say where. `again` is the advice that is printed
-    last if no error of the command's own ends it. The files of errors lie in the run's folder, or in a new
-    one if that may only be read, as for an export.
+    After an error the watch stays on, so that `job.errors` can say where. If the run folder may only be read,
+    as for an export, the files of errors are in a new folder.
     """
     global _watch
     folder = Path(run_dir)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # nothing else ends a rank whose torchrun was killed
-        end_with_parent(int(os.environ.get(ranks.LAUNCHER_SPEAKS, os.getppid())))
-    _watch = Watch(folder / errors, hang_seconds, ranks.RankFile(ranks.shared_folder(run_dir), again))
+        end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
+    _watch = Watch(folder / errors, hang_seconds)
+    _watch.run_dir = os.path.abspath(run_dir)
     yield
     _watch.finish()
     _watch = None
@@ -74,21 +90,15 @@ def end_with_parent(parent: int) -> None:
 
 
 def claim_files() -> None:
-    """Remove error and rank files of earlier runs; called when the run folder belongs to this run."""
+    """Empty the error file of earlier runs; called when the run folder belongs to this run."""
     if _watch is not None:
-        _watch.owned = True
+        _watch.owns_files = True
         _watch.file.truncate(0)
-        _watch.record.forget_earlier_jobs()
 
 
 def watch() -> Watch | None:
     """Return the watch of this process; None if nothing is watched."""
     return _watch
-
-
-def again() -> str:
-    """Return the remedy of this process's command, as `watching` was told."""
-    return _watch.record.content["again"] if _watch else ranks.AGAIN
 
 
 def beat(doing: str | None = None, *, step: int | None = None, files: bool = False) -> None:
@@ -98,15 +108,12 @@ def beat(doing: str | None = None, *, step: int | None = None, files: bool = Fal
     """
     if _watch is None:
         return
-    news: dict[str, Any] = {}
-    if doing is not None:
-        news["doing"] = doing
-        _watch.files = files
+    _watch.content["beats"] += 1  # which the next look writes for the other ranks
     if step is not None:
-        news["step"] = step
-    _watch.record.content["beats"] += 1  # which the next look writes for the other ranks
-    if news:
-        _watch.record.write(**news)
+        _watch.write(step=step)
+    if doing is not None:
+        _watch.files = files
+        _watch.write(doing=doing)
 
 
 def count_as_progress(progress: Callable[[], Any]) -> None:
@@ -115,38 +122,62 @@ def count_as_progress(progress: Callable[[], Any]) -> None:
         _watch.progress.append(progress)
 
 
-def this_thread_reads() -> None:
-    """Called by the thread that reads. While the main thread waits for it, its stack is the rank's place."""
-    if _watch is not None:
-        _watch.reader = threading.get_ident()
-
-
 class Watch:
-    """The beats of one rank and the thread that looks at all of them."""
+    """The heartbeat of one rank, and the thread that reads the heartbeats of all."""
 
-    def __init__(self, errors: Path, hang_seconds: float, record: ranks.RankFile):
-        self.errors, self.hang_seconds, self.record = errors, hang_seconds, record
+    def __init__(self, errors: Path, hang_seconds: float):
+        self.errors = errors
+        self.hang_seconds = hang_seconds
+        self.content: dict[str, Any] = {"rank": rank(), "pid": os.getpid(), "host": socket.gethostname()}
+        self.content |= {"doing": "starting", "step": 0, "beats": 0, "hang": None, "has_ended": False}
         self.progress: list[Callable[[], Any]] = [lambda: len(sys.modules)]  # imports are work, too
-        self.reader: int | None = None
-        self.files, self._moved = False, 0
-        self._progress_seen: list[Any] = []
+        self.files = False
+        self.run_dir = ""
+        self._progress: list[Any] = []
+        self._moved = 0
         self._period = min(5.0, hang_seconds / 20)
-        self._done = threading.Event()
+        self._lock, self._done = threading.Lock(), threading.Event()
         errors.mkdir(parents=True, exist_ok=True)
-        self.path = errors / f"rank{ranks.rank()}.txt"
-        self.owned = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
+        self.path = errors / f"rank{rank()}.txt"
+        self.owns_files = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
         self.file = io.TextIOWrapper(open_to_write(self.path, append=True), "utf-8")
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        self._is_shared = has_several_machines() or not error_file
+        self._heartbeats = errors if self._is_shared else Path(error_file).parent.parent
+        self._heartbeats.mkdir(parents=True, exist_ok=True)
+        self._heartbeat = open_to_write(self._heartbeats / f"rank{rank()}.json", keep=True, buffering=0)
+        self.write()
         faulthandler.enable(self.file)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
         self._expect_to_look_again()
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
         self._thread.start()
 
+    def write(self, **news: Any) -> None:
+        """Change some of the content. It takes some ten microseconds, and others see all of it at once."""
+        with self._lock:  # the thread writes, too
+            self.content |= news
+            os.pwrite(self._heartbeat.fileno(), json.dumps(self.content).encode().ljust(ROOM), 0)
+
+    def others(self) -> list[dict[str, Any]]:
+        """Return the content of the other ranks' files, of those that have one."""
+        contents = []
+        for number in range(world_size()):
+            # one that does not exist yet, or is being written, comes with the next look
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+                if number != rank():
+                    contents.append(json.loads(read_file(self._heartbeats / f"rank{number}.json")))
+        return contents
+
+    def has_another_ended(self) -> bool:
+        """Return whether another rank has ended, as far as this one can see."""
+        return any(content["has_ended"] or _status(content) == "is gone" for content in self.others())
+
     def finish(self) -> None:
         """End the watch of a command that has ended well."""
         self._done.set()
         self._thread.join()
-        self.record.write(ended="done")
+        self.write(has_ended=True)
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
@@ -154,12 +185,15 @@ class Watch:
         self.tidy()
 
     def tidy(self) -> None:
-        """Remove this run's file if it is empty; never the file of another run."""
-        if self.owned and self.path.exists() and not self.path.stat().st_size:
-            self.path.unlink()
-            with contextlib.suppress(OSError):  # other ranks' files may lie in it
+        """Remove this run's heartbeat, and its error file if that is empty; never a file of another run."""
+        if self.owns_files:
+            if self._is_shared:
+                (self.errors / f"rank{rank()}.json").unlink(missing_ok=True)
+            if self.path.exists() and not self.path.stat().st_size:
+                self.path.unlink()
+            with contextlib.suppress(OSError):  # other ranks' files may lie there
                 self.errors.rmdir()
-                if self.errors.parent.name == "errors":  # the folder of an export lies in that of its run
+                if self.errors.name == "export":  # which lies in the folder of its run's errors
                     self.errors.parent.rmdir()
 
     # ---- the thread
@@ -175,136 +209,110 @@ class Watch:
             looked = now
             self._expect_to_look_again()
             self._count_progress(passed)
-            self.record.write(looked=time.time())
-            others = self.record.others()
-            beats = [self.record.content["beats"], *((n, content["beats"]) for n, content in others.items())]
+            self.write()
+            beats = [(content["rank"], content["beats"]) for content in (self.content, *self.others())]
             still = still + passed if beats == seen else 0.0
             seen = beats
             if still > self.hang_seconds and not self._done.is_set():
-                self._end_the_job()
-            if ranks.several_machines():
-                self.record.flush()
+                self._end_job()
+            if has_several_machines():
+                os.fsync(self._heartbeat.fileno())
 
     def _expect_to_look_again(self) -> None:
-        """A thread in C writes the stacks if code holds the interpreter, so that this one cannot look. It
-        also does so after a process was stopped for long, and so it does not end it."""
+        """A thread in C writes the stacks if code holds the interpreter, so that this one cannot look."""
         faulthandler.dump_traceback_later(self.hang_seconds + HELD_AFTER, file=self.file)
 
     def _count_progress(self, passed: float) -> None:
+        counters = psutil.Process().io_counters()
         progress = [count() for count in self.progress]
-        moved = _bytes_read_and_written()
-        if progress != self._progress_seen or (self.files and moved - self._moved > MUCH_IO * passed):
-            self.record.content["beats"] += 1
-        self._progress_seen = progress
+        moved = counters.read_chars + counters.write_chars
+        if progress != self._progress or (self.files and moved - self._moved > MUCH_IO * passed):
+            self.content["beats"] += 1
+        self._progress = progress
         self._moved = moved
 
-    def _end_the_job(self) -> NoReturn:
-        """Write the stacks, hear what the other ranks do, name the rank that hangs, and end."""
-        frames = self._frames()
-        innermost = "".join(frame.f_code.co_filename for frame in frames[:3])
-        waits = ranks.world_size() > 1 and any(place in innermost for place in WAITING)
-        workers = multiprocessing.active_children()
-        stopped = [worker.pid for worker in workers if ranks.process_state(worker.pid) == "T"]
-        self.record.write(hang={"where": _where(frames), "waits": waits, "stopped": stopped})
+    def _end_job(self) -> NoReturn:
+        """Write the stacks, read what the other ranks do, name the rank that hangs, and end."""
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        waits = any(place in frame.filename for frame in stack[-3:] for place in WAITING)
+        where = f"{stack[-1].name} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
+        self.write(hang={"where": where, "waits": waits and world_size() > 1})
         self._write_stacks()
-        others = self._hear_others()
-        message = hung({ranks.rank(): self.record.content, **others}, self.hang_seconds, self.errors)
-        for content in others.values():  # torchrun sends SIGTERM, which does not reach a stopped process
-            if ranks.state(content) == "T":
+        contents = sorted([self.content, *self._hear_others()], key=lambda content: content["rank"])
+        statuses = [_status(content) for content in contents]
+        worst = min(statuses, key=_WORST_FIRST.index)  # the other ranks only wait for these
+        texts = []
+        is_lost = False
+        for content, status in zip(contents, statuses, strict=True):
+            place = f", in {content['hang']['where']}" if content["hang"] else ""
+            text = f"rank {content['rank']} (pid {content['pid']}) {worst} while {content['doing']}{place}"
+            texts += [text] if status == worst else []
+            if status == "is stopped":  # torchrun sends SIGTERM, which does not reach it
                 os.kill(content["pid"], signal.SIGKILL)
-        # a rank of another machine that does not answer may be lost with it: then the job may start again
-        is_lost = any(ranks.state(content) == "?" and not content["hang"] for content in others.values())
-        ranks.tell("lost" if is_lost else "hang", HANG_CODE, message, self.record)
+            # one that may be lost with its machine: then the job may start again
+            is_lost |= status == "does not answer" and content["host"] != self.content["host"]
+        message = (
+            f"megatron-vlm: no rank came further for {self.hang_seconds:g} s: {listed(texts, 3, '; ')}.\n"
+            f"The stacks of all ranks and workers are in {self.errors}; raise train.hang_seconds if it only "
+            f"needs longer, or {AGAIN}."
+        )
+        speaks = self.content is next(content for content in contents if content["hang"])
+        report_end("lost" if is_lost else "error", HANG_CODE, message, speaks)
         end_now(HANG_CODE)
 
-    def _frames(self) -> list[Any]:
-        """The main thread's, the innermost first; the reader's, if the main thread waits for that."""
-        threads = sys._current_frames()
-        frames = list(_outwards(threads.get(threading.main_thread().ident)))
-        if any(frame.f_code.co_filename.endswith("multiprocessing/pool.py") for frame in frames[:4]):
-            return list(_outwards(threads.get(self.reader))) or frames
-        return frames
-
     def _write_stacks(self) -> None:
-        doing = self.record.content["doing"]
-        self.file.write(f"rank {ranks.rank()}: no progress for {self.hang_seconds:g} s; {doing}\n")
-        self.file.flush()
+        print(f"rank {rank()}: no progress; {self.content['doing']}", file=self.file, flush=True)
         faulthandler.dump_traceback(self.file)
-        workers = multiprocessing.active_children()
-        for worker in workers:
-            letter = ranks.process_state(worker.pid)
-            self.file.write(f"\nworker {worker.name}, pid {worker.pid}, state {letter}\n")
-            self.file.flush()
-            os.kill(worker.pid, signal.SIGUSR2)  # it writes into the same file, unless it is stopped (T)
-            time.sleep(0.2)
-        time.sleep(bool(workers))  # also on a machine that is busy
+        for worker in multiprocessing.active_children():
+            status = psutil.Process(worker.pid).status()
+            print(f"\nworker {worker.name}, pid {worker.pid}, {status}", file=self.file, flush=True)
+            os.kill(worker.pid, signal.SIGUSR2)  # it writes into the same file, unless it is stopped
+            time.sleep(0.5)
 
-    def _hear_others(self) -> dict[int, dict[str, Any]]:
+    def _hear_others(self) -> list[dict[str, Any]]:
         """Return the others' content when all have answered or time is up; late ones write their stacks."""
         deadline = time.monotonic() + max(3.0, 6 * self._period)
         while True:
-            others = self.record.others()
-            late = [content for content in others.values() if not content["hang"]]
-            late = [content["pid"] for content in late if ranks.state(content) not in ("T", "", "Z")]
+            others = self.others()
+            late = [content for content in others if _status(content) == "does not answer"]
             if not late or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        here = {content["pid"] for content in others.values() if ranks.state(content) in ("R", "S", "D")}
-        for pid in here.intersection(late):
-            os.kill(pid, signal.SIGUSR2)
-            time.sleep(1)
+        for content in late:
+            if content["host"] == self.content["host"]:
+                os.kill(content["pid"], signal.SIGUSR2)
+                time.sleep(1)
         return others
 
 
-def hung(contents: dict[int, dict[str, Any]], hang_seconds: float, errors: Path) -> str:
-    """Return the last lines of a job without progress: which rank hangs, where, and what to do."""
-    states = {number: _state_of(content) for number, content in sorted(contents.items())}
-    worst = min(states.values(), key=_WORST_FIRST.index)  # the other ranks only wait for these
-    texts = []
-    for number in (number for number, state in states.items() if state == worst):
-        content = contents[number]
-        hang = content["hang"] or {}
-        workers = f" (pid {', '.join(map(str, hang['stopped']))})" if hang.get("stopped") else ""
-        where = f", in {hang['where']}" if hang else ""
-        texts.append(f"rank {number} (pid {content['pid']}) {worst}{workers} while {content['doing']}{where}")
-    may_be_slow = worst in ("hangs", "waits for other ranks")
-    return (
-        f"megatron-vlm: no rank came further for {hang_seconds:g} s: {listed(texts, 3, '; ')}.\n"
-        f"The stacks of all ranks and workers are in {errors}; "
-        f"{'raise train.hang_seconds if it only needs longer' if may_be_slow else again()}."
-    )
+def report_end(kind: str, code: int, message: str, speaks: bool = True) -> None:
+    """Say why this rank ends: to its launcher, in the file that torch's elastic agent reads, or on screen.
+
+    `kind` is error, interrupt or lost (another rank ended). Without `--nproc`, ranks that `speaks` print.
+    """
+    if _watch is not None:
+        _watch.write(has_ended=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        now = time.time()
+        extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now, "kind": kind, "code": code}
+        with contextlib.suppress(OSError):  # the disk is full, or torchrun has removed its folder
+            write_whole(path, json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    if message and speaks and LAUNCHER not in os.environ:
+        print(printable_lines(message), file=sys.stderr, flush=True)
 
 
-def _state_of(content: dict[str, Any]) -> str:
-    letter, hang = ranks.state(content), content["hang"]
-    if letter in ("T", "", "Z"):
-        return _WORST_FIRST[0 if letter == "T" else 2]
-    if hang is None:
+def _status(content: dict[str, Any]) -> str:
+    """Return how a rank is, in words of _WORST_FIRST. Processes of other machines are not looked at."""
+    if content["host"] == socket.gethostname():
+        try:
+            status = psutil.Process(content["pid"]).status()
+        except psutil.NoSuchProcess:
+            return "is gone"
+        if status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+            return "is stopped" if status == psutil.STATUS_STOPPED else "is gone"
+    if content["hang"] is None:
         return "does not answer"
-    return _WORST_FIRST[1 if hang["stopped"] else 5 if hang["waits"] else 4]
-
-
-def _outwards(frame) -> Iterator[Any]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _where(frames: list[Any]) -> str:
-    """The innermost frame, and our innermost frame if that is another."""
-    if not frames:
-        return "compiled code"
-    ours = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith("megatron_vlm.")]
-    return ", called by ".join(
-        f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-        for frame in dict.fromkeys([frames[0], *ours[:1]])
-    )
-
-
-def _bytes_read_and_written() -> int:
-    counts = Path("/proc/self/io")
-    lines = counts.read_text().splitlines() if counts.exists() else []
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return "waits for other ranks" if content["hang"]["waits"] else "hangs"
 
 
 def end_now(code: int) -> NoReturn:

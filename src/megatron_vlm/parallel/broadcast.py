@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_vlm.batch import HOST_FIELDS, Batch
 from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.failures import named
+from megatron_vlm.job.errors import named
 from megatron_vlm.parallel.setup import collective_timeout, from_all_ranks, parallel_state
 
 _HOST = torch.device("cpu")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_vlm import files
 from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.config_rules.layout import check_gpus, layout_problems
-from megatron_vlm.job import ranks, watchdog
+from megatron_vlm.job import watchdog
 from megatron_vlm.parallel import cpu
 
 cpu.install()
@@ -50,10 +50,10 @@ def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = 
         dist.init_process_group(backend, store=own, rank=rank, world_size=processes, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if ranks.several_machines():
-        of_ranks = from_all_ranks(
-            {f"{name}={value}" for name, value in vars(parallel).items()} | {f"{seed=}"}
-        )
+    if watchdog.has_several_machines():
+        watched = watchdog.watch()
+        compared = vars(parallel) | {"seed": seed, "run_dir": watched and watched.run_dir}
+        of_ranks = from_all_ranks({f"{name}={value}" for name, value in compared.items()})
         if others := sorted({each for theirs in of_ranks for each in theirs ^ of_ranks[0]}):
             raise ConfigError(f"the machines differ in {', '.join(others)}; start the same command on each.")
     _make_groups(parallel)

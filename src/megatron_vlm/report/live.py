@@ -48,7 +48,7 @@ class LivePage:
         self._write(running=True)
 
     def close(self) -> None:
-        error = sys.exception()  # what the run ends by, see `job.failures.closing`
+        error = sys.exception()  # what the run ends by, see `job.errors.closing`
         said = printable(f"{type(error).__name__}: {error}") if error else ""
         self._write(running=False, ended_by=said)
 

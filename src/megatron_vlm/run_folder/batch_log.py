@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.files import keep_rows_before, open_to_write, read_rows
-from megatron_vlm.job.failures import is_anothers_end, is_worker_death
+from megatron_vlm.job.errors import is_anothers_end, is_worker_death
 from megatron_vlm.messages import listed, printable, reading
 
 FOLDER = "batches"

@@ -27,7 +27,7 @@ from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_text
 
-FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "ranks", "profile")
+FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "profile")
 FOLDERS += ("scores", "on_export", "exports")
 FILES = ("config.yaml", "recipe.yaml", "recipe.yaml.old", "lock", "metrics.jsonl", "starts.jsonl", "loss.png")
 FILES += ("report.html", "held_out.jsonl", "metrics.csv", "mlflow_run")

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_vlm.files import open_to_write
-from megatron_vlm.job.ranks import world_size
+from megatron_vlm.job.watchdog import world_size
 
 FILE = "starts.jsonl"
 PACKAGES = ("megatron-vlm", "torch", "megatron-core", "transformers", "megatron-energon")

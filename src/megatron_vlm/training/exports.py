@@ -21,7 +21,7 @@ from torch.nn import Module
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.files import beside, last_lines, naming, need_room, open_to_write
-from megatron_vlm.job import ranks, stops, watchdog
+from megatron_vlm.job import stops, watchdog
 from megatron_vlm.job.milestones import Milestones
 from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.files import save_adapters
@@ -34,7 +34,7 @@ from megatron_vlm.run_folder.run_log import RunLogger
 
 # what would make a program take itself for a rank of this job, beside what begins with TORCHELASTIC_
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OF_RANKS += (ranks.LAUNCHER_SPEAKS,)
+OF_RANKS += (watchdog.LAUNCHER, stops.STARTED)
 # runs the command "$0", and kills its group when this process is gone, which holds the other end of stdin
 _ENDS_WITH_US = 'exec 3<&0 </dev/null; ((read _ <&3 || kill -KILL 0) &); exec 3<&-; exec sh -c "$0"'
 PATIENCE = 3.0  # seconds for a command to end in when it is asked to

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
-from megatron_vlm.job.ranks import AnotherRankFailed
+from megatron_vlm.job.errors import AnotherRankFailed
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import empty_gradients, reduce_gradients, step_if, step_in_flight

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import MIN_SAMPLES, DropReport
-from megatron_vlm.job.failures import worker_death
+from megatron_vlm.job.errors import killed_message
 
 
 def over_epochs(drops: DropReport, place: Sequence[int], settled: Iterable[tuple]) -> Iterator[tuple]:
@@ -68,6 +69,18 @@ def next_or_too_many_drops(batches: Iterator[Batch], drops: DropReport, loader: 
 def workers_of(loader: DataLoader) -> Sequence[BaseProcess]:
     """The processes that read for a loader; none before it is asked for a batch."""
     return getattr(getattr(loader, "_iterator", None), "_workers", ())
+
+
+def worker_death(workers: Iterable[BaseProcess]) -> str:
+    """Return the message about the first of these data workers that has ended; no sample is to blame."""
+    workers = list(workers)
+    with contextlib.suppress(RuntimeError):  # with which torch interrupts the main thread when one has ended
+        ended = wait([worker.sentinel for worker in workers], timeout=5)  # its pipes close a little before
+        for worker in workers:
+            worker.join(5 if worker.sentinel in ended else 0)
+    dead = next((worker for worker in workers if worker.exitcode), None)
+    number = -dead.exitcode if dead and dead.exitcode < 0 else signal.SIGKILL
+    return killed_message(f"data: a DataLoader worker{f' (pid {dead.pid})' if dead else ''}", number)
 
 
 def notice_the_dead(loader: DataLoader) -> None:

@@ -1,0 +1,248 @@
+"""Whatever ends a command, its last line is the reason and what to do; see `exit_with_reason`.
+
+A rank writes its reason into the error file of torch's elastic agent; `--nproc` prints the first one when all
+have ended (`job.launch`). Tracebacks go to `<run_dir>/errors/rankN.txt`; MEGATRON_VLM_DEBUG=1 prints them.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.job import watchdog
+from megatron_vlm.job.stops import Stopped
+from megatron_vlm.job.watchdog import AGAIN
+from megatron_vlm.messages import mask_addresses, printable
+
+BUG_CODE, USERS_CODE = 1, 2
+
+SIGNALS = {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
+# what torch, gloo and NCCL say if another rank has ended
+_OTHERS_END = re.compile(
+    r"gloo|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|connectFullMesh|recvValue"
+    r"|sendBytes|Watchdog caught collective|Failed to recv|Timed out waiting",
+    re.IGNORECASE,
+)
+_CAUSES = {
+    signal.SIGKILL: "something outside did it, most often for want of memory (see `dmesg`)",
+    signal.SIGBUS: "/dev/shm is full, or a file that it reads became shorter",
+}
+
+
+class AnotherRankFailed(RuntimeError):
+    """This rank ends because another one ends, and that one says why."""
+
+
+class _Interrupted(SystemExit):
+    """A signal has asked this process to end."""
+
+
+@contextlib.contextmanager
+def exit_with_reason(name: str) -> Iterator[None]:
+    """Run a command; print why it ends last, after its `name`, and exit with the matching code.
+
+    The code is 2 for what a user can mend, 1 for a bug, 75 for a run that was asked to end early (see
+    `job.stops`), and 128 + N for signal N, of Ctrl-C 130. Ranks leave signals to their launcher.
+    """
+    threading.excepthook = sys.unraisablehook = _keep_unraised
+    if "RANK" not in os.environ and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+                signal.signal(number, functools.partial(_interrupt, os.getpid()))
+    try:
+        yield
+    except Stopped as stop:
+        _end("interrupt", stop.code, f"{name}: {stop.text}", stop)
+    except (SystemExit, KeyboardInterrupt) as stop:
+        code = stop.code if isinstance(stop, SystemExit) else 128 + signal.SIGINT
+        watched = watchdog.watch()
+        if watched is None and not isinstance(stop, _Interrupted):
+            raise  # click ends every command by SystemExit, also after Ctrl-C
+        if code in SIGNALS:
+            content = watched.content if watched else {"step": 0, "doing": "starting"}
+            when = f"after step {content['step']}" if content["step"] else f"while {content['doing']}"
+            _end("interrupt", code, f"{name}: stopped by {SIGNALS[code]} {when}; {AGAIN}.", stop)
+        _end("error", int(code or 1), f"{name}: {_place(stop)}it left by sys.exit({code}); {AGAIN}.", stop)
+    except Exception as error:  # noqa: BLE001 - all of them are reported
+        file = _keep_traceback(error)
+        if os.environ.get("MEGATRON_VLM_DEBUG"):
+            traceback.print_exception(error)
+        if is_anothers_end(error):
+            lost = f"it lost another rank: {without_traceback(str(error)).splitlines()[0]}"
+            _end("lost", BUG_CODE, f"{name}: {_place(error)}{lost}\n{AGAIN.capitalize()}.", error)
+        code, text = explain(error, file)
+        _end("error", code, f"{name}: {_place(error)}{text}", error)
+
+
+@contextlib.contextmanager
+def closing(*parts: Any) -> Iterator[None]:
+    """Close the parts at the end. After an error, a part that fails to close does not hide that error."""
+    try:
+        yield
+    except BaseException as error:
+        if (watched := watchdog.watch()) and not hasattr(error, "doing"):
+            error.doing = watched.content["doing"]  # where it came from, whatever is done while parts close
+        for part in parts:
+            with contextlib.suppress(OSError, RuntimeError):
+                part.close()
+        raise
+    for part in parts:
+        part.close()
+
+
+def _interrupt(owner: int, number: int, frame: Any) -> None:
+    """End this process as an error would; a second signal, and one to a forked process, ends it at once."""
+    signal.signal(number, signal.SIG_DFL)
+    if os.getpid() != owner:
+        os.kill(os.getpid(), number)
+    raise _Interrupted(128 + number)
+
+
+def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
+    """Say the message, here or to the launcher, and end this process."""
+    watchdog.report_end(kind, code, message, kind != "interrupt" or watchdog.rank() == 0)
+    if watched := watchdog.watch():
+        watched.tidy()
+        if watchdog.world_size() > 1:
+            watchdog.end_now(code)
+    raise SystemExit(code) from error
+
+
+def _place(error: BaseException) -> str:
+    """`rank 1, training step 3: `, without the parts that say nothing."""
+    if (watched := watchdog.watch()) is None:
+        return ""
+    doing = getattr(error, "doing", watched.content["doing"]).removeprefix("starting")
+    rank = f"rank {watchdog.rank()}" if watchdog.world_size() > 1 else ""
+    return "".join(f"{place}: " for place in [", ".join(filter(None, (rank, doing)))] if place)
+
+
+def killed_message(who: str, number: int) -> str:
+    """Return the last lines about a process that a signal has ended."""
+    cause = _CAUSES.get(number, "it crashed in compiled code; its stacks are in errors/ of the run folder")
+    name = f"signal {number:d} ({signal.Signals(number).name})"
+    return f"{who} was ended by {name}: {cause}.\n{AGAIN.capitalize()}."
+
+
+# ---- what an error means -----------------------------------------------------------------------------------
+
+
+def explain(error: BaseException, file: Path) -> tuple[int, str]:
+    """Return (exit code, message for the user) for an error; `file` holds its traceback.
+
+    An error that came while something was read that a user gave is about that (see `messages.reading`), and
+    a bug is what remains.
+    """
+    notes = "\n".join(["", *getattr(error, "__notes__", ())])
+    text, what = without_traceback(str(error)), _what_was_read(error)
+    if is_worker_death(error) or _is_for_users(error):
+        return USERS_CODE, text + notes
+    if isinstance(error, OSError) and error.errno is not None:
+        paths = [printable(name) for name in (error.filename, error.filename2) if name is not None]
+        remedy = "make room (`df -h`)" if error.errno == errno.ENOSPC else "look at that path"
+        return USERS_CODE, f"{': '.join([error.strerror, *paths])}; {remedy}, then {AGAIN}."
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        while_reading = f" while reading {what}" if what else ""
+        remedy = (
+            "lower train.micro_batch_size, data.seq_length or data.max_pixels, or set model.recompute=full"
+        )
+        return (
+            USERS_CODE,
+            f"out of memory{while_reading}: {text.partition('\n')[0]}; {remedy}.{notes}",
+        )
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = "".join(f"; in {frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in last)
+    if what:
+        damaged = f"It is damaged, or of a kind that is not known: replace it; the traceback is in {file}."
+        return USERS_CODE, f"{what} cannot be read: {named(error)}{place}{notes}\n{damaged}"
+    bug = f"This is a bug of megatron_vlm or of a library; the traceback is in {file}."
+    return BUG_CODE, f"{named(error)}{place}{notes}\n{bug}"
+
+
+def _is_for_users(error: BaseException) -> bool:
+    """Whether the error's text was written for the user: it is a ConfigError, or our own code raised it."""
+    ours = type(error).__module__.startswith("megatron_vlm.")
+    is_usual = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
+    is_errno = isinstance(error, OSError) and error.errno is not None
+    return isinstance(error, ConfigError) or ((ours or is_usual) and not is_errno and _raised_by_us(error))
+
+
+def _what_was_read(error: BaseException) -> str:
+    """The input of the user that was being read, as `messages.reading` notes it; empty if none was."""
+    what = getattr(error, "reading", None)
+    if what is None:  # what no library says of anything else
+        return "a file" if isinstance(error, OSError | EOFError) else ""
+    return ", ".join(map(printable, what)) if isinstance(what, list) else printable(what)
+
+
+def is_anothers_end(error: BaseException) -> bool:
+    """Return whether the error only says that another rank has ended, or does not answer."""
+    if isinstance(error, AnotherRankFailed):
+        return True
+    if _raised_by_us(error) or watchdog.world_size() == 1:
+        return False
+    is_torchs = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    return (is_torchs or type(error) is RuntimeError) and bool(_OTHERS_END.search(str(error)))
+
+
+def is_worker_death(error: BaseException) -> bool:
+    """Return whether torch says that a data worker was killed; a signal handler raises this at any point."""
+    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+
+
+def without_traceback(text: str) -> str:
+    """Return a message without tracebacks: workers put theirs into the text of their errors."""
+    marker = "Traceback (most recent call last):"
+    if marker not in text:
+        return text
+    after = text.rpartition(marker)[2].strip("\n").splitlines()
+    unindented = [number for number, line in enumerate(after) if not line.startswith((" ", "\t"))]
+    return "\n".join(after[unindented[0] :]) if unindented else text.partition(marker)[0].strip()
+
+
+def named(error: BaseException) -> str:
+    """Return the error's type and text; for our own types only the text; for a worker's, what it raised."""
+    text, kind = without_traceback(str(error)), type(error)
+    if kind.__module__.startswith("megatron_vlm."):  # the text is for users, and the class tells them nothing
+        return re.sub(rf"^(\w+\.)*{kind.__name__}: ", "", text)
+    return text if text != str(error) else f"{kind.__name__}: {text}"
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    package = frames[-1].f_globals.get("__package__") if frames else None
+    return (package or "").partition(".")[0] == "megatron_vlm"
+
+
+def _keep_traceback(error: BaseException) -> Path:
+    """Write the traceback to this rank's file in the run folder, else to a new file, and return the path."""
+    text = mask_addresses("".join(traceback.format_exception(error)))
+    text = text.encode(errors="backslashreplace").decode()
+    watched, is_for_users = watchdog.watch(), _is_for_users(error)
+    if watched is not None and (watched.owns_files or not is_for_users):
+        with contextlib.suppress(OSError):  # the disk is full, for instance
+            print(text, file=watched.file, end="", flush=True)
+            return watched.path
+    if is_for_users:
+        return Path(os.devnull)  # the message does not mention it
+    with tempfile.NamedTemporaryFile("w", prefix="megatron-vlm-", suffix=".txt", delete=False) as file:
+        file.write(text)
+    return Path(file.name)
+
+
+def _keep_unraised(args: Any) -> None:
+    """Write what fails in a thread, or while an object is deleted, to the file only: it ends nothing."""
+    if args.exc_value is not None and os.environ.get("MEGATRON_VLM_DEBUG"):
+        traceback.print_exception(args.exc_value)
+    elif args.exc_value is not None and watchdog.watch() is not None:
+        _keep_traceback(args.exc_value)

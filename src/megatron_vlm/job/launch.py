@@ -1,0 +1,179 @@
+"""Starts the ranks of `--nproc` by torch's elastic agent, and says why they ended. It imports torch.
+
+PET_ variables, the meeting of machines, the ranks' environment and error files are torch's. Added here:
+ranks start again only if one was lost, warnings are passed on to them, and the job has one reason.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import cuda
+from torch.distributed import DistError, run
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api
+
+from megatron_vlm.config import ConfigError
+from megatron_vlm.config_rules.layout import check_gpus
+from megatron_vlm.files import read_text
+from megatron_vlm.job.errors import BUG_CODE, SIGNALS, killed_message
+from megatron_vlm.job.stops import AGAIN_AFTER, STARTED, WARNINGS
+from megatron_vlm.job.watchdog import AGAIN, LAUNCHER
+from megatron_vlm.messages import printable_lines
+
+_BEST_FIRST = (
+    "error",
+    "interrupt",
+    "killed",
+    "lost",
+    "terminated",
+)  # what ranks end by; the last two by others
+
+
+class Reason(NamedTuple):
+    """Why a rank ended; the least of several is the reason of the job."""
+
+    order: int  # in _BEST_FIRST
+    time: float  # seconds since the epoch
+    code: int  # the job's exit code
+    message: str
+
+
+def launch(
+    nproc: int, module: str, arguments: Sequence[str], restarts: int, gpus: int | None, meeting: str | None
+) -> int:
+    """Run `python -m module` in `nproc` processes on this machine, and return the exit code.
+
+    Args:
+        restarts: How often ranks start again after one was lost.
+        gpus: GPUs of this machine; None for as many as torch sees.
+        meeting: How many machines meet, and where, in words; None for one machine.
+
+    Raises:
+        ConfigError: A PET_ variable is wrong, or there are fewer GPUs than processes.
+    """
+    check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
+    logging.disable(logging.ERROR)  # this process only starts others and waits
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    # in a store that outlives ranks, those that follow would find addresses of those before
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ |= {LAUNCHER: str(os.getpid()), STARTED: str(time.time())}
+    api.LocalElasticAgent = _Agent
+    handlers = [signal.getsignal(number) for number in WARNINGS]
+    with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
+        words = [f"--nproc_per_node={nproc}", f"--log-dir={folder}", f"--max-restarts={restarts}"]
+        if meeting is None:
+            words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
+        else:
+            print(f"waiting for {meeting}", file=sys.stderr, flush=True)
+        words += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", "-m", module, *arguments]
+        try:
+            config, entrypoint, words = run.config_from_args(run.get_args_parser().parse_args(words))
+            api.launch_agent(config, entrypoint, words)
+            return 0
+        except SignalException as stop:
+            code = 128 + stop.sigval
+            text = f"megatron-vlm: stopped by {SIGNALS.get(code, f'signal {stop.sigval}')}."
+            reason = next((each for each in _reports(folder) if each.code == code), Reason(1, 0, code, text))
+        except ChildFailedError as failed:
+            reason = _first_reason(folder, failed.failures)
+        except (RendezvousError, DistError):
+            lost = f"{meeting} do not meet: one is lost, or the port is taken"
+            text = f"megatron-vlm: {lost}.\n{AGAIN.capitalize()}."
+            reason = min([*_reports(folder), Reason(3, math.inf, BUG_CODE, text)])
+        except ValueError as error:
+            raise ConfigError(f"torchrun's PET_ variables: {error}; correct that variable.") from error
+        finally:
+            del os.environ[LAUNCHER], os.environ[STARTED]
+            for number, handler in zip(WARNINGS, handlers, strict=True):
+                signal.signal(number, handler)
+    print(printable_lines(reason.message), file=sys.stderr, flush=True)
+    return reason.code
+
+
+class _Agent(LocalElasticAgent):
+    """Torch's agent with our rules for signals and for starting again."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._first_warning = math.inf
+        for number in WARNINGS:
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, frame: Any) -> None:
+        """Pass a warning on to the ranks, which save and end. A second SIGTERM ends the job at once."""
+        pids = self._pcontext.pids().values() if self._pcontext else ()
+        if number == signal.SIGTERM:
+            self._first_warning = min(self._first_warning, time.monotonic())
+            if not pids or time.monotonic() - self._first_warning > AGAIN_AFTER:
+                raise SignalException("", signal.SIGTERM)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        # torch waits for machines in compiled code, where no handler of Python runs
+        handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+        try:
+            super()._rendezvous(worker_group)
+        finally:
+            for number, handler in zip(numbers, handlers, strict=True):
+                signal.signal(number, handler)
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed() and self._remaining_restarts:
+            reason = _first_reason(self._logs_specs.root_log_dir, result.failures)
+            if _BEST_FIRST[reason.order] not in ("killed", "lost"):  # it would repeat itself
+                self._remaining_restarts = 0
+            else:
+                print(printable_lines(reason.message.splitlines()[0]), file=sys.stderr)
+        return result
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        print("megatron-vlm: starting again from the last checkpoint", file=sys.stderr, flush=True)
+        super()._restart_workers(worker_group)
+
+
+def _reports(folder: str) -> list[Reason]:
+    """Return what the ranks of the last start wrote into torch's error files, see `watchdog.report_end`."""
+    starts = sorted(Path(folder).glob("*/attempt_*"), key=os.path.getctime)
+    reasons = []
+    for file in starts[-1].glob("*/error.json") if starts else ():
+        report = json.loads(read_text(file))["message"]
+        extra = report["extraInfo"]
+        order = _BEST_FIRST.index(extra["kind"])
+        reasons.append(Reason(order, extra["time"], extra["code"], report["message"]))
+    return reasons
+
+
+def _first_reason(folder: str, failures: Mapping[int, ProcessFailure]) -> Reason:
+    """Return why a job ended: by ranks' own reports, and by the exit codes of ranks without one."""
+    reasons = _reports(folder)
+    for rank, failure in failures.items():
+        code = failure.exitcode
+        kind = "killed"
+        text = f"rank {rank} ended with code {code} and gave no reason; MEGATRON_VLM_DEBUG=1 shows more."
+        if code == -signal.SIGTERM:
+            kind = "terminated"
+            text = "stopped by SIGTERM."
+        elif code < 0:
+            text = killed_message(f"rank {rank}", -code)
+        if not os.path.isfile(failure.error_file):
+            code = 128 - code if code < 0 else code
+            reasons.append(Reason(_BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {text}"))
+    return min(reasons)
