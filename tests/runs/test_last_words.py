@@ -224,24 +224,6 @@ def test_a_process_that_was_stopped_for_long_goes_on(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
 
 
-def test_a_process_whose_interpreter_is_held_has_its_stacks_written(tmp_path):
-    """Another rank would end the job, and name this one."""
-    program = (
-        "import re, sys; from megatron_vlm.job import watchdog; watchdog.HELD_AFTER = 1\n"
-        "with watchdog.watching(sys.argv[1], 1):\n"
-        "    re.fullmatch('(a?){40}b', 'a' * 40)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
-    try:
-        stacks, ends = tmp_path / "errors/rank0.txt", time.monotonic() + 60
-        while not (stacks.exists() and 'File "<string>", line 3' in stacks.read_text()):
-            assert time.monotonic() < ends
-            time.sleep(0.1)
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.parametrize("when", ["it is stopped", "it imports"])
 def test_a_rank_ends_with_its_launcher_that_is_killed(when, tmp_path):
     rank = (

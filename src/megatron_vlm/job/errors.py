@@ -69,14 +69,13 @@ def exit_with_reason(name: str) -> Iterator[None]:
         if watched is None and not isinstance(stop, _Interrupted):
             raise  # click ends every command by SystemExit, also after Ctrl-C
         if code in SIGNALS:
-            content = watched.content if watched else {"step": 0, "doing": "starting"}
-            when = f"after step {content['step']}" if content["step"] else f"while {content['doing']}"
-            _end("interrupt", code, f"{name}: stopped by {SIGNALS[code]} {when}; {AGAIN}.", stop)
+            step = watched.content["step"] if watched else 0
+            when = f"after step {step}" if step else f"while {watched.content['doing']}" if watched else ""
+            text = f"stopped by {SIGNALS[code]} {when}; {AGAIN}." if when else f"stopped by {SIGNALS[code]}."
+            _end("interrupt", code, f"{name}: {text}", stop)
         _end("error", int(code or 1), f"{name}: {_place(stop)}it left by sys.exit({code}); {AGAIN}.", stop)
     except Exception as error:  # noqa: BLE001 - all of them are reported
         file = _keep_traceback(error)
-        if os.environ.get("MEGATRON_VLM_DEBUG"):
-            traceback.print_exception(error)
         if is_anothers_end(error):
             lost = f"it lost another rank: {without_traceback(str(error)).splitlines()[0]}"
             _end("lost", BUG_CODE, f"{name}: {_place(error)}{lost}\n{AGAIN.capitalize()}.", error)
@@ -124,7 +123,8 @@ def _place(error: BaseException) -> str:
         return ""
     doing = getattr(error, "doing", watched.content["doing"]).removeprefix("starting")
     rank = f"rank {watchdog.rank()}" if watchdog.world_size() > 1 else ""
-    return "".join(f"{place}: " for place in [", ".join(filter(None, (rank, doing)))] if place)
+    place = ", ".join(filter(None, (rank, doing)))
+    return place and f"{place}: "
 
 
 def killed_message(who: str, number: int) -> str:
@@ -228,6 +228,8 @@ def _keep_traceback(error: BaseException) -> Path:
     """Write the traceback to this rank's file in the run folder, else to a new file, and return the path."""
     text = mask_addresses("".join(traceback.format_exception(error)))
     text = text.encode(errors="backslashreplace").decode()
+    if os.environ.get("MEGATRON_VLM_DEBUG"):
+        print(text, file=sys.stderr)
     watched, is_for_users = watchdog.watch(), _is_for_users(error)
     if watched is not None and (watched.owns_files or not is_for_users):
         with contextlib.suppress(OSError):  # the disk is full, for instance
@@ -242,7 +244,5 @@ def _keep_traceback(error: BaseException) -> Path:
 
 def _keep_unraised(args: Any) -> None:
     """Write what fails in a thread, or while an object is deleted, to the file only: it ends nothing."""
-    if args.exc_value is not None and os.environ.get("MEGATRON_VLM_DEBUG"):
-        traceback.print_exception(args.exc_value)
-    elif args.exc_value is not None and watchdog.watch() is not None:
+    if args.exc_value is not None and watchdog.watch() is not None:
         _keep_traceback(args.exc_value)

@@ -30,7 +30,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.files import read_text
 from megatron_vlm.job.errors import BUG_CODE, SIGNALS, killed_message
-from megatron_vlm.job.stops import AGAIN_AFTER, STARTED, WARNINGS
+from megatron_vlm.job.stops import AGAIN_AFTER, STARTED, WARNINGS, started
 from megatron_vlm.job.watchdog import AGAIN, LAUNCHER
 from megatron_vlm.messages import printable_lines
 
@@ -70,9 +70,8 @@ def launch(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     # in a store that outlives ranks, those that follow would find addresses of those before
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ |= {LAUNCHER: str(os.getpid()), STARTED: str(time.time())}
+    os.environ |= {LAUNCHER: str(os.getpid()), STARTED: str(started)}
     api.LocalElasticAgent = _Agent
-    handlers = [signal.getsignal(number) for number in WARNINGS]
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
         words = [f"--nproc_per_node={nproc}", f"--log-dir={folder}", f"--max-restarts={restarts}"]
         if meeting is None:
@@ -91,15 +90,12 @@ def launch(
         except ChildFailedError as failed:
             reason = _first_reason(folder, failed.failures)
         except (RendezvousError, DistError):
-            lost = f"{meeting} do not meet: one is lost, or the port is taken"
-            text = f"megatron-vlm: {lost}.\n{AGAIN.capitalize()}."
+            text = f"megatron-vlm: {meeting} do not meet: one is lost, or the port is taken; {AGAIN}."
             reason = min([*_reports(folder), Reason(3, math.inf, BUG_CODE, text)])
         except ValueError as error:
             raise ConfigError(f"torchrun's PET_ variables: {error}; correct that variable.") from error
         finally:
             del os.environ[LAUNCHER], os.environ[STARTED]
-            for number, handler in zip(WARNINGS, handlers, strict=True):
-                signal.signal(number, handler)
     print(printable_lines(reason.message), file=sys.stderr, flush=True)
     return reason.code
 

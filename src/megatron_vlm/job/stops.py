@@ -23,7 +23,7 @@ AGAIN_AFTER = 3.0  # seconds; a SIGTERM sooner after another is the same: `timeo
 
 STARTED = "MEGATRON_VLM_STARTED"  # when the user's command with `--nproc` began, in seconds since the epoch
 
-_imported = time.time()
+started = time.time()  # of this process
 _noted: dict[str, float] = {}  # way: when it was noted first
 _ends = math.inf  # when `train.stop_after` is over
 
@@ -58,7 +58,7 @@ def heeding(stop_after: str | None = None) -> Iterator[None]:
     global _ends
     _ends = math.inf
     if stop_after is not None:
-        _ends = seconds_in(stop_after) + float(os.environ.get(STARTED, _imported))
+        _ends = seconds_in(stop_after) + float(os.environ.get(STARTED, started))
     main = threading.current_thread() is threading.main_thread()
     if main:
         expect_warnings()

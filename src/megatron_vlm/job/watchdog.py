@@ -21,6 +21,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -40,9 +41,7 @@ from megatron_vlm.messages import listed, printable_lines
 HANG_CODE = 3  # the exit code when no rank makes progress
 LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of `--nproc`, set for the ranks that it starts
 AGAIN = "start the same command again: it goes on from what is saved"
-WAITING = ("torch/distributed/", "megatron/core/pipeline_parallel/", "megatron/core/distributed/")
-WAITING += ("megatron/core/tensor_parallel/",)
-HELD_AFTER = 10  # seconds after the watchdog, until code that holds the interpreter has its stacks written
+WAITING = re.compile("torch/distributed/|megatron/core/(distributed|pipeline_parallel|tensor_parallel)/")
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
 ROOM = 1 << 12  # bytes of a rank's file, reserved at the start for a disk that fills up
 _WORST_FIRST = ("is stopped", "is gone", "does not answer", "hangs", "waits for other ranks")
@@ -149,7 +148,6 @@ class Watch:
         self.write()
         faulthandler.enable(self.file)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
-        self._expect_to_look_again()
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -178,7 +176,6 @@ class Watch:
         self._done.set()
         self._thread.join()
         self.write(has_ended=True)
-        faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
         self.file.close()
@@ -207,7 +204,6 @@ class Watch:
             now = time.monotonic()
             passed = min(now - looked, 2 * self._period)  # in the rest of a longer gap, it was stopped
             looked = now
-            self._expect_to_look_again()
             self._count_progress(passed)
             self.write()
             beats = [(content["rank"], content["beats"]) for content in (self.content, *self.others())]
@@ -217,10 +213,6 @@ class Watch:
                 self._end_job()
             if has_several_machines():
                 os.fsync(self._heartbeat.fileno())
-
-    def _expect_to_look_again(self) -> None:
-        """A thread in C writes the stacks if code holds the interpreter, so that this one cannot look."""
-        faulthandler.dump_traceback_later(self.hang_seconds + HELD_AFTER, file=self.file)
 
     def _count_progress(self, passed: float) -> None:
         counters = psutil.Process().io_counters()
@@ -234,7 +226,7 @@ class Watch:
     def _end_job(self) -> NoReturn:
         """Write the stacks, read what the other ranks do, name the rank that hangs, and end."""
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-        waits = any(place in frame.filename for frame in stack[-3:] for place in WAITING)
+        waits = any(WAITING.search(frame.filename) for frame in stack[-3:])
         where = f"{stack[-1].name} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
         self.write(hang={"where": where, "waits": waits and world_size() > 1})
         self._write_stacks()
@@ -270,16 +262,11 @@ class Watch:
             time.sleep(0.5)
 
     def _hear_others(self) -> list[dict[str, Any]]:
-        """Return the others' content when all have answered or time is up; late ones write their stacks."""
-        deadline = time.monotonic() + max(3.0, 6 * self._period)
-        while True:
-            others = self.others()
-            late = [content for content in others if _status(content) == "does not answer"]
-            if not late or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-        for content in late:
-            if content["host"] == self.content["host"]:
+        """Return the others' content when they had time to answer; here, late ones write their stacks now."""
+        time.sleep(max(3.0, 3 * self._period))
+        others = self.others()
+        for content in others:
+            if content["host"] == self.content["host"] and _status(content) == "does not answer":
                 os.kill(content["pid"], signal.SIGUSR2)
                 time.sleep(1)
         return others
