@@ -44,7 +44,8 @@ AGAIN = "start the same command again: it goes on from what is saved"
 WAITING = re.compile("torch/distributed/|megatron/core/(distributed|pipeline_parallel|tensor_parallel)/")
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat while `files` is set
 ROOM = 1 << 12  # bytes of a rank's file, reserved at the start for a disk that fills up
-_WORST_FIRST = ("is stopped", "is gone", "does not answer", "hangs", "waits for other ranks")
+_WORST_FIRST = ("is stopped", "waits for a stopped data worker", "is gone", "does not answer", "hangs")
+_WORST_FIRST += ("waits for other ranks",)
 
 _watch: Watch | None = None
 
@@ -228,7 +229,10 @@ class Watch:
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
         waits = any(WAITING.search(frame.filename) for frame in stack[-3:])
         where = f"{stack[-1].name} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
-        self.write(hang={"where": where, "waits": waits and world_size() > 1})
+        status = "waits for other ranks" if waits and world_size() > 1 else "hangs"
+        workers = [psutil.Process(worker.pid).status() for worker in multiprocessing.active_children()]
+        status = _WORST_FIRST[1] if psutil.STATUS_STOPPED in workers else status
+        self.write(hang={"where": where, "status": status})
         self._write_stacks()
         contents = sorted([self.content, *self._hear_others()], key=lambda content: content["rank"])
         statuses = [_status(content) for content in contents]
@@ -297,9 +301,7 @@ def _status(content: dict[str, Any]) -> str:
             return "is gone"
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
             return "is stopped" if status == psutil.STATUS_STOPPED else "is gone"
-    if content["hang"] is None:
-        return "does not answer"
-    return "waits for other ranks" if content["hang"]["waits"] else "hangs"
+    return content["hang"]["status"] if content["hang"] else "does not answer"
 
 
 def end_now(code: int) -> NoReturn:
