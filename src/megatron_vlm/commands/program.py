@@ -128,7 +128,8 @@ def torchrun(
 
 def _meeting(restarts: int) -> str | None:
     """Return in words where several machines meet; None for one. Torch would wait where this raises."""
-    count, variables = machines(), os.environ
+    count = machines()
+    variables = os.environ
     if count == 1:
         return None
     is_static = variables.get("PET_RDZV_BACKEND", "static") == "static"

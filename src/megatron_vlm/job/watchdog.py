@@ -136,7 +136,8 @@ class Watch:
         self._progress: list[Any] = []
         self._moved = 0
         self._period = min(5.0, hang_seconds / 20)
-        self._lock, self._done = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._done = threading.Event()
         errors.mkdir(parents=True, exist_ok=True)
         self.path = errors / f"rank{rank()}.txt"
         self.owns_files = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
