@@ -213,7 +213,7 @@ def test_adjacent_texts_are_joined():
         ("[" * 100_000, "bad_json"),
         ("", "bad_json"),
         ([], "bad_conversation"),
-        ({"text": "hello"}, "bad_conversation"),
+        ({"texts": "hello"}, "bad_conversation"),
         ("17", "bad_conversation"),
         (["hello"], "bad_conversation"),
         ([{"role": "narrator", "content": "x"}], "bad_conversation"),

@@ -51,6 +51,10 @@ BUFFER = 4
 SEED = 3
 
 
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
 PACKED = ["none", "stream", "global"]
 UNKNOWN = [(write, "global") for write in (streamed, streamed_shards)]  # a stream has no lengths
 
@@ -198,7 +202,6 @@ def test_some_datasets_of_a_meta_file(tmp_path, processor):
         ({"columns": {"pictures": "images"}}, "dataset a: data.columns: pictures is no column that is read"),
         ({"columns": {"images": "imgs"}}, "a.jsonl has no column imgs to read as images"),
         ({"tags": {"user": "U"}}, "dataset a: tags: user is no tag"),
-        ({"ranking": True}, "ranking data has no replies"),
     ],
 )
 def test_a_bad_entry_of_a_meta_file_is_named(tmp_path, processor, entry, message):
@@ -273,6 +276,14 @@ def test_media_lie_under_media_dir(tmp_path, processor):
         ({"prompt": "q", "response": "a", "history": [["p", "b"]]}, ["p", "b", "q", "a"]),
         ({"texts": [{"user": "q", "assistant": "a"}, {"user": "r", "assistant": "b"}]}, ["q", "a", "r", "b"]),
         ({"image": "i.jpg", "caption": "a"}, ["", "a"]),
+        ({"query": "q", "response": "a", "history": [["p", "b"]]}, ["p", "b", "q", "a"]),
+        ({"prompt": [turn("user", "q")], "completion": [turn("assistant", "a")]}, ["q", "a"]),
+        ({"prompt": [turn("user", "q")], "completion": "a"}, ["q", "a"]),
+        ({"prompt": [turn("user", "q")], "reward_model": {"ground_truth": "a"}}, ["q", "a"]),
+        ({"question": "q", "answer": 7}, ["q", "7"]),
+        ({"question": "q", "answer": True}, ["q", "True"]),
+        ({"question": "q", "answer": float("nan"), "output": "a"}, ["q", "a"]),
+        ({"question": "q", "answers": ["b", "a", "a"]}, ["q", "a"]),
     ],
 )
 def test_plain_columns_become_turns(stored, turns):
@@ -302,7 +313,8 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     def told(name: str, rows: list[dict], **columns: str) -> list[str]:
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(turns | row) + "\n" for row in rows))
-        return list(first_notes(open_table(path, columns=Columns(columns))))
+        notes = first_notes(open_table(path, columns=Columns(columns)))
+        return [note for note in notes if "not read in a record" not in note]
 
     [said] = told("a", [{"id": 1}, {"img": ["a.JPG", "b.png"], "source": "web"}])
     assert said.endswith("img, which looks like them, is not read; data.columns.images=img reads it")
@@ -319,7 +331,7 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
     names = "a.jsonl", "rows.parquet"
     two = blend_tables({name: open_table(tmp_path / name) for name in names}, list(map(DataSource, names)))
-    assert ["and picture, which" in said for said in first_notes(two)] == [False, True]
+    assert sum("and picture, which" in said for said in first_notes(two)) == 1
 
 
 def test_a_mapped_column_hides_others_of_its_kind():
@@ -333,7 +345,8 @@ def test_a_mapped_column_hides_others_of_its_kind():
     [
         7,
         {"question": "q"},
-        {"question": "q", "answer": ["a", "b"]},
+        {"question": "q", "answer": [["a"]]},
+        {"image": "i.jpg", "text": "a"},
         {"caption": "a"},
         {"texts": ["a", None], "images": ["i.jpg"]},
         {"texts": ["a", 7]},
@@ -373,6 +386,41 @@ def test_two_columns_of_one_field_that_differ_are_bad(stored, names):
     parse_record(stored | {second: None})
     chosen = {name: name for name in stored if name != second}
     assert second not in Columns(chosen)(stored) and first in Columns(chosen)(stored)
+
+
+@pytest.mark.parametrize(
+    ("media", "named"),
+    [
+        ({"images": '["a.png", "b.png"]'}, ["a.png", "b.png"]),
+        ({"image": {"<image_00>": "a.png", "<image_01>": "b.png"}}, ["a.png", "b.png"]),
+        ({"video": ["1.jpg", "2.jpg"]}, [["1.jpg", "2.jpg"]]),
+        ({"videos": [["1.jpg", "2.jpg"]]}, [["1.jpg", "2.jpg"]]),
+        ({"videos": ["a.mp4", "b.mp4"]}, ["a.mp4", "b.mp4"]),
+    ],
+)
+def test_ways_to_name_media(media, named):
+    kind = "video" if next(iter(media)).startswith("video") else "image"
+    assert parse_record({"question": "q", "answer": "a"} | media).media[kind] == named
+
+
+def test_a_text_alone_is_a_document():
+    [message] = parse_record({"text": "Once."}).messages
+    assert message == {"role": "document", "content": [{"type": "text", "text": "Once."}]}
+
+
+def test_a_mapped_question_leaves_the_answer_to_be_found():
+    record = {"problem": "q", "prompt": "p", "answer": "a", "messages": [turn("user", "m")]}
+    assert Columns({"question": "problem"})(record) == {"question": "q", "answer": "a"}
+    assert Columns({"messages": "messages"})(record) == {"messages": [turn("user", "m")], "problem": "q"}
+
+
+def test_keys_that_nothing_reads_are_kept_for_a_line():
+    part = {"type": "image", "image": "a.png", "detail": "low"}
+    record = {
+        "source": 7,
+        "messages": [{"role": "user", "content": [part], "mood": "odd"}, turn("assistant", "a")],
+    }
+    assert parse_record(record).unread == {("record", "source"), ("turn", "mood"), ("part", "detail")}
 
 
 def test_two_forms_of_one_conversation_are_one():

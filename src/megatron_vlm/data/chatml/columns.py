@@ -6,7 +6,17 @@ from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.grounded import asking, corners_in
-from megatron_vlm.data.on_disk.fields import CHOSEN, FIELDS, GROUPS, REJECTED, REJECTED_TURNS, TAGS, TURNS
+from megatron_vlm.data.on_disk.fields import (
+    CHOSEN,
+    EXCHANGE,
+    FIELDS,
+    GROUPS,
+    REJECTED,
+    REJECTED_TURNS,
+    TAGS,
+    TURNS,
+    WHOLE,
+)
 from megatron_vlm.messages import suggestion
 
 TAGGED = (*TURNS, CHOSEN, REJECTED, REJECTED_TURNS)
@@ -70,6 +80,10 @@ class Columns:
     def _renamed(self, record: dict) -> dict:
         hidden = {name for group in GROUPS if not self.names.keys().isdisjoint(group) for name in group}
         hidden.update(self.names.values())
+        if not self.names.keys().isdisjoint(WHOLE):
+            hidden.update(EXCHANGE)
+        elif not self.names.keys().isdisjoint(EXCHANGE):
+            hidden.update(WHOLE)
         mapped = {ours: record[theirs] for ours, theirs in self.names.items() if theirs in record}
         return {name: value for name, value in record.items() if name not in hidden} | mapped
 

@@ -4,8 +4,11 @@
 one of these layouts:
 
     question, answer            one exchange; also called prompt or instruction (query or input is appended
-                                after a newline) and response, completion or output; history: earlier pairs
+                                after a newline, or is all that is asked) and response, completion, output or
+                                answers (the most frequent one counts); history: earlier pairs. Both may be
+                                lists of turns; verl's answer is `reward_model.ground_truth`
     caption                     the reply to an image
+    text                        without any media: a document
     texts: [{user, assistant}]  exchanges
     texts: [text or None]       with `images: [image or None]`: an interleaved document, see `_document`
 
@@ -29,6 +32,8 @@ of these forms, a list of images, or `{"frames": [images]}` with such a list and
 """
 
 import json
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,11 +55,13 @@ from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk import fields
 from megatron_vlm.data.on_disk.coco import NOTES
 from megatron_vlm.data.on_disk.named import in_order
+from megatron_vlm.data.on_disk.paths import PICTURES
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
 KNOWN = {*fields.FIELDS, *fields.AUDIO, *LIMITS["image"], *LIMITS["video"], *LIMITS_FIELDS.values()}
-KNOWN |= {"conversation", NOTES}
+KNOWN |= {"conversation", "id", fields.REWARD, NOTES}
+PICTURE_NUMBER = re.compile(r"<?image_?\d{1,9}>?")  # a key of MiniCPM-V's object of images
 
 
 @dataclass
@@ -99,7 +106,10 @@ def parse_record(record: Any) -> Conversation:
         record = {"messages": record}
     if not isinstance(record, dict):
         raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
-    media = {kind: _listed(record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()}
+    record = {name: value for name, value in record.items() if not _is_nan(value)}
+    media = {
+        kind: _listed(kind, record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()
+    }
     name = _turns_name(record)
     turns, rejected = _chosen_and_rejected(record, name)
     if (heard := next(filter(record.get, fields.AUDIO), None)) and "<audio>" in str(turns):
@@ -107,7 +117,8 @@ def parse_record(record: Any) -> Conversation:
     if isinstance(record.get("texts"), list) and not name:  # None stands where a document has no image
         media["image"] = [image for image in media["image"] if image is not None]
 
-    has_images, system = bool(media["image"]), record.get("system")
+    system = record.get("system")
+    has_images = bool(media["image"])
     in_turns = TurnMedia(has_images)
     messages = parse_turns(turns, system, in_turns)
     limits = {}
@@ -149,8 +160,20 @@ def decoded(record: Any) -> Any:
         raise BadSample("bad_json", str(error)) from error
 
 
-def _listed(media: Any) -> list:
-    return media if isinstance(media, list) else [media] if media else []
+def _is_nan(value: Any) -> bool:
+    """Whether the value is what pandas writes into an empty cell."""
+    return isinstance(value, float) and value != value
+
+
+def _listed(kind: str, media: Any) -> list:
+    """Return the media of a field: one, a list, JSON text of a list, or an object of numbered images."""
+    if isinstance(media, str) and media.startswith("["):  # a cell of a CSV file
+        media = decoded(media)
+    if isinstance(media, dict) and media and all(map(PICTURE_NUMBER.fullmatch, media)):
+        media = list(media.values())
+    media = media if isinstance(media, list) else [media] if media else []
+    are_pictures = all(isinstance(item, str) and item.lower().endswith(PICTURES) for item in media)
+    return [media] if kind == "video" and len(media) > 1 and are_pictures else media
 
 
 def _video(video: Any, root: Path | str) -> bytes | dict:
@@ -164,7 +187,7 @@ def _video(video: Any, root: Path | str) -> bytes | dict:
 
 def _file_bytes(media: Any, root: Path | str) -> bytes:
     if isinstance(media, dict):
-        media = media.get("bytes") or media.get("path")
+        media = next(filter(None, map(media.get, ("bytes", "path", "image", "url"))), None)
     if isinstance(media, bytes):
         return media
     if not isinstance(media, str):
@@ -265,7 +288,7 @@ def _asked(record: dict, reason: str) -> Any:
     """Return the prompt of a record, and its query after a newline; None if it asks nothing."""
     prompt, query = _first(record, fields.PROMPTS, reason), _first(record, fields.QUERIES, reason)
     if prompt is None or not query:
-        return prompt
+        return query if prompt is None else prompt
     if not (isinstance(prompt, str) and isinstance(query, str)):
         raise BadSample(reason, "prompt and query are not both text")
     return f"{prompt}\n{query}"
@@ -304,7 +327,11 @@ def _plain_turns(record: dict) -> list[dict]:
         if not any(record.get(name) for name in fields.MEDIA["image"]):
             raise BadSample("missing_media", "a caption without an image")
         return _exchange("", record["caption"])
-    prompt, reply = _asked(record, "bad_conversation"), _first(record, fields.REPLIES, "bad_conversation")
+    prompt, reply = _asked(record, "bad_conversation"), _reply(record)
+    if isinstance(record.get("text"), str) and prompt is None and reply is None:
+        if any(record.get(name) for names in fields.MEDIA.values() for name in names):
+            raise BadSample("bad_conversation", "text beside media; name it caption, or give turns")
+        return _document([record["text"]], None)
     if prompt is None or reply is None:
         why = f"none of {list(fields.TURNS)} among {sorted(map(str, record))}"
         if empty := [name for name in fields.TURNS if name in record]:
@@ -313,7 +340,24 @@ def _plain_turns(record: dict) -> list[dict]:
     pairs = record.get("history") or []
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
         raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
-    return [turn for pair in [*pairs, (prompt, reply)] for turn in _exchange(pair[0], pair[1])]
+    earlier = [turn for pair in pairs for turn in _exchange(pair[0], pair[1])]
+    if _are_turns(prompt) or _are_turns(reply):
+        return earlier + _turns(prompt, "user") + _turns(reply, "assistant")
+    return earlier + _exchange(prompt, reply)
+
+
+def _reply(record: dict) -> Any:
+    """Return the answer of a record: text, turns, or None. Of several, the most frequent is taken."""
+    reply = _first(record, fields.REPLIES, "bad_conversation")
+    if reply is None and isinstance(record.get(fields.REWARD), dict):
+        reply = record[fields.REWARD].get("ground_truth")
+    if isinstance(reply, list) and reply and all(isinstance(each, str | int | float) for each in reply):
+        reply = Counter(map(str, reply)).most_common(1)[0][0]
+    return str(reply) if isinstance(reply, int | float) else reply
+
+
+def _are_turns(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(isinstance(turn, dict) for turn in given)
 
 
 def _first(record: dict, names: tuple[str, ...], reason: str) -> Any:

@@ -6,8 +6,10 @@
 # -- a record
 TURNS = ("conversations", "messages")  # also `conversation`, if it is a list and not a text beside the turns
 PROMPTS, QUERIES = ("question", "prompt", "instruction"), ("query", "input")
-REPLIES = ("answer", "response", "completion", "output")
-PLAIN = ("texts", "caption", "history", *PROMPTS, *QUERIES, *REPLIES)
+REPLIES = ("answer", "response", "completion", "output", "answers")
+EXCHANGE = ("history", *PROMPTS, *QUERIES, *REPLIES)
+PLAIN = ("texts", "caption", "text", *EXCHANGE)
+REWARD = "reward_model"  # verl: an object with the reference answer, `ground_truth`
 CHOSEN, REJECTED = "chosen", "rejected"
 REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
 REJECTIONS = (REJECTED, REJECTED_REPLY, REJECTED_TURNS)
@@ -17,8 +19,9 @@ TOOLS = ("tools", "functions")  # OpenAI's name, and its older one
 BOXES = ("bbox", "bbox_xyxy", "bbox_xywh")  # what the numbers of the first are, `chatml.grounded` finds out
 EXPRESSIONS = ("sentences", "sentence", "sents", "sent", "expressions", "expression", "phrase")
 # Names of one kind; a column that is mapped to one of them hides the others
-GROUPS = (TURNS + PLAIN, *MEDIA.values(), ("system",), TOOLS, ("objects",), BOXES, EXPRESSIONS)
-GROUPS += ((CHOSEN,), REJECTIONS)
+WHOLE = (*TURNS, "texts", "caption", "text")  # each is a conversation without any of EXCHANGE
+GROUPS = (WHOLE, ("history",), PROMPTS, QUERIES, REPLIES, *MEDIA.values(), ("system",), TOOLS, ("objects",))
+GROUPS += (BOXES, EXPRESSIONS, (CHOSEN,), REJECTIONS)
 FIELDS = tuple(name for group in GROUPS for name in group)
 
 # -- a turn
@@ -48,6 +51,7 @@ TAGS = {  # LLaMA-Factory's names of roles -> the role
 
 # -- a part of a turn
 PARTS = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+PARTS |= {"input_text": "text", "output_text": "text", "input_image": "image"}  # OpenAI's Responses
 AUDIO_PARTS = ("audio", "audio_url", "input_audio")
 # Where a part of type image or video names its medium, after its type's name and `image_url` or `video_url`
 MEDIUM = ("source", "url", "path")

@@ -11,7 +11,7 @@ FIELDS = {
     **dict.fromkeys((*META_SOURCES, "media_dir", "split", "subset"), str),
     **dict.fromkeys(("columns", "tags"), dict),
 }
-META_KEYS = {*FIELDS, *NUMBERS, "formatting", "ranking"}  # `formatting` is not read: the record itself tells
+META_KEYS = {*FIELDS, *NUMBERS, "formatting", "ranking"}  # the last two are not read: records tell
 LARGEST_META = 1 << 24  # bytes
 
 

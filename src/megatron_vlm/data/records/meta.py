@@ -49,8 +49,6 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None, question: s
         raise damaged(place, f"names none of {', '.join(META_SOURCES)}", "say where its records are")
     for key in entry.keys() - META_KEYS:
         raise ValueError(f"{place}: {key} is no setting that is read{suggestion(key, sorted(META_KEYS))}")
-    if entry.get("ranking"):
-        raise ValueError(f"{place}: ranking data has no replies to train on; leave the dataset out.")
     try:
         columns = Columns(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}), question)
     except ValueError as error:

@@ -14,8 +14,9 @@ from megatron_vlm.data.on_disk.coco import NOTES
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.streams import StreamedRows
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import listed, printable
 
+MOST_KEYS = 8  # that a line names
 LOOKED_AT = 100  # records of each source, from its first to its last: another spelling may begin anywhere
 
 
@@ -25,7 +26,7 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
     if isinstance(table, StreamedRows):
         return
     for source in (table.parts() or {"": table}).values():
-        records, has_media, notes = [], False, Counter()
+        records, has_media, notes, unread = [], False, Counter(), Counter()
         for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source)), dtype=int):
             with suppress(BadSample):
                 record, _ = source.record(int(index))
@@ -34,10 +35,18 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
                 has_media = has_media or any(conversation.media.values())
                 found = (*_placeholders(conversation), *record.get(NOTES, ()))
                 notes.update(dict.fromkeys(found, 1))
-        lines = [] if has_media else [*_unread(records)]
+                unread.update(conversation.unread)
+        lines = [*_keys(unread), *(() if has_media else _unread(records))]
         lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]
         for line in lines:
             yield f"data: {printable(source.origin(0)[0])}: {line}"
+
+
+def _keys(unread: Counter[tuple[str, str]]) -> Iterator[str]:
+    """Lines about the keys that nothing reads, one each for records, turns and parts."""
+    for place in dict.fromkeys(place for place, _ in unread):
+        names = sorted(printable(name) for where, name in unread if where == place)
+        yield f"not read in a {place}: {listed(names, MOST_KEYS)}"
 
 
 def _unread(records: list[dict]) -> Iterator[str]:
