@@ -35,6 +35,8 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import place_media
+from megatron_vlm.data.chatml.turns import is_trained
 from megatron_vlm.data.encode.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
@@ -421,6 +423,21 @@ def test_keys_that_nothing_reads_are_kept_for_a_line():
         "messages": [{"role": "user", "content": [part], "mood": "odd"}, turn("assistant", "a")],
     }
     assert parse_record(record).unread == {("record", "source"), ("turn", "mood"), ("part", "detail")}
+
+
+def test_the_table_of_formats():
+    rows = re.findall(
+        r"^\| [^|]+ \| `(\{.*\})` \| ([^|]*)\| ([^|]+) \|$", (ROOT / "docs/data.md").read_text(), re.M
+    )
+    assert len(rows) > 12
+    for example, media, trained in rows:
+        conversation = parse_record(json.loads(example))
+        named = re.findall(r"\w+\.jpg", json.dumps(conversation.media))
+        assert named == media.strip().split(", ") if media.strip() else not named, example
+        counts = [len(conversation.media[kind]) for kind in ("image", "video")]
+        messages = [message for message in place_media(conversation.messages, *counts) if is_trained(message)]
+        texts = [part["text"] for message in messages for part in message["content"] if "text" in part]
+        assert texts == trained.split(", "), example
 
 
 def test_two_forms_of_one_conversation_are_one():
