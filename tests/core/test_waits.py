@@ -4,7 +4,6 @@ device, which a GPU refuses, are none."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch import Tensor
 
 import rehearse_waits
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.job import watchdog
 from megatron_vlm.models.families import load
 from megatron_vlm.parallel.transfer import on_device
 from megatron_vlm.planning import recorder
@@ -106,10 +104,8 @@ def test_the_place_of_a_wait_is_a_module_whatever_its_folder_is_called(file):
     code = compile("def call(it): return it()", file, "exec")
     exec(code, theirs := {"__name__": "megatron.core.frozen"})
     assert "frozen" in theirs["call"](recorder._place) and "call" in theirs["call"](recorder._place)
-    at = theirs["call"](lambda: watchdog._where([*watchdog._outwards(sys._getframe(1))]))
     exec(code, ours := {"__name__": "megatron_vlm.planning.frozen"})
     assert "test_waits.py" in ours["call"](recorder._place)
-    assert at.startswith("call (") and "called by" not in at
 
 
 @pytest.mark.parametrize("do", REFUSED.values(), ids=REFUSED)

@@ -42,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
     source = write_sharegpt(folder / "source", 12)
     splits = {"train": 6, "val": 6}
     prepare(source, folder / "prepared", splits=splits)
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{n}"}) + "\n" for n in range(150)))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"words": f"{n}"}) + "\n" for n in range(150)))
     return folder
 
 
