@@ -201,6 +201,11 @@ def test_placeholder_text_elsewhere_stays_text(turn):
     assert messages[0]["content"][-1] == text("an <image> tag")
 
 
+def test_a_turn_may_have_its_content_under_text():
+    [message] = parse_record([{"role": "user", "text": "Hi"}]).messages
+    assert message == {"role": "user", "content": [text("Hi")]}
+
+
 def test_adjacent_texts_are_joined():
     messages = parse_record([{"role": "user", "content": [text("<start_of_"), text("turn>")]}]).messages
     assert messages[0]["content"] == [text("<start_of_turn>")]

@@ -304,6 +304,8 @@ def _answered(prompt: list, answer: Any) -> list:
 
 def _turns(given: Any, role: str) -> list:
     """Return text as a turn of `role`; turns as they are, for `parse_turns` to judge."""
+    if isinstance(given, list) and given and all(isinstance(text, str) for text in given):
+        raise BadSample("bad_preference", "an answer or prompt is a list of texts; write turns, or one text")
     if isinstance(given, str):
         return [{"role": role, "content": given}]
     if isinstance(given, dict):
@@ -333,7 +335,7 @@ def _plain_turns(record: dict) -> list[dict]:
             raise BadSample("bad_conversation", "text beside media; name it caption, or give turns")
         return _document([record["text"]], None)
     if prompt is None or reply is None:
-        why = f"none of {list(fields.TURNS)} among {sorted(map(str, record))}"
+        why = f"none of {list(fields.TURNS)} among {sorted(map(str, record))}; data.columns can name them"
         if empty := [name for name in fields.TURNS if name in record]:
             why = f"{empty[0]} is empty"
         raise BadSample("bad_conversation", f"no turns: {why}")

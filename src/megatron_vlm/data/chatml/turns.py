@@ -89,6 +89,8 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
         raise BadSample("bad_conversation", f"turn {number} has role {shown}; known are {', '.join(ROLES)}")
     content = turn.get(get_only_alias(turn, CONTENT, place=place, same=_no_content))
     message = {key: value for key, value in turn.items() if key not in TAKEN}
+    if not any(key in turn for key in CONTENT):
+        content = message.pop("text", None)
     media.unread |= {("turn", key) for key in message if key not in PASSED}
     if (weight := named_weight(turn, number)) is not None:
         message["loss"] = weight

@@ -25,7 +25,7 @@ GROUPS += (BOXES, EXPRESSIONS, (CHOSEN,), REJECTIONS)
 FIELDS = tuple(name for group in GROUPS for name in group)
 
 # -- a turn
-ROLE, CONTENT = ("role", "from"), ("content", "value")
+ROLE, CONTENT = ("role", "from"), ("content", "value")  # and `text`, in a turn that has neither
 WEIGHTS = ("loss", "weight")  # the first that a turn has counts
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
 CALLS = ("tool_calls", "function_call")  # OpenAI's name, and its older one
