@@ -206,6 +206,31 @@ def test_a_turn_may_have_its_content_under_text():
     assert message == {"role": "user", "content": [text("Hi")]}
 
 
+def test_a_reply_in_json_stays_text():
+    layout = '[{"type": "text", "text": "Hello", "bbox": [1, 2, 3, 4]}]'
+    messages = parse_record(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": layout}]
+    ).messages
+    assert messages[1]["content"] == [text(layout)]
+
+
+def test_limits_inside_of_an_address_are_read():
+    part = {"type": "image_url", "image_url": {"url": "a.png", "max_pixels": 9}}
+    [message] = parse_record([{"role": "user", "content": [part]}]).messages
+    assert message["content"] == [IMAGE | {"max_pixels": 9}]
+
+
+def test_an_image_in_a_text_part_is_named_as_unread():
+    part = text("q") | {"image": "a.png"}
+    assert parse_record([{"role": "user", "content": [part]}]).unread == {("part", "image")}
+
+
+@pytest.mark.parametrize("calls", ["look", {"name": "look"}, ["look"]])
+def test_calls_that_are_no_list_of_objects_are_bad(calls):
+    with pytest.raises(BadSample, match="tool_calls is no list of objects"):
+        parse_record([{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
 def test_adjacent_texts_are_joined():
     messages = parse_record([{"role": "user", "content": [text("<start_of_"), text("turn>")]}]).messages
     assert messages[0]["content"] == [text("<start_of_turn>")]

@@ -15,7 +15,7 @@ import pytest
 from loaders import encoder_of, open_loader, take
 from pairs import pairs
 from places import ROOT
-from samples import read_record, sample_of
+from samples import clean, read_record, sample_of
 from sources import image_bytes, write_hf_folder, write_sharegpt
 from transformers import AutoConfig, AutoProcessor
 from written_sources import (
@@ -347,7 +347,8 @@ def test_a_mapped_column_hides_others_of_its_kind():
     [
         7,
         {"question": "q"},
-        {"question": "q", "answer": [["a"]]},
+        {"question": "q", "answer": ["a", "b"]},
+        {"question": "q", "answer": [10, 20, 30, 40]},
         {"image": "i.jpg", "text": "a"},
         {"caption": "a"},
         {"texts": ["a", None], "images": ["i.jpg"]},
@@ -403,6 +404,35 @@ def test_two_columns_of_one_field_that_differ_are_bad(stored, names):
 def test_ways_to_name_media(media, named):
     kind = "video" if next(iter(media)).startswith("video") else "image"
     assert parse_record({"question": "q", "answer": "a"} | media).media[kind] == named
+
+
+def test_numbered_images_are_in_the_order_of_their_numbers():
+    images = {f"<image_{number}>": f"{number}.png" for number in (11, 2, 0)}
+    record = {"image": images, "question": "q", "answer": "a"}
+    assert parse_record(record).media["image"] == ["0.png", "2.png", "11.png"]
+
+
+def test_a_caption_beside_a_question_and_its_answer_is_not_trained():
+    record = {"image": "i.jpg", "caption": "c", "question": "q", "answer": "a"}
+    assert parse_record(record).messages[1]["content"] == [{"type": "text", "text": "a"}]
+
+
+def test_a_box_beside_a_question_and_its_answer_asks_nothing():
+    record = {"image": "i.jpg", "bbox_xyxy": [1, 2, 3, 4], "phrase": "car", "question": "q", "answer": "a"}
+    assert Columns()(record) == record
+
+
+def test_turns_in_cells_of_csv_are_turns():
+    prompt = json.dumps([turn("user", "q")])
+    record = {"prompt": prompt, "chosen": json.dumps([turn("assistant", "a")]), "rejected": "b"}
+    conversation = parse_record(record)
+    assert [message["content"][0]["text"] for message in conversation.messages] == ["q", "a"]
+    assert [message["content"][0]["text"] for message in conversation.rejected] == ["q", "b"]
+
+
+def test_a_huge_limit_is_a_drop():
+    with pytest.raises(BadSample, match="max_pixels"):
+        clean({"question": "q", "answer": "a", "max_pixels": 10**400}, images=1)
 
 
 def test_a_text_alone_is_a_document():

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.on_disk.coco import NOTES, at_edges, corners, is_box, said_size
 from megatron_vlm.data.on_disk.descriptions import damaged
-from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, PLAIN, TURNS
+from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, PLAIN, PROMPTS, REPLIES, TURNS
 
 IMAGES = ("images", "image", "image_path", "img_path", "file_name", "img_fn")
 # As evaluations of several families ask for an expression, and as one cookbook asks for categories
@@ -31,7 +31,7 @@ def asking(record: dict, question: str | None, has_corners: bool | None) -> dict
 
     Raises BadSample if that is not known.
     """
-    if any(name in record for name in (*TURNS, "conversation")):
+    if any(name in record for name in (*TURNS, "conversation")) or _is_exchange(record):
         return record
     if (labels := _labels(record)) is not None:
         asked = (question or ALL).replace("{}", ", ".join(dict.fromkeys(labels)))
@@ -61,6 +61,11 @@ def asking(record: dict, question: str | None, has_corners: bool | None) -> dict
         "objects": {"bbox": [box] * len(expressions)} | said,
         NOTES: [f"have a bbox that is read as {form}"],
     }
+
+
+def _is_exchange(record: Mapping[str, Any]) -> bool:
+    """Whether the record has a question and an answer in text, so that its box is something else."""
+    return all(any(isinstance(record.get(name), str) for name in names) for names in (PROMPTS, REPLIES))
 
 
 def corners_in(records: Iterable[Mapping[str, Any]], place: Any) -> bool | None:

@@ -18,6 +18,7 @@ LIMITS = {
 }
 # Beside the turns these may also be facts about a file, such as the frames per second that it has.
 ALSO_FACTS = ("fps", "raw_fps")
+MOST = 2**53  # of any limit; NaN is not below it
 REAL = ("fps", "sample_fps", "raw_fps", "video_start", "video_end")  # the others are whole numbers
 PAIRS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 
@@ -30,7 +31,7 @@ def limits_of(kind: str, item: Mapping[str, Any]) -> dict[str, float]:
     """
     found = {name: item[name] for name in LIMITS[kind] if item.get(name) is not None}
     for name, value in found.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
         least = 0 if name == "video_start" else math.ulp(0)
         if not number or value < least or (name not in REAL and value != int(value)):
             wanted = "number" if name in REAL else "whole number"

@@ -61,6 +61,7 @@ DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image betw
 LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
 KNOWN = {*fields.FIELDS, *fields.AUDIO, *LIMITS["image"], *LIMITS["video"], *LIMITS_FIELDS.values()}
 KNOWN |= {"conversation", "id", fields.REWARD, NOTES}
+FRAMES = tuple(ending for ending in PICTURES if ending not in (".gif", ".webp"))  # which may be clips
 PICTURE_NUMBER = re.compile(r"<?image_?\d{1,9}>?")  # a key of MiniCPM-V's object of images
 
 
@@ -106,7 +107,7 @@ def parse_record(record: Any) -> Conversation:
         record = {"messages": record}
     if not isinstance(record, dict):
         raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
-    record = {name: value for name, value in record.items() if not _is_nan(value)}
+    record = {name: _decoded_turns(name, value) for name, value in record.items() if not _is_nan(value)}
     media = {
         kind: _listed(kind, record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()
     }
@@ -136,7 +137,7 @@ def parse_record(record: Any) -> Conversation:
         media,
         limits,
         record.get("objects"),
-        None if rejected is None else _parse_rejected(rejected, system, TurnMedia(has_images)),
+        None if rejected is None else _parse_rejected(rejected, system, TurnMedia(has_images), media),
         in_turns.unread | {("record", str(key)) for key in record if key not in KNOWN},
     )
 
@@ -160,6 +161,17 @@ def decoded(record: Any) -> Any:
         raise BadSample("bad_json", str(error)) from error
 
 
+def _decoded_turns(name: str, value: Any) -> Any:
+    """Return the turns that are JSON text, as a cell of a CSV file has them; any other value as it is."""
+    if name not in fields.MAY_BE_TURNS or not (isinstance(value, str) and value.lstrip().startswith("[")):
+        return value
+    try:
+        turns = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return turns if _are_turns(turns) and all(map(role_of, turns)) else value
+
+
 def _is_nan(value: Any) -> bool:
     """Whether the value is what pandas writes into an empty cell."""
     return isinstance(value, float) and value != value
@@ -170,9 +182,9 @@ def _listed(kind: str, media: Any) -> list:
     if isinstance(media, str) and media.startswith("["):  # a cell of a CSV file
         media = decoded(media)
     if isinstance(media, dict) and media and all(map(PICTURE_NUMBER.fullmatch, media)):
-        media = list(media.values())
+        media = [media[name] for name in sorted(media, key=lambda name: int(re.sub(r"\D", "", name)))]
     media = media if isinstance(media, list) else [media] if media else []
-    are_pictures = all(isinstance(item, str) and item.lower().endswith(PICTURES) for item in media)
+    are_pictures = all(isinstance(item, str) and item.lower().endswith(FRAMES) for item in media)
     return [media] if kind == "video" and len(media) > 1 and are_pictures else media
 
 
@@ -226,12 +238,17 @@ def parse_turns(turns: Any, system: Any = None, media: TurnMedia | None = None) 
     return messages
 
 
-def _parse_rejected(turns: Any, system: Any, media: TurnMedia) -> list[dict] | BadSample:
+def _parse_rejected(
+    turns: Any, system: Any, in_turns: TurnMedia, media: dict[str, list]
+) -> list[dict] | BadSample:
     """Return the rejected messages, or why they cannot be read, which matters to preferences alone."""
     try:
-        return parse_turns(turns, system, media)
+        messages = parse_turns(turns, system, in_turns)
     except BadSample as bad:
         return bad
+    if all(in_order(media[kind], named) for kind, named in in_turns.named.items()):
+        return messages
+    return BadSample("bad_preference", "both answers have to be to the same images and videos")
 
 
 def _text(part: Any) -> str:
@@ -325,11 +342,11 @@ def _plain_turns(record: dict) -> list[dict]:
         if texts and all(isinstance(text, dict) for text in texts):
             return [turn for text in texts for turn in _exchange(text.get("user"), text.get("assistant"))]
         return _document(texts, record.get("images"))
-    if "caption" in record:
+    prompt, reply = _asked(record, "bad_conversation"), _reply(record)
+    if record.get("caption") is not None and (prompt is None or reply is None):
         if not any(record.get(name) for name in fields.MEDIA["image"]):
             raise BadSample("missing_media", "a caption without an image")
         return _exchange("", record["caption"])
-    prompt, reply = _asked(record, "bad_conversation"), _reply(record)
     if isinstance(record.get("text"), str) and prompt is None and reply is None:
         if any(record.get(name) for names in fields.MEDIA.values() for name in names):
             raise BadSample("bad_conversation", "text beside media; name it caption, or give turns")
@@ -353,8 +370,9 @@ def _reply(record: dict) -> Any:
     reply = _first(record, fields.REPLIES, "bad_conversation")
     if reply is None and isinstance(record.get(fields.REWARD), dict):
         reply = record[fields.REWARD].get("ground_truth")
-    if isinstance(reply, list) and reply and all(isinstance(each, str | int | float) for each in reply):
-        reply = Counter(map(str, reply)).most_common(1)[0][0]
+    if isinstance(reply, list) and reply is record.get("answers"):
+        texts = [str(each) for each in reply if isinstance(each, str | int | float) and not _is_nan(each)]
+        reply = Counter(texts).most_common(1)[0][0] if texts else reply
     return str(reply) if isinstance(reply, int | float) else reply
 
 

@@ -44,8 +44,9 @@ def read_calls(turn: dict, place: str) -> Any:
     Raises BadSample for two that differ.
     """
     calls = _decode(turn.get("tool_calls"))
-    if isinstance(calls, list):
-        calls = [_with_arguments(call) for call in calls]
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise BadSample("bad_conversation", f"{place}tool_calls is no list of objects")
+    calls = [_with_arguments(call) for call in calls] if calls else calls
     if turn.get("function_call"):
         older = read_call_turn(turn["function_call"], place)
         if calls and calls != older:
@@ -77,6 +78,7 @@ def join_calls(messages: list[dict], are_calls: list[bool]) -> list[dict]:
 def _with_arguments(call: Any) -> Any:
     function = call.get("function", call) if isinstance(call, dict) else None
     arguments = _decode(function.get("arguments")) if isinstance(function, dict) else None
+    arguments = {} if arguments == "" else arguments  # of a call without any
     if not isinstance(arguments, dict):
         return call
     function = function | {"arguments": arguments}

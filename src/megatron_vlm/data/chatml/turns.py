@@ -101,11 +101,11 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
         message["tool_calls"] = calls
 
     # Media of the turn itself, or paths in its text, become parts first; then every part is read
-    parts = _raw_parts(content, number)
+    parts = _raw_parts(content, number, role)
     if role in ("user", "tool"):
         parts = _with_media_of_turn(turn, parts)
         if not media.has_images and all(map(_is_text, parts)):
-            parts = [piece for part in parts for piece in _with_paths(part["text"])]
+            parts = [piece for part in parts for piece in _with_paths(part)]
     elif key := next((key for key in MEDIA_KEYS if turn.get(key)), None):
         raise BadSample("bad_conversation", f"{place}its {key} are not read; name them beside the turns")
     parts = [_part(part, number, media) for part in parts]
@@ -156,9 +156,9 @@ def named_weight(turn: dict, number: int) -> float | None:
 # -- parts
 
 
-def _raw_parts(content: Any, number: int) -> list[Any]:
+def _raw_parts(content: Any, number: int, role: str) -> list[Any]:
     """Return the parts of a content: text, a list of parts, or JSON text of such a list."""
-    content = _decoded_parts(content)
+    content = _decoded_parts(content, role)
     if content is None:
         return []
     if isinstance(content, str):
@@ -168,8 +168,11 @@ def _raw_parts(content: Any, number: int) -> list[Any]:
     return [_with_type({"type": "text", "text": part} if isinstance(part, str) else part) for part in content]
 
 
-def _decoded_parts(content: Any) -> Any:
-    """Return the parts of a content that is JSON text of parts; any other content as it is."""
+def _decoded_parts(content: Any, role: str) -> Any:
+    """Return the parts of a content that is JSON text of parts; any other content as it is.
+
+    A reply may be such JSON itself, so a reply's parts have nothing but their text.
+    """
     if not (isinstance(content, str) and content.lstrip().startswith("[")):
         return content
     try:
@@ -180,7 +183,8 @@ def _decoded_parts(content: Any) -> Any:
         isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in PARTS
         for part in parts
     )
-    return parts if are_parts and parts else content
+    is_reply = role == "assistant" and are_parts and any(part.keys() != {"type", "text"} for part in parts)
+    return parts if are_parts and parts and not is_reply else content
 
 
 def _with_type(part: Any) -> Any:
@@ -219,12 +223,16 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _with_paths(text: str) -> list[dict]:
-    pieces = NAMED_IMAGE.split(text)  # text, path, text, path, ..., text
-    return [
-        {"type": "image", "image": piece} if index % 2 else {"type": "text", "text": piece}
-        for index, piece in enumerate(pieces)
-    ]
+def _with_paths(part: dict) -> list[dict]:
+    pieces = NAMED_IMAGE.split(part["text"])  # text, path, text, path, ..., text
+    return (
+        [part]
+        if len(pieces) == 1
+        else [
+            {"type": "image", "image": piece} if index % 2 else {"type": "text", "text": piece}
+            for index, piece in enumerate(pieces)
+        ]
+    )
 
 
 def _split_placeholders(part: dict) -> list[dict]:
@@ -251,12 +259,14 @@ def _part(part: Any, number: int, media: TurnMedia) -> dict:
     medium = part.get(get_only_alias(part, names))
     known = {"type", "index", *names, *LIMITS[kind], *TIMES}
     media.unread |= {("part", key) for key in part if key not in known}
+    limited = part
     if isinstance(medium, dict):  # an address of OpenAI's, or Anthropic's base64
+        limited = part | medium
         medium = medium.get("url", medium.get("data", medium))
     if kind == "video" and isinstance(medium, list):
         medium = {"frames": medium} | frame_times(part)
     media.named[kind].append((medium, part.get("index")))
-    return {"type": kind} | named_limits(kind, part | medium if isinstance(medium, dict) else part)
+    return {"type": kind} | named_limits(kind, limited | medium if isinstance(medium, dict) else limited)
 
 
 def frame_times(item: dict) -> dict:

@@ -14,6 +14,7 @@ CHOSEN, REJECTED = "chosen", "rejected"
 REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
 REJECTIONS = (REJECTED, REJECTED_REPLY, REJECTED_TURNS)
 MEDIA = {"image": ("images", "image"), "video": ("videos", "video")}
+MAY_BE_TURNS = {*TURNS, "conversation", *PROMPTS, *REPLIES, CHOSEN, *REJECTIONS}  # also in JSON text
 AUDIO = ("audios", "audio")  # no model is trained on it
 TOOLS = ("tools", "functions")  # OpenAI's name, and its older one
 BOXES = ("bbox", "bbox_xyxy", "bbox_xywh")  # what the numbers of the first are, `chatml.grounded` finds out
@@ -26,7 +27,7 @@ FIELDS = tuple(name for group in GROUPS for name in group)
 
 # -- a turn
 ROLE, CONTENT = ("role", "from"), ("content", "value")  # and `text`, in a turn that has neither
-WEIGHTS = ("loss", "weight")  # the first that a turn has counts
+WEIGHTS = ("loss", "weight")
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
 CALLS = ("tool_calls", "function_call")  # OpenAI's name, and its older one
 DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
