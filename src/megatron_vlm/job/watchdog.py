@@ -143,10 +143,15 @@ class Watch:
         self.owns_files = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
         self.file = io.TextIOWrapper(open_to_write(self.path, append=True), "utf-8")
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        self._is_shared = has_several_machines() or not error_file
-        self._heartbeats = errors if self._is_shared else Path(error_file).parent.parent
+        is_alone = world_size() == 1  # nobody reads its heartbeat, and the folder may be another run's
+        self._is_shared = not is_alone and (has_several_machines() or not error_file)
+        self._heartbeats = errors if is_alone or self._is_shared else Path(error_file).parent.parent
         self._heartbeats.mkdir(parents=True, exist_ok=True)
-        self._heartbeat = open_to_write(self._heartbeats / f"rank{rank()}.json", keep=True, buffering=0)
+        self._heartbeat = (
+            tempfile.TemporaryFile(buffering=0)
+            if is_alone
+            else open_to_write(self._heartbeats / f"rank{rank()}.json", keep=True, buffering=0)
+        )
         self.write()
         faulthandler.enable(self.file)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
@@ -172,6 +177,12 @@ class Watch:
     def has_another_ended(self) -> bool:
         """Return whether another rank has ended, as far as this one can see."""
         return any(content["has_ended"] or _status(content) == "is gone" for content in self.others())
+
+    def wait_for_another_end(self, seconds: float) -> None:
+        """Wait until a rank has said why it ends; the launcher ends all when the first has ended."""
+        limit = time.monotonic() + seconds
+        while not self.has_another_ended() and time.monotonic() < limit:
+            time.sleep(0.05)
 
     def finish(self) -> None:
         """End the watch of a command that has ended well."""
@@ -282,13 +293,13 @@ def report_end(kind: str, code: int, message: str, speaks: bool = True) -> None:
 
     `kind` is error, interrupt or lost (another rank ended). Without `--nproc`, ranks that `speaks` print.
     """
-    if _watch is not None:
-        _watch.write(has_ended=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         now = time.time()
         extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now, "kind": kind, "code": code}
         with contextlib.suppress(OSError):  # the disk is full, or torchrun has removed its folder
             write_whole(path, json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    if _watch is not None:  # after its reason is there, as others wait for it
+        _watch.write(has_ended=True)
     if message and speaks and LAUNCHER not in os.environ:
         print(printable_lines(message), file=sys.stderr, flush=True)
 
