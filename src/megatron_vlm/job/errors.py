@@ -25,7 +25,7 @@ from megatron_vlm.job.watchdog import AGAIN
 from megatron_vlm.messages import mask_addresses, printable
 
 BUG_CODE, USERS_CODE = 1, 2
-OTHERS_END = 10.0  # seconds in which a rank that fails has said why
+REASON_SECONDS = 10.0  # in which a rank that fails has said why
 
 SIGNALS = {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 # what torch, gloo and NCCL say if another rank has ended
@@ -79,7 +79,7 @@ def exit_with_reason(name: str) -> Iterator[None]:
         file = _keep_traceback(error)
         if is_anothers_end(error):
             if watched := watchdog.watch():
-                watched.wait_for_another_end(OTHERS_END)
+                watched.wait_for_another_end(REASON_SECONDS)
             lost = f"it lost another rank: {without_traceback(str(error)).splitlines()[0]}"
             _end("lost", BUG_CODE, f"{name}: {_place(error)}{lost}\n{AGAIN.capitalize()}.", error)
         code, text = explain(error, file)

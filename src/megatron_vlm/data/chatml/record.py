@@ -89,7 +89,10 @@ class Conversation:
     unread: set[tuple[str, str]] = field(default_factory=set)
 
     def stored(self) -> dict:
-        """Return the record without its media, as shards hold it: `parse_record` gives the same again."""
+        """Return the record without its media, as shards hold it.
+
+        `parse_record` gives the same again, but not why a rejected answer cannot be read.
+        """
         record = {"messages": self.messages, "tools": self.tools, "objects": self.objects}
         record |= {fields.REJECTED_TURNS: [] if isinstance(self.rejected, BadSample) else self.rejected}
         record |= {LIMITS_FIELDS[kind]: limits for kind, limits in self.limits.items()}
@@ -131,14 +134,16 @@ def parse_record(record: Any) -> Conversation:
         if beside is not None:
             limits[kind] = beside
     tools_name = get_only_alias(record, fields.TOOLS)
+    if rejected is not None:
+        rejected = _parse_rejected(rejected, system, TurnMedia(has_images), media)
     return Conversation(
-        messages,
-        read_tools(tools_name, record[tools_name]) if tools_name else None,
-        media,
-        limits,
-        record.get("objects"),
-        None if rejected is None else _parse_rejected(rejected, system, TurnMedia(has_images), media),
-        in_turns.unread | {("record", str(key)) for key in record if key not in KNOWN},
+        messages=messages,
+        tools=read_tools(tools_name, record[tools_name]) if tools_name else None,
+        media=media,
+        limits=limits,
+        objects=record.get("objects"),
+        rejected=rejected,
+        unread=in_turns.unread | {("record", str(key)) for key in record if key not in KNOWN},
     )
 
 
@@ -303,7 +308,8 @@ def _same_turns(one: Any, other: Any) -> bool:
 
 def _asked(record: dict, reason: str) -> Any:
     """Return the prompt of a record, and its query after a newline; None if it asks nothing."""
-    prompt, query = _first(record, fields.PROMPTS, reason), _first(record, fields.QUERIES, reason)
+    prompt = record.get(_first_name(record, fields.PROMPTS, reason))
+    query = record.get(_first_name(record, fields.QUERIES, reason))
     if prompt is None or not query:
         return query if prompt is None else prompt
     if not (isinstance(prompt, str) and isinstance(query, str)):
@@ -367,10 +373,11 @@ def _plain_turns(record: dict) -> list[dict]:
 
 def _reply(record: dict) -> Any:
     """Return the answer of a record: text, turns, or None. Of several, the most frequent is taken."""
-    reply = _first(record, fields.REPLIES, "bad_conversation")
+    name = _first_name(record, fields.REPLIES, "bad_conversation")
+    reply = None if name is None else record[name]
     if reply is None and isinstance(record.get(fields.REWARD), dict):
         reply = record[fields.REWARD].get("ground_truth")
-    if isinstance(reply, list) and reply is record.get("answers"):
+    if name == "answers" and isinstance(reply, list):
         texts = [str(each) for each in reply if isinstance(each, str | int | float) and not _is_nan(each)]
         reply = Counter(texts).most_common(1)[0][0] if texts else reply
     return str(reply) if isinstance(reply, int | float) else reply
@@ -380,9 +387,10 @@ def _are_turns(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(isinstance(turn, dict) for turn in given)
 
 
-def _first(record: dict, names: tuple[str, ...], reason: str) -> Any:
+def _first_name(record: dict, names: tuple[str, ...], reason: str) -> str | None:
+    """Return the first of these names that has a value, or else the first whose value is empty."""
     empty = next((name for name in names if record.get(name) is not None), None)
-    return record.get(get_only_alias(record, names, reason) or empty)
+    return get_only_alias(record, names, reason) or empty
 
 
 def _exchange(prompt: Any, reply: Any) -> list[dict]:

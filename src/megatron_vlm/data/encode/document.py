@@ -216,7 +216,7 @@ def cut(images: list[Span], videos: list[Span], length: int) -> tuple[int, int, 
 
 
 def last_reply_alone(messages: list[dict]) -> list[dict]:
-    """The messages, of which no trained reply but the last is trained."""
+    """Return the messages with only the last trained reply still trained."""
     last = max((index for index, message in enumerate(messages) if is_trained(message)), default=0)
     return [
         message | {"loss": 0.0} if message["role"] == "assistant" and index != last else message

@@ -36,20 +36,21 @@ def first_notes(table: Table | StreamedRows) -> Iterator[str]:
                 found = (*_placeholders(conversation), *record.get(NOTES, ()))
                 notes.update(dict.fromkeys(found, 1))
                 unread.update(conversation.unread)
-        lines = [*_keys(unread), *(() if has_media else _unread(records))]
+        lines = list(_unread_keys(unread))
+        lines += [] if has_media else _unread_media(records)
         lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]
         for line in lines:
             yield f"data: {printable(source.origin(0)[0])}: {line}"
 
 
-def _keys(unread: Counter[tuple[str, str]]) -> Iterator[str]:
+def _unread_keys(unread: Counter[tuple[str, str]]) -> Iterator[str]:
     """Lines about the keys that nothing reads, one each for records, turns and parts."""
     for place in dict.fromkeys(place for place, _ in unread):
         names = sorted(printable(name) for where, name in unread if where == place)
         yield f"not read in a {place}: {listed(names, MOST_KEYS)}"
 
 
-def _unread(records: list[dict]) -> Iterator[str]:
+def _unread_media(records: list[dict]) -> Iterator[str]:
     """Columns that look like media."""
     items = [item for record in records for item in record.items()]
     for ours, ends in (("images", PICTURES), ("videos", FILMS)):

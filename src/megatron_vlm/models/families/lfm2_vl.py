@@ -88,9 +88,8 @@ def resize_weights(side: int, rows: int, columns: int) -> Tensor:
     def along(patches: int) -> Tensor:
         scale = side / torch.tensor(float(patches))
         centers = (torch.arange(patches, dtype=torch.float32)[:, None] + 0.5) * scale - 0.5
-        weights = (1 - (torch.arange(side, dtype=torch.float32) - centers).abs() / scale.clamp(min=1)).clamp(
-            min=0
-        )
+        distances = (torch.arange(side, dtype=torch.float32) - centers).abs()
+        weights = (1 - distances / scale.clamp(min=1)).clamp(min=0)
         return weights / weights.sum(-1, keepdim=True)
 
     return (along(rows)[:, None, :, None] * along(columns)[None, :, None, :]).flatten(2).flatten(0, 1)
