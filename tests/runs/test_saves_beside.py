@@ -117,6 +117,7 @@ class Moves(Callback):
     def on_save(self, step, checkpoint):
         self.saved.append((step, (checkpoint / "state.json").is_file()))
         assert self.step >= step
+        dist.barrier()  # until every rank has looked
         setup.on_first_rank(shutil.rmtree, checkpoint)
 
 

@@ -21,7 +21,8 @@ class Callback:
         """When the checkpoint of a step is complete in its folder `checkpoint`.
 
         With `train.async_save`, that is after one of the next steps, or at the end. All ranks call it after
-        the same step.
+        the same step, but do not wait for each other: call `torch.distributed.barrier()` before one of
+        them moves or removes the checkpoint.
         """
 
     def on_end(self, step: int) -> None:
