@@ -214,8 +214,9 @@ def _fitted_to_one(value: Any, hints: tuple[Any, ...]) -> Any:
     for hint in others:
         try:
             return fitted(value, hint)
-        except (TypeError, ValueError):
-            continue
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ValueError) and get_args(hint)[:1] == (str,):
+                raise  # the rule of a text says best what is wrong with it
     raise TypeError
 
 

@@ -219,6 +219,7 @@ def test_missing_local_paths_are_named_and_remote_ones_left_alone(tmp_path, monk
         ("model.freeze=[[tower]]", "does not fit; expected list"),
         ("data.columns={a: {b: 1}}", "data.columns.*does not fit; expected dict"),
         ("data.train_data_path=[a", "does not fit; expected a path or a list of paths"),
+        ("data.train_data_path=~nobody-here/a", "train_data_path: ~nobody-here/a: there is no such user"),
     ],
 )
 def test_a_list_in_a_list_does_not_fit(override, message):

@@ -20,6 +20,7 @@ def turn(role: str, text: str) -> dict:
 
 ASKED = [turn("user", "Which?"), turn("assistant", "This one?"), turn("user", "<image>No.")]
 GOOD, BAD = turn("assistant", "A cat."), turn("assistant", "A dog.")
+TRANSCRIPT = "\n\nHuman: Which?\n\nAssistant: This one?\n\nHuman: <image>No.\n\nAssistant:"
 RECORDS = {
     "TRL": {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]},
     "TRL without prompt": {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
@@ -38,6 +39,8 @@ RECORDS = {
         "chosen": [*ASKED, GOOD],
         "rejected": [*ASKED, BAD],
     },
+    "hh-rlhf": {"chosen": f"{TRANSCRIPT} A cat.", "rejected": f"{TRANSCRIPT} A dog."},
+    "rm-static": {"prompt": TRANSCRIPT, "chosen": "A cat.", "rejected": "A dog."},
     "other columns": {"prompt": ASKED, "better": "A cat.", "worse": "A dog."},
 }
 
@@ -98,6 +101,15 @@ def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
     [
         ({"messages": [*ASKED, GOOD]}, "no rejected answer"),
         ({"prompt": ASKED, "chosen": [GOOD]}, "no rejected answer"),
+        (
+            {"prompt": "Which?", "accepted": "A cat.", "rejected": "A dog."},
+            "data.columns.chosen=accepted names",
+        ),
+        ({"accepted": TRANSCRIPT, "rejected": TRANSCRIPT}, "data.columns.chosen=accepted names"),
+        (
+            {"prompt": "Which?", "chosen": ["A cat."], "rejected": ["A dog."]},
+            "is a list of texts; write turns",
+        ),
         ({"prompt": ASKED, "chosen": [GOOD], "rejected": [GOOD]}, "are equal"),
         ({"messages": [*ASKED, GOOD], "rejected_messages": [*ASKED[:2], BAD]}, "the prompts differ: turn 0"),
         ({"messages": [*ASKED, GOOD], "rejected_messages": ASKED}, "the rejected answer is missing"),

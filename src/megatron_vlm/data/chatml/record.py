@@ -19,7 +19,8 @@ one of these layouts:
     messages, rejected_response        ms-swift: a conversation, and what might have been its last reply
     messages, rejected_messages        ms-swift: two conversations
 
-The prompt and the answers of a preference record are text, a turn, or a list of turns.
+The prompt and the answers of a preference record are text, a turn, or a list of turns. A text that begins
+with "Human:", as in hh-rlhf, is a whole conversation.
 
 Its media stand under `image(s)` and `video(s)`, or parts of its turns name them, as OpenAI and Qwen write
 them. An image is {"type": "image_url", "image_url": {"url": PATH}} or {"type": "image", "image": PATH}, a
@@ -56,12 +57,14 @@ from megatron_vlm.data.on_disk import fields
 from megatron_vlm.data.on_disk.coco import NOTES
 from megatron_vlm.data.on_disk.named import in_order
 from megatron_vlm.data.on_disk.paths import PICTURES
+from megatron_vlm.messages import listed, printable
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
 KNOWN = {*fields.FIELDS, *fields.AUDIO, *LIMITS["image"], *LIMITS["video"], *LIMITS_FIELDS.values()}
 KNOWN |= {"conversation", "id", fields.REWARD, NOTES}
 FRAMES = tuple(ending for ending in PICTURES if ending not in (".gif", ".webp"))  # which may be clips
+SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # of hh-rlhf's conversations in one text
 PICTURE_NUMBER = re.compile(r"<?image_?\d{1,9}>?")  # a key of MiniCPM-V's object of images
 
 
@@ -292,10 +295,20 @@ def _chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
         turns = _answered(prompt, chosen)
         if rejected is not None:
             return turns, _answered(prompt, rejected)
+    if not turns and rejected is not None and chosen is None and _reply(record) is None:
+        raise BadSample("bad_preference", _no_chosen(record))
     turns = turns or _plain_turns(record)
     if reply is not None and isinstance(turns, list):
         return turns, turns[:-1] + _turns(reply, "assistant")
     return turns, record.get(fields.REJECTED_TURNS)
+
+
+def _no_chosen(record: dict) -> str:
+    """Return what is wrong, and the setting that names the column of the chosen answer."""
+    candidates = sorted(printable(str(key)) for key in record if key not in KNOWN)
+    remedy = f"data.columns.chosen={candidates[0] if len(candidates) == 1 else 'NAME'} names its column"
+    others = f", one of {listed(candidates, 8)}" if len(candidates) > 1 else ""
+    return f"no chosen answer beside the rejected one; {remedy}{others}"
 
 
 def _same_turns(one: Any, other: Any) -> bool:
@@ -330,12 +343,22 @@ def _turns(given: Any, role: str) -> list:
     if isinstance(given, list) and given and all(isinstance(text, str) for text in given):
         raise BadSample("bad_preference", "an answer or prompt is a list of texts; write turns, or one text")
     if isinstance(given, str):
-        return [{"role": role, "content": given}]
+        return _transcript(given) or [{"role": role, "content": given}]
     if isinstance(given, dict):
         return [given]
     if not isinstance(given, list):
         raise BadSample("bad_preference", f"an answer or prompt is {type(given).__name__}, no text or turns")
     return given
+
+
+def _transcript(text: str) -> list[dict]:
+    """Return the turns of a text that begins with "Human:"; none for any other. The last one may be open."""
+    if not text.lstrip().startswith("Human:"):
+        return []
+    _, *parts = SPEAKER.split(text.strip())
+    roles = [{"Human": "user", "Assistant": "assistant"}[speaker] for speaker in parts[::2]]
+    turns = [{"role": role, "content": words.strip()} for role, words in zip(roles, parts[1::2], strict=True)]
+    return turns if turns[-1]["content"] else turns[:-1]
 
 
 # -- records without a list of turns
