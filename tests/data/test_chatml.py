@@ -430,3 +430,46 @@ def test_a_system_turn_without_content_is_no_turn(nothing):
 @pytest.mark.parametrize("nothing", ["", None, [], [text("")]], ids=repr)
 def test_templates_find_a_first_part_in_an_empty_turn(role, nothing):
     assert parse_record([{"role": role, "content": nothing}]).messages[0]["content"] == [text("")]
+
+
+def test_blocks_of_anthropic_are_calls_reasoning_and_tool_turns():
+    thought = {"type": "thinking", "thinking": "A look."}
+    called = {"type": "tool_use", "id": "t", "name": "look", "input": {"at": "cat"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text("black")], "is_error": False}
+    tool = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}
+    read = parse_record(
+        {
+            "messages": [
+                {"role": "user", "content": "What?"},
+                {"role": "assistant", "content": [thought, text("I look."), called]},
+                {"role": "user", "content": [result, text("And?")]},
+                REPLY,
+            ],
+            "tools": [tool],
+        }
+    )
+    assert read.messages[1:] == [
+        {
+            "role": "assistant",
+            "content": [text("I look.")],
+            "reasoning_content": "A look.",
+            "tool_calls": [CALL | {"id": "t"}],
+        },
+        {"role": "tool", "name": "look", "tool_call_id": "t", "content": [text("black")]},
+        {"role": "user", "content": [text("And?")]},
+        {"role": "assistant", "content": [text("A cat.")]},
+    ]
+    function = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
+    assert read.tools == [{"type": "function", "function": function}]
+    assert read.unread == {("part", "is_error")}
+
+
+def test_a_call_without_a_name_says_so():
+    call = {"type": "function", "function": {"arguments": {}}}
+    with pytest.raises(BadSample, match="turn 0: a call has no name"):
+        parse_record([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+def test_audio_that_no_turn_mentions_is_named():
+    record = {"messages": [{"role": "user", "content": "What?"}, REPLY], "audio": "a.mp3"}
+    assert parse_record(record).unread == {("record", "audio")}

@@ -12,6 +12,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.grounded import ALL, ONE, asking, corners_in
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.on_disk.coco import NOTES, coco_records
@@ -241,3 +242,12 @@ def test_rows_of_datasets_are_read_alike(tmp_path, folder):
     datasets.Dataset.from_list(referring(12, by_sizes)).to_parquet(tmp_path / "rows.parquet")
     record, _ = open_table(tmp_path / "rows.parquet", media_dir=folder).record(0)
     assert record["objects"] == {"bbox": [[60, 30, 80, 40]]}
+
+
+def test_system_tools_and_other_keys_beside_a_box_are_kept():
+    record = {"bbox": [1, 2, 3, 4], "sentence": "the cat", "image": "a.jpg"}
+    beside = {"system": "Be brief.", "tools": [{"name": "look"}], "category": 7}
+    conversation = parse_record(Columns(has_corners=True)(record | beside))
+    assert conversation.messages[0]["content"] == [{"type": "text", "text": "Be brief."}]
+    assert conversation.tools == [{"name": "look"}]
+    assert conversation.unread == {("record", "category")}

@@ -41,6 +41,9 @@ RECORDS = {
     },
     "hh-rlhf": {"chosen": f"{TRANSCRIPT} A cat.", "rejected": f"{TRANSCRIPT} A dog."},
     "rm-static": {"prompt": TRANSCRIPT, "chosen": "A cat.", "rejected": "A dog."},
+    "the chosen reply in the prompt": {"messages": [*ASKED, GOOD], "chosen": [GOOD], "rejected": [BAD]},
+    "rejected beside the turns": {"messages": [*ASKED, GOOD], "rejected": "A dog."},
+    "question and answer": {"question": ASKED, "answer": "A cat.", "rejected": "A dog."},
     "other columns": {"prompt": ASKED, "better": "A cat.", "worse": "A dog."},
 }
 
@@ -113,6 +116,7 @@ def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
         ({"prompt": ASKED, "chosen": [GOOD], "rejected": [GOOD]}, "are equal"),
         ({"messages": [*ASKED, GOOD], "rejected_messages": [*ASKED[:2], BAD]}, "the prompts differ: turn 0"),
         ({"messages": [*ASKED, GOOD], "rejected_messages": ASKED}, "the rejected answer is missing"),
+        (RECORDS["TRL"] | {"prompt": [*ASKED, turn("assistant", "A cow.")]}, "ends with a reply that is not"),
         (RECORDS["TRL"] | {"rejected_images": ["a.jpg"]}, "rejected_images"),
         (RECORDS["TRL"] | {"chosen_images": ["a.jpg"]}, "chosen_images"),
         ({"prompt": ASKED, "chosen": [GOOD], "rejected": 5}, "is int, no text or turns"),

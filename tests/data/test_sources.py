@@ -34,10 +34,12 @@ from written_sources import (
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.limits import limits_of_media
+from megatron_vlm.data.chatml.record import load_media, parse_record
 from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.chatml.turns import is_trained
 from megatron_vlm.data.encode.encoder import PackingVLMTaskEncoder
+from megatron_vlm.data.encode.questions import references_of
 from megatron_vlm.data.load.packed_orders import BufferedPacking
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk.fields import FIELDS
@@ -47,6 +49,7 @@ from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_notes
 from megatron_vlm.models.families import load
+from megatron_vlm.scoring.formulas import anls
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 
 BUFFER = 4
@@ -707,3 +710,70 @@ def test_rows_of_another_kind_in_a_folder_are_not_left_out(tmp_path):
         "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n"
     )
     assert len(hub.open_rows(tmp_path)) == 8
+
+
+@pytest.mark.parametrize(
+    ("answers", "reply", "references"),
+    [
+        ({"answers": ["cat", "a cat", "cat"]}, "cat", ["cat", "a cat", "cat"]),
+        ({"answers": [{"answer": "cat", "answer_confidence": "yes"}] * 2}, "cat", ["cat", "cat"]),
+        ({"answer": "cat", "answers": ["a cat", "cat", "a cat"]}, "cat", ["a cat", "cat", "a cat"]),
+        ({"answers": [7, 8.5]}, "7", ["7", "8.5"]),
+    ],
+)
+def test_evaluation_compares_with_all_answers(answers, reply, references):
+    """Also after they were stored in a shard."""
+    conversation = parse_record({"question": "What?", "image": "a.jpg"} | answers)
+    assert conversation.messages[-1]["content"] == [{"type": "text", "text": reply}]
+    for message in (conversation.messages[-1], parse_record(conversation.stored()).messages[-1]):
+        assert references_of(message) == references
+    assert all(anls(answer, references) == 1 for answer in references)
+
+
+@pytest.mark.parametrize(
+    ("field", "entry"),
+    [
+        ("images", {"image_url": {"url": "1-0.jpg"}}),
+        ("images", {"image_url": "1-0.jpg"}),
+        ("images", {"type": "image", "image": "1-0.jpg"}),
+        ("image", "[1] cat.jpg"),
+        ("videos", {"video": ["1-0.jpg", "1-0.jpg"], "fps": 2}),
+        ("videos", {"type": "video_url", "video_url": {"url": "1-0.jpg"}}),
+    ],
+)
+def test_entries_of_media_as_parts_are_written(tmp_path, field, entry):
+    for name in ("1-0.jpg", "[1] cat.jpg"):
+        (tmp_path / name).write_bytes(image_bytes(1))
+    record = {"messages": [turn("user", "q"), turn("assistant", "a")], field: entry}
+    conversation = parse_record(record if isinstance(entry, str) else record | {field: [entry]})
+    images, videos = load_media(conversation, tmp_path)
+    frames = {"frames": [image_bytes(1)] * 2, "fps": 2}
+    assert images == [image_bytes(1)] * field.startswith("image")
+    assert videos in ([], [image_bytes(1)], [frames]) and conversation.unread == set()
+
+
+def test_an_entry_without_a_medium_says_what_it_has(tmp_path):
+    record = {"messages": [turn("user", "q"), turn("assistant", "a")], "images": [{"file": "a.png"}]}
+    with pytest.raises(BadSample, match="a medium has none of bytes, path, .*; it has file"):
+        load_media(parse_record(record), tmp_path)
+
+
+def test_values_of_numpy_and_numbers_in_text():
+    """As pandas reads them from parquet, and from CSV."""
+    turns = np.array([turn("user", "q"), turn("assistant", "a")], dtype=object)
+    record = {"messages": turns, "images": np.array(["a.png"], dtype=object), "max_pixels": np.int64(50_000)}
+    written = {"messages": list(turns), "images": '["a.png"]', "max_pixels": "50000"}
+    for one in (record, written):
+        conversation = parse_record(one)
+        assert conversation.media["image"] == ["a.png"]
+        messages = place_media(conversation.messages, 1)
+        assert limits_of_media(messages, conversation.limits)["image"] == [{"max_pixels": 50_000}]
+
+
+def test_two_lists_of_frames_are_two_videos():
+    record = {"messages": [turn("user", "<video><video>q"), turn("assistant", "a")]}
+    clips = [["1.jpg", "2.jpg"], ["3.jpg"]]
+    for written in (clips, json.dumps(clips), [{"frames": clip} for clip in clips]):
+        conversation = parse_record(record | {"videos": written})
+        assert len(conversation.media["video"]) == 2
+        place_media(conversation.messages, 0, 2)

@@ -208,7 +208,7 @@ def _conversations(rng: random.Random) -> Iterator[Wild]:
     yield Wild("document of an image", image, [picture()], "no_trained_tokens")
     call = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [{"a": "b"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "a", "arguments": {}}]},
     ]
     yield Wild("tool call that the template leaves out", call, expected="no_trained_tokens")
     yield Wild("no reply", [{"role": "user", "content": "a"}], expected="no_trained_tokens")

@@ -38,8 +38,8 @@ def asking(record: dict, question: str | None, has_corners: bool | None) -> dict
         return record | {"messages": _exchange(f"<image>{asked}", "<objects>")}
     expressions = _expressions(record)
     name = _box_name(record)
-    image = next((record[name] for name in IMAGES if record.get(name)), None)
-    if not expressions or name is None or image is None:
+    image_name = next((name for name in IMAGES if record.get(name)), None)
+    if not expressions or name is None or image_name is None or record.get("objects"):
         return record
     if name != BOXES[0]:
         has_corners = name == "bbox_xyxy"
@@ -55,7 +55,10 @@ def asking(record: dict, question: str | None, has_corners: bool | None) -> dict
     ]
     form = "[x1, y1, x2, y2]" if has_corners else "[x, y, width, height]"
     said = said_size(record) if unit == "real" else {"bbox_type": unit}
-    return {
+    image = record[image_name]
+    expression_name = next(name for name in EXPRESSIONS if record.get(name))
+    asked_with = {image_name, expression_name, name, "images", "image", "width", "height", "bbox_type"}
+    return {key: value for key, value in record.items() if key not in asked_with} | {
         "messages": turns,
         "images": image if isinstance(image, list) else [image],
         "objects": {"bbox": [box] * len(expressions)} | said,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.chatml.tools import decode_json
 
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 # The words of qwen-vl-utils for a part that is an image or a video, and for an entry of `images` or `videos`
@@ -29,7 +30,7 @@ def limits_of(kind: str, item: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         BadSample: one is no positive number, or no whole one where something is counted; or two contradict.
     """
-    found = {name: item[name] for name in LIMITS[kind] if item.get(name) is not None}
+    found = {name: _number(item[name]) for name in LIMITS[kind] if item.get(name) is not None}
     for name, value in found.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
         least = 0 if name == "video_start" else math.ulp(0)
@@ -50,6 +51,14 @@ def limits_of(kind: str, item: Mapping[str, Any]) -> dict[str, float]:
     return {name: value if name in REAL else int(value) for name, value in found.items()}
 
 
+def _number(value: Any) -> Any:
+    """Return the number in a cell of a CSV file; anything else as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def named_limits(kind: str, item: Any) -> dict:
     """The limits in an entry of a record's images or videos. The `fps` of a list of frames is no limit."""
     if not isinstance(item, dict):
@@ -63,10 +72,11 @@ def limits_beside(kind: str, media: list, record: Mapping[str, Any]) -> list[dic
 
     What stands in the record itself is for all its images or videos; a list has one for each.
     """
-    names = [name for name in LIMITS[kind] if name not in ALSO_FACTS and record.get(name) is not None]
+    names = [name for name in LIMITS[kind] if media and name not in ALSO_FACTS]
+    record = {name: decode_json(record[name]) for name in names if record.get(name) is not None}
     limits = []
     for number, item in enumerate(media):
-        of_all = {name: record[name] for name in names}
+        of_all = dict(record)
         for name, value in of_all.items():
             if isinstance(value, list):
                 if len(value) != len(media):

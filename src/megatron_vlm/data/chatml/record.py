@@ -36,12 +36,15 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.limits import LIMITS, limits_beside
-from megatron_vlm.data.chatml.tools import join_calls, read_tools
+from megatron_vlm.data.chatml.tools import decode_json, expand_blocks, join_calls, read_tools
 from megatron_vlm.data.chatml.turns import (
     TurnMedia,
     audio,
@@ -61,11 +64,42 @@ from megatron_vlm.messages import listed, printable
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
-KNOWN = {*fields.FIELDS, *fields.AUDIO, *LIMITS["image"], *LIMITS["video"], *LIMITS_FIELDS.values()}
-KNOWN |= {"conversation", "id", fields.REWARD, NOTES}
+NAMELESS = {"id", NOTES}  # nothing is lost if these are not read
+# Where an entry of images or videos names its medium, the first one first
+ENTRY = ("bytes", "path", "image", "video", "image_url", "video_url", "source", "url", "data")
+ENTRY_FACTS = ("type", "media_type", "frames", *fields.TIMES)  # what else it may say
 FRAMES = tuple(ending for ending in PICTURES if ending not in (".gif", ".webp"))  # which may be clips
 SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # of hh-rlhf's conversations in one text
 PICTURE_NUMBER = re.compile(r"<?image_?\d{1,9}>?")  # a key of MiniCPM-V's object of images
+
+
+class Record(dict):
+    """A record that notes which of its keys are read. `peek` looks at one without reading it."""
+
+    peek = dict.get
+
+    def __init__(self, record: dict) -> None:
+        super().__init__(record)
+        self._read_keys: set[str] = set()
+        self._inside: set[tuple[str, str]] = set()  # keys in values of the record that are not read
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read_keys.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._read_keys.add(key)
+        return super().__getitem__(key)
+
+    def note_unread(self, place: str, item: dict, known: tuple[str, ...]) -> None:
+        """Note the keys of an object in the record that are not among the known ones."""
+        self._inside |= {(place, str(key)) for key in item if key not in known}
+
+    def unread(self) -> set[tuple[str, str]]:
+        """Return the keys that were not read and say something."""
+        skipped = self._read_keys | NAMELESS
+        keys = {key for key in self.keys() - skipped if self.peek(key) not in (None, "", [])}
+        return self._inside | {("record", str(key)) for key in keys}
 
 
 @dataclass
@@ -80,7 +114,7 @@ class Conversation:
     limits     by kind, what the record says of each of these media beside the turns; empty if nothing
     objects    what the record has under this name, see `chatml.objects`
     rejected   the messages with the other answer of a preference record, or why they cannot be read, or None
-    unread     the keys that nothing reads, each with where it stands: record, turn or part
+    unread     the keys that nothing reads, each with where it stands: record, turn, part, ...
     """
 
     messages: list[dict]
@@ -108,25 +142,29 @@ def parse_record(record: Any) -> Conversation:
     The argument is not changed. Raises BadSample if it has no turns in any known layout, for names of one
     field that differ, and for turns that cannot be read.
     """
-    record = decoded(record)
+    try:
+        record = without_numpy(decoded(record))
+    except RecursionError as error:
+        raise BadSample("bad_conversation", "the record is nested too deeply") from error
     if isinstance(record, list):
         record = {"messages": record}
     if not isinstance(record, dict):
         raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
-    record = {name: _decoded_turns(name, value) for name, value in record.items() if not _is_nan(value)}
+    record = Record({k: _decoded_turns(k, value) for k, value in record.items() if not _is_nan(value)})
     media = {
         kind: _listed(kind, record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()
     }
+    unread = {(kind, key) for kind, entries in media.items() for key in _unread_of(entries, LIMITS[kind])}
     name = _turns_name(record)
     turns, rejected = _chosen_and_rejected(record, name)
-    if (heard := next(filter(record.get, fields.AUDIO), None)) and "<audio>" in str(turns):
+    if (heard := next(filter(record.peek, fields.AUDIO), None)) and "<audio>" in str(turns):
         raise audio(f"the record, under {heard!r},")
-    if isinstance(record.get("texts"), list) and not name:  # None stands where a document has no image
+    if not name and isinstance(record.peek("texts"), list):  # None stands where a document has no image
         media["image"] = [image for image in media["image"] if image is not None]
 
     system = record.get("system")
     has_images = bool(media["image"])
-    in_turns = TurnMedia(has_images)
+    in_turns = TurnMedia(has_images, unread=unread)
     messages = parse_turns(turns, system, in_turns)
     limits = {}
     for kind, named in in_turns.named.items():
@@ -138,7 +176,7 @@ def parse_record(record: Any) -> Conversation:
             limits[kind] = beside
     tools_name = get_only_alias(record, fields.TOOLS)
     if rejected is not None:
-        rejected = _parse_rejected(rejected, system, TurnMedia(has_images), media)
+        rejected = _parse_rejected(rejected, system, TurnMedia(has_images, unread=unread), media)
     return Conversation(
         messages=messages,
         tools=read_tools(tools_name, record[tools_name]) if tools_name else None,
@@ -146,7 +184,7 @@ def parse_record(record: Any) -> Conversation:
         limits=limits,
         objects=record.get("objects"),
         rejected=rejected,
-        unread=in_turns.unread | {("record", str(key)) for key in record if key not in KNOWN},
+        unread=unread | record.unread(),
     )
 
 
@@ -185,10 +223,18 @@ def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and value != value
 
 
+def without_numpy(value: Any) -> Any:
+    """Return a record with Python's values in place of numpy values, as pandas reads them from parquet."""
+    if isinstance(value, dict):
+        return {key: without_numpy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_numpy(item) for item in value]
+    return without_numpy(value.tolist()) if isinstance(value, np.ndarray | np.generic) else value
+
+
 def _listed(kind: str, media: Any) -> list:
     """Return the media of a field: one, a list, JSON text of a list, or an object of numbered images."""
-    if isinstance(media, str) and media.startswith("["):  # a cell of a CSV file
-        media = decoded(media)
+    media = decode_json(media)  # a cell of a CSV file
     if isinstance(media, dict) and media and all(map(PICTURE_NUMBER.fullmatch, media)):
         media = [media[name] for name in sorted(media, key=lambda name: int(re.sub(r"\D", "", name)))]
     media = media if isinstance(media, list) else [media] if media else []
@@ -196,18 +242,38 @@ def _listed(kind: str, media: Any) -> list:
     return [media] if kind == "video" and len(media) > 1 and are_pictures else media
 
 
+def _unread_of(media: Any, limits: tuple[str, ...] = ()) -> set[str]:
+    """Return the keys of entries of images or videos, and of what is in them, that are not read."""
+    if isinstance(media, list):
+        return set(chain.from_iterable(_unread_of(item, limits) for item in media))
+    if not isinstance(media, dict):
+        return set()
+    inside = [media[key] for key in (*ENTRY, "frames") if isinstance(media.get(key), dict | list)]
+    return {*map(str, media)} - {*ENTRY, *ENTRY_FACTS, *limits} | _unread_of(inside)
+
+
+def _named(media: Any) -> Any:
+    """Return the path, bytes or frames of an entry of images or videos."""
+    while isinstance(media, dict) and "frames" not in media:
+        name = next((name for name in ENTRY if media.get(name)), None)
+        if name is None:
+            known, present = ", ".join(ENTRY), ", ".join(map(str, media))
+            raise BadSample("missing_media", f"a medium has none of {known}; it has {present or 'nothing'}")
+        frames = media[name]
+        media = {"frames": frames} | frame_times(media) if isinstance(frames, list) else frames
+    return media
+
+
 def _video(video: Any, root: Path | str) -> bytes | dict:
-    if isinstance(video, list):
-        video = {"frames": video}
-    if not isinstance(video, dict) or "frames" not in video:
+    video = {"frames": video} if isinstance(video, list) else _named(video)
+    if not isinstance(video, dict):
         return _file_bytes(video, root)
     frames = video["frames"] if isinstance(video["frames"], list) else []
     return {"frames": [_file_bytes(frame, root) for frame in frames]} | frame_times(video)
 
 
 def _file_bytes(media: Any, root: Path | str) -> bytes:
-    if isinstance(media, dict):
-        media = next(filter(None, map(media.get, ("bytes", "path", "image", "url"))), None)
+    media = _named(media)
     if isinstance(media, bytes):
         return media
     if not isinstance(media, str):
@@ -227,11 +293,14 @@ def parse_turns(turns: Any, system: Any = None, media: TurnMedia | None = None) 
     turns = decoded(turns)
     if not isinstance(turns, list) or not turns:
         raise BadSample("bad_conversation", f"no list of turns under one of {', '.join(fields.TURNS)}")
+    media = media or TurnMedia()
     if isinstance(system, list):
+        media.unread |= {("part", key) for part in system if isinstance(part, dict) for key in part}
+        media.unread -= {("part", "type"), ("part", "text")}
         system = "".join(_text(part) for part in system)
     if not isinstance(system, str | None):
         raise BadSample("bad_conversation", f"system is {type(system).__name__}, not text")
-    media = media or TurnMedia()
+    turns = expand_blocks(turns, media.unread)
     messages = [parse_turn(turn, number, media) for number, turn in enumerate(turns)]
     messages = join_calls(messages, [role_of(turn) == fields.CALL for turn in turns])
     messages = [message for message in messages if message["role"] != "system" or has_content(message)]
@@ -266,49 +335,62 @@ def _text(part: Any) -> str:
     return text
 
 
-def _turns_name(record: dict) -> str | None:
+def _turns_name(record: Record) -> str | None:
     """Return the name under which the record has its turns. Raises BadSample for two that differ."""
     for name in ("chosen_images", "rejected_images"):
         if record.get(name):
             raise BadSample("bad_preference", f"{name}: both answers have to be to the same images")
-    get_only_alias(record, fields.REJECTIONS, "bad_preference")
-    alone = record.get("conversation")  # often a text beside the turns; else it may be the turns
+    get_only_alias(dict(record), fields.REJECTIONS, "bad_preference")
+    alone = record.peek("conversation")  # often a text beside the turns; else it may be the turns
     are_turns = isinstance(alone, list) or (isinstance(alone, str) and alone.lstrip().startswith("["))
     name = get_only_alias(record, fields.TURNS, same=_same_turns)
     return name or ("conversation" if are_turns else None)
 
 
-def _chosen_and_rejected(record: dict, name: str | None) -> tuple[Any, Any]:
+def _chosen_and_rejected(record: Record, name: str | None) -> tuple[Any, Any]:
     """Return the turns, with the chosen answer if there are two, and those with the rejected one, or None.
 
     `name` is where the record has turns. Raises BadSample if it has none in any layout.
     """
     turns = record[name] if name else None
     prompt = turns if isinstance(turns, list) else None
-    chosen, rejected = record.get(fields.CHOSEN), record.get(fields.REJECTED)
-    reply = record.get(fields.REJECTED_REPLY)
-    if prompt and rejected is None and get_only_alias(record, fields.REJECTIONS):
+    chosen, rejected = record.peek(fields.CHOSEN), record.peek(fields.REJECTED)
+    if prompt and rejected is None and any(map(record.peek, fields.REJECTIONS)):
         get_only_alias(record, (fields.CHOSEN, name), "bad_preference", same=_same_turns)
     if isinstance(chosen, str | dict | list) and (prompt is None or rejected is not None):
+        if turns and prompt is None:
+            raise BadSample("bad_conversation", f"{name} is {type(turns).__name__}, not a list of turns")
         if not prompt:
             prompt = _turns(_asked(record, "bad_preference") or [], "user")
+        prompt = _without_reply(prompt, record[fields.CHOSEN])
         turns = _answered(prompt, chosen)
         if rejected is not None:
-            return turns, _answered(prompt, rejected)
-    if not turns and rejected is not None and chosen is None and _reply(record) is None:
+            return turns, _answered(prompt, record[fields.REJECTED])
+    if not turns and rejected is not None and chosen is None and _reply(record)[0] is None:
         raise BadSample("bad_preference", _no_chosen(record))
     turns = turns or _plain_turns(record)
-    if reply is not None and isinstance(turns, list):
-        return turns, turns[:-1] + _turns(reply, "assistant")
+    for key in (fields.REJECTED, fields.REJECTED_REPLY):
+        if isinstance(record.peek(key), str | dict | list) and isinstance(turns, list):
+            return turns, _answered(turns[:-1], record[key])
     return turns, record.get(fields.REJECTED_TURNS)
 
 
-def _no_chosen(record: dict) -> str:
+def _no_chosen(record: Record) -> str:
     """Return what is wrong, and the setting that names the column of the chosen answer."""
-    candidates = sorted(printable(str(key)) for key in record if key not in KNOWN)
+    candidates = sorted(printable(key) for _, key in record.unread() if key not in fields.FIELDS)
     remedy = f"data.columns.chosen={candidates[0] if len(candidates) == 1 else 'NAME'} names its column"
     others = f", one of {listed(candidates, 8)}" if len(candidates) > 1 else ""
     return f"no chosen answer beside the rejected one; {remedy}{others}"
+
+
+def _without_reply(prompt: list, chosen: Any) -> list:
+    """Return the prompt without the chosen answer, where a dataset repeats it there."""
+    answer = _turns(chosen, "assistant")
+    if _is_whole(answer) or not prompt or role_of(prompt[-1]) != "assistant":
+        return prompt
+    if _same_turns(prompt[-len(answer) :], answer):
+        return prompt[: -len(answer)]
+    raise BadSample("bad_preference", "the prompt ends with a reply that is not the chosen one; leave it out")
 
 
 def _same_turns(one: Any, other: Any) -> bool:
@@ -319,7 +401,7 @@ def _same_turns(one: Any, other: Any) -> bool:
         return False
 
 
-def _asked(record: dict, reason: str) -> Any:
+def _asked(record: Record, reason: str) -> Any:
     """Return the prompt of a record, and its query after a newline; None if it asks nothing."""
     prompt = record.get(_first_name(record, fields.PROMPTS, reason))
     query = record.get(_first_name(record, fields.QUERIES, reason))
@@ -333,9 +415,13 @@ def _asked(record: dict, reason: str) -> Any:
 def _answered(prompt: list, answer: Any) -> list:
     """Return the conversation; an answer that begins with a question is whole, with the prompt in it."""
     turns = _turns(answer, "assistant")
-    is_conversation = any(role_of(turn) in ("system", "user") for turn in turns[:1])
     has_prompt = any(role_of(turn) != "system" for turn in prompt)
-    return turns if is_conversation and has_prompt else prompt + turns
+    return turns if _is_whole(turns) and has_prompt else prompt + turns
+
+
+def _is_whole(turns: list) -> bool:
+    """Whether the turns of an answer are a conversation, with its prompt."""
+    return any(role_of(turn) in ("system", "user") for turn in turns[:1])
 
 
 def _turns(given: Any, role: str) -> list:
@@ -364,22 +450,33 @@ def _transcript(text: str) -> list[dict]:
 # -- records without a list of turns
 
 
-def _plain_turns(record: dict) -> list[dict]:
+def _plain_turns(record: Record) -> list[dict]:
     """Return the turns. Raises BadSample if the record has none in any of these layouts."""
-    if isinstance(record.get("texts"), list):
+    if isinstance(record.peek("texts"), list):
         texts = record["texts"]
         if texts and all(isinstance(text, dict) for text in texts):
+            for text in texts:
+                record.note_unread("text", text, ("user", "assistant"))
             return [turn for text in texts for turn in _exchange(text.get("user"), text.get("assistant"))]
         return _document(texts, record.get("images"))
-    prompt, reply = _asked(record, "bad_conversation"), _reply(record)
-    if record.get("caption") is not None and (prompt is None or reply is None):
-        if not any(record.get(name) for name in fields.MEDIA["image"]):
+    has_prompt = any(record.peek(name) is not None for name in (*fields.PROMPTS, *fields.QUERIES))
+    has_reply = any(record.peek(name) is not None for name in (*fields.REPLIES, fields.REWARD))
+    has_media = any(record.peek(name) for names in fields.MEDIA.values() for name in names)
+    if record.peek("caption") is not None and not (has_prompt and has_reply):
+        if not any(record.peek(name) for name in fields.MEDIA["image"]):
             raise BadSample("missing_media", "a caption without an image")
         return _exchange("", record["caption"])
-    if isinstance(record.get("text"), str) and prompt is None and reply is None:
-        if any(record.get(name) for names in fields.MEDIA.values() for name in names):
+    if isinstance(record.peek("text"), str) and not has_prompt and not has_reply:
+        if has_media:
             raise BadSample("bad_conversation", "text beside media; name it caption, or give turns")
         return _document([record["text"]], None)
+    return _exchanges(record)
+
+
+def _exchanges(record: Record) -> list[dict]:
+    """Return the turns of a question, its answer, and a history before them."""
+    prompt = _asked(record, "bad_conversation")
+    reply, references = _reply(record)
     if prompt is None or reply is None:
         why = f"none of {list(fields.TURNS)} among {sorted(map(str, record))}; data.columns can name them"
         if empty := [name for name in fields.TURNS if name in record]:
@@ -390,20 +487,40 @@ def _plain_turns(record: dict) -> list[dict]:
         raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
     earlier = [turn for pair in pairs for turn in _exchange(pair[0], pair[1])]
     if _are_turns(prompt) or _are_turns(reply):
-        return earlier + _turns(prompt, "user") + _turns(reply, "assistant")
-    return earlier + _exchange(prompt, reply)
+        turns = earlier + _turns(prompt, "user") + _turns(reply, "assistant")
+    else:
+        turns = earlier + _exchange(prompt, reply)
+    if references:
+        turns[-1] = turns[-1] | {fields.REFERENCES: references}
+    return turns
 
 
-def _reply(record: dict) -> Any:
-    """Return the answer of a record: text, turns, or None. Of several, the most frequent is taken."""
-    name = _first_name(record, fields.REPLIES, "bad_conversation")
+def _reply(record: Record) -> tuple[Any, list[str]]:
+    """Return the answer of a record (text, turns, or None), and all right answers if it lists several.
+
+    The most frequent one of `answers` is the reply, unless another key says it.
+    """
+    listed = record.peek(fields.ANSWERS)
+    texts = [_answer(item) for item in listed] if isinstance(listed, list) else []
+    if not texts or None in texts:
+        name = _first_name(record, fields.REPLIES, "bad_conversation")
+        texts = []
+    else:
+        name = _first_name(record, fields.REPLIES[:-1], "bad_conversation")
+        record.get(fields.ANSWERS)
     reply = None if name is None else record[name]
-    if reply is None and isinstance(record.get(fields.REWARD), dict):
+    if reply is None and texts:
+        reply = Counter(texts).most_common(1)[0][0]
+    if reply is None and isinstance(record.peek(fields.REWARD), dict):
+        record.note_unread(fields.REWARD, record[fields.REWARD], ("ground_truth",))
         reply = record[fields.REWARD].get("ground_truth")
-    if name == "answers" and isinstance(reply, list):
-        texts = [str(each) for each in reply if isinstance(each, str | int | float) and not _is_nan(each)]
-        reply = Counter(texts).most_common(1)[0][0] if texts else reply
-    return str(reply) if isinstance(reply, int | float) else reply
+    return str(reply) if isinstance(reply, int | float) else reply, texts
+
+
+def _answer(item: Any) -> str | None:
+    """Return one of several answers: text, a number, or an object of VQA's annotators with `answer`."""
+    item = item.get("answer") if isinstance(item, dict) and "role" not in item else item
+    return str(item) if isinstance(item, str | int | float) and not _is_nan(item) else None
 
 
 def _are_turns(given: Any) -> bool:

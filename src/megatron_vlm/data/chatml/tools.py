@@ -5,6 +5,13 @@ from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 
+CALL_KEYS = {"id", "type", "index", "function", "name", "arguments", "parameters", "tool_call_id"}
+BLOCKS = {  # of Anthropic's: what is read of each
+    "tool_use": ("type", "id", "name", "input"),
+    "tool_result": ("type", "tool_use_id", "content"),
+    "thinking": ("type", "thinking", "signature"),
+}
+
 
 def read_tools(name: str, tools: Any) -> list[dict] | None:
     """Return the tools that a record has under a name: objects, JSON text of them, or a list of JSON texts.
@@ -16,43 +23,94 @@ def read_tools(name: str, tools: Any) -> list[dict] | None:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
             raise BadSample("bad_json", f"{name}: {error}") from error
-    tools = [_decode(tool) for tool in (tools if isinstance(tools, list) else [tools] if tools else [])]
+    tools = [decode_json(tool) for tool in (tools if isinstance(tools, list) else [tools] if tools else [])]
     if not all(isinstance(tool, dict) for tool in tools):
         raise BadSample("bad_conversation", f"{name} is not a list of objects")
-    if name == "functions":
-        tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    for number, tool in enumerate(tools):
+        if "input_schema" in tool:  # Anthropic's
+            function = {key: value for key, value in tool.items() if key not in ("input_schema", "type")}
+            tools[number] = {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
+        elif name == "functions" and "function" not in tool:
+            tools[number] = {"type": "function", "function": tool}
     return tools or None
 
 
-def read_call_turn(content: Any, place: str) -> list[dict]:
-    """Return the calls of a turn whose text is one call, or a list of them. Raises BadSample."""
-    calls = _decode(content)
-    calls = [_decode(call) for call in (calls if isinstance(calls, list) else [calls])]
+def read_call_turn(content: Any, place: str, unread: set[tuple[str, str]]) -> list[dict]:
+    """Return the calls of a turn whose text is one call, or a list of them.
+
+    Arguments that are JSON text of an object come out as the object, since templates write text in quotes.
+    Keys that templates do not write are added to `unread`. Raises BadSample.
+    """
+    calls = decode_json(content)
+    calls = [decode_json(call) for call in (calls if isinstance(calls, list) else [calls])]
     for call in calls:
         if not (isinstance(call, dict) and isinstance(call.get("function", call), dict)):
             raise BadSample("bad_conversation", f"{place}a call is no JSON object; write name and arguments")
         if not isinstance(call.get("function", call).get("name"), str):
             raise BadSample("bad_conversation", f"{place}a call has no name; write name and arguments")
+        keys = {*call, *call.get("function", ())}
+        unread |= {("tool call", str(key)) for key in keys - CALL_KEYS}
     calls = [call if "function" in call else {"type": "function", "function": call} for call in calls]
     return [_with_arguments(call) for call in calls]
 
 
-def read_calls(turn: dict, place: str) -> Any:
+def read_calls(turn: dict, place: str, unread: set[tuple[str, str]]) -> list[dict] | None:
     """Return the `tool_calls` of a turn, or its `function_call` as such; None if it has neither.
 
-    Arguments that are JSON text of an object come out as the object, since templates write text in quotes.
     Raises BadSample for two that differ.
     """
-    calls = _decode(turn.get("tool_calls"))
-    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    written, older = decode_json(turn.get("tool_calls")), turn.get("function_call")
+    if written and not (isinstance(written, list) and all(isinstance(call, dict) for call in written)):
         raise BadSample("bad_conversation", f"{place}tool_calls is no list of objects")
-    calls = [_with_arguments(call) for call in calls] if calls else calls
-    if turn.get("function_call"):
-        older = read_call_turn(turn["function_call"], place)
-        if calls and calls != older:
-            raise BadSample("bad_conversation", f"{place}tool_calls and function_call differ; leave one out")
-        calls = older
-    return calls
+    calls = read_call_turn(written, place, unread) if written else written
+    if not older:
+        return calls
+    older = read_call_turn(older, place, unread)
+    if calls and calls != older:
+        raise BadSample("bad_conversation", f"{place}tool_calls and function_call differ; leave one out")
+    return older
+
+
+def expand_blocks(turns: list, unread: set[tuple[str, str]]) -> list:
+    """Return the turns with Anthropic's blocks as OpenAI writes them.
+
+    `tool_use` becomes a call of its turn, `thinking` its reasoning, and `tool_result` a tool turn before it.
+    """
+    expanded: list = []
+    names: dict[Any, Any] = {}  # of the tools that were called, by the id of the call
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        blocks = content if isinstance(content, list) else []
+        blocks = [block for block in blocks if isinstance(block, dict) and _is_block(block)]
+        if not blocks:
+            expanded.append(turn)
+            continue
+        others = [part for part in content if part not in blocks]
+        calls, thoughts = [], []
+        for block in blocks:
+            kind = block["type"]
+            unread |= {("part", str(key)) for key in block if key not in BLOCKS[kind]}
+            if kind == "tool_use":
+                names[str(block.get("id"))] = block.get("name")
+                function = {"name": block.get("name"), "arguments": block.get("input")}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            elif kind == "thinking":
+                thoughts.append(block.get("thinking"))
+            else:
+                called = block.get("tool_use_id")
+                result = {"role": "tool", "tool_call_id": called, "content": block.get("content")}
+                expanded.append(result | ({"name": names[str(called)]} if str(called) in names else {}))
+        if calls or thoughts or others:
+            beside = {"tool_calls": calls} if calls else {}
+            beside |= {"reasoning_content": "\n".join(map(str, thoughts))} if thoughts else {}
+            expanded.append(turn | {"content": others} | beside)
+        else:
+            unread |= {("turn", str(key)) for key in turn if key not in ("role", "content")}
+    return expanded
+
+
+def _is_block(block: dict) -> bool:
+    return isinstance(block.get("type"), str) and block["type"] in BLOCKS
 
 
 def join_calls(messages: list[dict], are_calls: list[bool]) -> list[dict]:
@@ -77,7 +135,7 @@ def join_calls(messages: list[dict], are_calls: list[bool]) -> list[dict]:
 
 def _with_arguments(call: Any) -> Any:
     function = call.get("function", call) if isinstance(call, dict) else None
-    arguments = _decode(function.get("arguments")) if isinstance(function, dict) else None
+    arguments = decode_json(function.get("arguments")) if isinstance(function, dict) else None
     arguments = {} if arguments == "" else arguments  # of a call without any
     if not isinstance(arguments, dict):
         return call
@@ -85,7 +143,7 @@ def _with_arguments(call: Any) -> Any:
     return call | {"function": function} if "function" in call else function
 
 
-def _decode(value: Any) -> Any:
+def decode_json(value: Any) -> Any:
     """Return what JSON text of an object or a list holds; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:

@@ -18,6 +18,7 @@ from megatron_vlm.data.on_disk.fields import (
     MEDIA,
     MEDIUM,
     PARTS,
+    REFERENCES,
     ROLE,
     ROLES,
     THINKING_KEYS,
@@ -31,7 +32,7 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000  # besides 0
 BESIDE_TEXT = ("tool_calls", "reasoning_content")  # what else a reply may consist of
 MEDIA_KEYS = tuple(name for names in MEDIA.values() for name in names)
 TAKEN = {*ROLE, *CONTENT, *WEIGHTS, *MEDIA_KEYS, "function_call"}  # come out under one name
-PASSED = {*THINKING_KEYS, *CALLS, "name", "tool_call_id"}  # go to the template as they are
+PASSED = {*THINKING_KEYS, *CALLS, REFERENCES, "name", "tool_call_id"}  # go to the template as they are
 PLACEHOLDER = re.compile(r"<(image|video)>")
 # An image that a text names; a name in the tag that is no file's is text about the tag
 NAMED_IMAGE = re.compile(rf"<img>([^<>\n]+(?:{'|'.join(map(re.escape, PICTURES))}))</img>", re.IGNORECASE)
@@ -95,9 +96,9 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
     if (weight := named_weight(turn, number)) is not None:
         message["loss"] = weight
     if role == CALL:
-        calls = read_call_turn(content, place)
+        calls = read_call_turn(content, place, media.unread)
         return message | {"role": "assistant", "content": [], "tool_calls": calls}
-    if (calls := read_calls(turn, place)) is not None or turn.get("function_call"):
+    if (calls := read_calls(turn, place, media.unread)) is not None:
         message["tool_calls"] = calls
 
     # Media of the turn itself, or paths in its text, become parts first; then every part is read
@@ -258,11 +259,12 @@ def _part(part: Any, number: int, media: TurnMedia) -> dict:
     names = (f"{kind}_url", kind, *MEDIUM)
     medium = part.get(get_only_alias(part, names))
     known = {"type", "index", *names, *LIMITS[kind], *TIMES}
-    media.unread |= {("part", key) for key in part if key not in known}
     limited = part
     if isinstance(medium, dict):  # an address of OpenAI's, or Anthropic's base64
         limited = part | medium
+        known |= {"media_type", "data", "bytes", "frames"}
         medium = medium.get("url", medium.get("data", medium))
+    media.unread |= {("part", str(key)) for key in limited if key not in known}
     if kind == "video" and isinstance(medium, list):
         medium = {"frames": medium} | frame_times(part)
     media.named[kind].append((medium, part.get("index")))

@@ -12,6 +12,7 @@ from megatron_vlm.data.encode.chat_template import text_of
 from megatron_vlm.data.encode.document import DocumentEncoder, without_thinking
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import decode_video
+from megatron_vlm.data.on_disk.fields import REFERENCES
 
 
 @dataclass
@@ -59,7 +60,7 @@ def references_of(reply: dict) -> list[str]:
 
     Raises BadSample if these are no list of texts.
     """
-    if (listed := reply.get("references")) is not None:
+    if (listed := reply.get(REFERENCES)) is not None:
         if not (isinstance(listed, list) and listed and all(isinstance(text, str) for text in listed)):
             raise BadSample("bad_conversation", f"references are {listed!r:.100}, not a list of texts")
         return listed

@@ -6,7 +6,8 @@
 # -- a record
 TURNS = ("conversations", "messages")  # also `conversation`, if it is a list and not a text beside the turns
 PROMPTS, QUERIES = ("question", "prompt", "instruction"), ("query", "input")
-REPLIES = ("answer", "response", "completion", "output", "answers")
+ANSWERS = "answers"  # several right ones
+REPLIES = ("answer", "response", "completion", "output", ANSWERS)
 EXCHANGE = ("history", *PROMPTS, *QUERIES, *REPLIES)
 PLAIN = ("texts", "caption", "text", *EXCHANGE)
 REWARD = "reward_model"  # verl: an object with the reference answer, `ground_truth`
@@ -28,6 +29,7 @@ FIELDS = tuple(name for group in GROUPS for name in group)
 # -- a turn
 ROLE, CONTENT = ("role", "from"), ("content", "value")  # and `text`, in a turn that has neither
 WEIGHTS = ("loss", "weight")
+REFERENCES = "references"  # of a reply: all right answers, which evaluation compares with
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
 CALLS = ("tool_calls", "function_call")  # OpenAI's name, and its older one
 DOCUMENT = "document"  # the role of a conversation's only turn: interleaved text and images, all text trained
