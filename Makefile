@@ -10,7 +10,7 @@ IS_OURS := import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # pytest keeps what it makes of test files for the next time
 
-.PHONY: compiled demo demo-rl test test-long test-oldest test-soak test-all lint setup lock clean
+.PHONY: compiled demo demo-rl golden test test-long test-oldest test-soak test-all lint setup lock clean
 
 # FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl. With ADAPTER=lora, a model that knows five
 # digits learns the others by adapters. With FAMILY=compose, a tower and a language model become a model. With
@@ -59,6 +59,10 @@ test-oldest: compiled .venv/torch-2.11
 	@touch $@
 
 test-all: test test-long
+
+# What tests/core/test_golden.py compares, written again after a change that is meant.
+golden: compiled
+	@HF_HUB_OFFLINE=1 $(PY) tools/golden.py
 
 lint: $(READY)
 	@.venv/bin/ruff check .
