@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -56,7 +57,9 @@ UNSTABLE = ("pipeline", "transformers")  # fields of a fingerprint with module p
 
 def made_with() -> dict[str, str]:
     packages = ("torch", "transformers", "megatron-core", "megatron-energon")
-    return {name: version(name) for name in packages} | {"cpu": torch.backends.cpu.get_cpu_capability()}
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cpu = f"{model[1] if model else 'unknown'}, {torch.backends.cpu.get_cpu_capability()}"
+    return {name: version(name) for name in packages} | {"cpu": cpu}
 
 
 def digest(named: Iterable[tuple[str, Any]]) -> str:
@@ -170,7 +173,7 @@ def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def model_hashes(config: RunConfig, source: Any, batches: list, folder: Path) -> dict[str, Any]:
-    """Return loss and hashes of gradients, checkpoint, export and, of a second model, adapter."""
+    """Return loss, and hashes of gradients, the checkpoint and export after a step, and an adapter."""
     import parity
     from safetensors.torch import load_file
 
@@ -187,8 +190,6 @@ def model_hashes(config: RunConfig, source: Any, batches: list, folder: Path) ->
     model = starting_model(config, source)
     chunks = [chunk.module for chunk in model]
     optimizer, scheduler = build_optimizer(model, config)
-    path = checkpoint.save(folder / "saved", 1, model, optimizer, scheduler)
-    export_hf(chunks, folder / "export", source.folder, source.weight_map)
     for chunk in model:
         chunk.zero_grad_buffer()
     trained = [parity.on_device(batch) for batch in batches[:TRAINED]]
@@ -197,9 +198,14 @@ def model_hashes(config: RunConfig, source: Any, batches: list, folder: Path) ->
     mine = {key: grad.clone() for key, grad in parity.gradients_of(chunks, source.description.rules)}
     grads = {key: grad for rank in setup.from_all_ranks(mine) for key, grad in rank.items()}
     norm = math.sqrt(sum(grad.double().square().sum().item() for grad in grads.values()))
+    optimizer.step()
+    path = checkpoint.save(folder / "saved", 1, model, optimizer, scheduler)
+    export_hf(chunks, folder / "export", source.folder, source.weight_map)
 
     config.adapter.r, config.adapter.target_modules = 4, "all-linear"
     adapted = [chunk.module for chunk in starting_model(config, source)]
+    for parameter in (p for chunk in adapted for p in chunk.parameters() if p.requires_grad):
+        parameter.data += torch.linspace(-1, 1, parameter.numel()).view_as(parameter)  # B starts at zero
     save_adapters(adapted, folder / "adapter", config.adapter, "base")
     return {
         "loss": loss,
