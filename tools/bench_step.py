@@ -37,13 +37,13 @@ from PIL import Image  # noqa: E402
 
 from megatron_vlm.batch import Batch, GenericVisualInputs  # noqa: E402
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
+from megatron_vlm.extras.plan.tensor_memory import TensorMemory  # noqa: E402
 from megatron_vlm.models.families import describe  # noqa: E402
 from megatron_vlm.models.hf import load_config, load_model, load_processor  # noqa: E402
 from megatron_vlm.models.language_model import DTYPES  # noqa: E402
 from megatron_vlm.models.opened import build_model  # noqa: E402
 from megatron_vlm.models.weights.importing import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
-from megatron_vlm.planning.tensor_memory import TensorMemory  # noqa: E402
 from megatron_vlm.training import gradients, step  # noqa: E402
 from megatron_vlm.training.optimizer import build_optimizer  # noqa: E402
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402

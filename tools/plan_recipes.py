@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from megatron_vlm.config import RunConfig
+from megatron_vlm.extras.plan.plan import make_plan
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
-from megatron_vlm.planning.plan import make_plan
 from megatron_vlm.recipes import RECIPES, load_recipe
 from megatron_vlm.recipes.published import CONFIGS
 

@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator
 
 from megatron_vlm.config import RunConfig, all_settings, fewest_processes
+from megatron_vlm.extras.plan.plan import RESERVE, MemoryPlan, make_plan
+from megatron_vlm.extras.plan.rehearsal import rehearse
+from megatron_vlm.extras.plan.search import MOST_REHEARSED, planned_layouts
+from megatron_vlm.extras.plan.step_time import Gpu
 from megatron_vlm.models.description import Description
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.planning.plan import RESERVE, MemoryPlan, make_plan
-from megatron_vlm.planning.rehearsal import rehearse
-from megatron_vlm.planning.search import MOST_REHEARSED, planned_layouts
-from megatron_vlm.planning.step_time import Gpu
 from megatron_vlm.recipes import compose
 from megatron_vlm.recipes.published import CONFIGS
 from plan_recipes import ROOT, layout, parameters

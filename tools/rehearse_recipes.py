@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from copy import deepcopy
 
 from megatron_vlm.config import RunConfig, derived, missing_settings
+from megatron_vlm.extras.plan.plan import RESERVE, MemoryPlan, make_plan
+from megatron_vlm.extras.plan.rehearsal import rehearse
+from megatron_vlm.extras.plan.search import representatives
+from megatron_vlm.extras.plan.step_time import Gpu, step_time
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.overrides import apply_overrides, split_override
-from megatron_vlm.planning.plan import RESERVE, MemoryPlan, make_plan
-from megatron_vlm.planning.rehearsal import rehearse
-from megatron_vlm.planning.search import representatives
-from megatron_vlm.planning.step_time import Gpu, step_time
 from megatron_vlm.recipes import RECIPES, compose
 from megatron_vlm.recipes.base import as_settings
 from megatron_vlm.recipes.published import CONFIGS

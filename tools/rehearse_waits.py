@@ -31,18 +31,18 @@ from megatron.core import parallel_state  # noqa: E402
 
 from megatron_vlm.batch import GenericVisualInputs  # noqa: E402
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
-from megatron_vlm.generation.generate import generate  # noqa: E402
-from megatron_vlm.models.description import Description  # noqa: E402
-from megatron_vlm.models.families import describe  # noqa: E402
-from megatron_vlm.models.opened import build_model  # noqa: E402
-from megatron_vlm.objectives import objective_of  # noqa: E402
-from megatron_vlm.planning.recorder import META, Recorder, Seen  # noqa: E402
-from megatron_vlm.planning.rehearsal import (  # noqa: E402
+from megatron_vlm.extras.plan.recorder import META, Recorder, Seen  # noqa: E402
+from megatron_vlm.extras.plan.rehearsal import (  # noqa: E402
     as_on_a_gpu,
     example_batch,
     example_row,
     on_shapes,
 )
+from megatron_vlm.generation.generate import generate  # noqa: E402
+from megatron_vlm.models.description import Description  # noqa: E402
+from megatron_vlm.models.families import describe  # noqa: E402
+from megatron_vlm.models.opened import build_model  # noqa: E402
+from megatron_vlm.objectives import objective_of  # noqa: E402
 from megatron_vlm.rl.losses import ppo_clip  # noqa: E402
 from megatron_vlm.rl.policy import Policy  # noqa: E402
 from megatron_vlm.training.evaluate import validation_loss  # noqa: E402

@@ -18,10 +18,10 @@ from PIL import Image
 
 from browser import browser
 from megatron_vlm.config import RunConfig
+from megatron_vlm.extras.report.history import read_history
+from megatron_vlm.extras.report.page import report_page
 from megatron_vlm.files import write_whole
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.report.history import read_history
-from megatron_vlm.report.page import report_page
 from megatron_vlm.run_folder.batch_log import BatchLog
 from megatron_vlm.run_folder.run_log import RunLogger
 

@@ -22,9 +22,10 @@ FILE = ROOT / "docs" / "design" / "rooms.toml"
 HEAD = """\
 # The rooms of src/megatron_vlm, from the ground up. A room uses only rooms that stand before it.
 # `python tools/rooms.py --write` takes `uses` from the imports of the code; tests/core/test_architecture.py
-# compares them. A room is a folder or a file, one level deeper in data/ and models/; `files` names the files
-# of a room that has no folder of its own.
+# compares them. A room is a folder or a file, one level deeper in data/, models/ and extras/; `files` names
+# the files of a room that has no folder of its own.
 """
+DEEP = ("data", "models", "extras")  # folders of rooms
 Rooms = dict[str, dict]  # name -> what, uses, files
 
 
@@ -74,12 +75,12 @@ def uses(name: str) -> frozenset[str]:
 
 
 def room_of(name: str, rooms: Rooms) -> str:
-    """The room of a module; "", "data" and "models" for the `__init__` of these folders."""
+    """The room of a module; "" or the folder for the `__init__` of the package and of `DEEP`."""
     for room, about in rooms.items():
         if name in about.get("files", ()):
             return room
     first, *rest = name.split(".")
-    return ".".join([first, *rest[:1]]) if first in ("data", "models") else first
+    return ".".join([first, *rest[:1]]) if first in DEEP else first
 
 
 def used_by_code(rooms: Rooms) -> dict[str, set[str]]:
@@ -87,7 +88,7 @@ def used_by_code(rooms: Rooms) -> dict[str, set[str]]:
     used: dict[str, set[str]] = {}
     for name in modules():
         room = room_of(name, rooms)
-        if room not in ("", "data", "models"):
+        if room not in ("", *DEEP):
             used.setdefault(room, set()).update(room_of(each, rooms) for each in uses(name))
     return {room: below - {room} for room, below in used.items()}
 

@@ -9,12 +9,12 @@ import typer
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.commands import arguments
-from megatron_vlm.commands.compose import compose
-from megatron_vlm.commands.evaluate import evaluate
 from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, processes, run, start_ranks, torchrun
-from megatron_vlm.commands.reports import report, runs
 from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.extras.compose.command import compose
+from megatron_vlm.extras.evaluate.command import evaluate
+from megatron_vlm.extras.report.command import report, runs
 from megatron_vlm.files import write_output
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.messages import printable, printable_lines
@@ -60,7 +60,7 @@ def train(
         run_dir=run_dir,
     )
     if model or data:
-        from megatron_vlm.commands.proposing import recipe_for
+        from megatron_vlm.extras.plan.proposing import recipe_for
 
         if recipe or file:
             raise configs.ConfigError(
@@ -134,9 +134,9 @@ def plan(
     shipped = shipped_config(config.model.hf_path)
     read_config(shipped or config.model.hf_path)
 
+    from megatron_vlm.extras.plan.notes import advice, describe, rehearsed, searched
+    from megatron_vlm.extras.plan.plan import make_plan
     from megatron_vlm.models.hf import look_at
-    from megatron_vlm.planning.notes import advice, describe, rehearsed, searched
-    from megatron_vlm.planning.plan import make_plan
 
     description, assumed = look_at(shipped or config.model.hf_path)
     made = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
@@ -172,7 +172,7 @@ def preview(
     flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
     config = arguments.config_of_data(recipe, file, settings, flags)
 
-    from megatron_vlm.preview.measures import preview_page
+    from megatron_vlm.extras.preview.measures import preview_page
 
     write_output(output, preview_page(config, rows, shown))
     typer.echo(f"wrote {output}")
@@ -192,7 +192,7 @@ def stats(
     flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
     config = arguments.config_of_data(recipe, file, settings, flags)
 
-    from megatron_vlm.preview.measures import stats_text
+    from megatron_vlm.extras.preview.measures import stats_text
 
     typer.echo(stats_text(config, samples))
 
@@ -217,7 +217,7 @@ def replay(
     if output is None:
         return
 
-    from megatron_vlm.preview.measures import replay_page
+    from megatron_vlm.extras.preview.measures import replay_page
 
     shown, changed = replay_page(config, step, logged)
     write_output(output, shown)

@@ -9,7 +9,8 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.evaluation.in_training import Evaluations
+from megatron_vlm.extras.evaluate.in_training import Evaluations
+from megatron_vlm.extras.report.live import open_log
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.job.best import Best
@@ -20,7 +21,6 @@ from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.weights.by_part import parameters_by_part
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
-from megatron_vlm.report.live import open_log
 from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.batch_log import how_to_look, keys_of, named, naming_samples
 from megatron_vlm.run_folder.callbacks import Callback

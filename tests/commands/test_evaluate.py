@@ -22,10 +22,10 @@ from browser import BROWSER, browser
 from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.evaluation.questions import open_questions
+from megatron_vlm.extras.evaluate import NAMES
+from megatron_vlm.extras.evaluate.metrics import METRICS
+from megatron_vlm.extras.evaluate.questions import open_questions
 from megatron_vlm.models.hf import open_source
-from megatron_vlm.scoring import NAMES
-from megatron_vlm.scoring.metrics import METRICS
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -315,8 +315,8 @@ def test_questions_of_several_energon_paths_have_the_keys_of_training(prepared):
 def answers_of_rank(folder: str, tp: int) -> list[dict]:
     from megatron_vlm.commands.runs import open_run
     from megatron_vlm.config import RunConfig
-    from megatron_vlm.evaluation.answering import Asking, answers
-    from megatron_vlm.evaluation.questions import open_questions
+    from megatron_vlm.extras.evaluate.answering import Asking, answers
+    from megatron_vlm.extras.evaluate.questions import open_questions
     from megatron_vlm.overrides import apply_overrides
 
     settings = {"model.hf_path": f"{folder}/model", "model.dtype": "fp32", "data.seq_length": 1}
@@ -342,7 +342,7 @@ def test_the_names_of_metrics_are_those_that_there_are():
 
 HOLD = """
 import sys, time
-from megatron_vlm.evaluation import files
+from megatron_vlm.extras.evaluate import files
 held = files.claim(sys.argv[1])
 print("held", flush=True)
 time.sleep(60)
@@ -350,7 +350,7 @@ time.sleep(60)
 
 
 def test_a_second_evaluation_in_the_same_folder_is_refused(tmp_path):
-    from megatron_vlm.evaluation import files
+    from megatron_vlm.extras.evaluate import files
 
     first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:

@@ -194,7 +194,7 @@ def asked_by_hand(model, given: dict, *messages_of) -> list[str]:
 
 def oddities_of_rank(folder: str) -> tuple[list[list[str]], dict[str, str]]:
     """The answers to one picture in many forms, and what is said of each odd document."""
-    from megatron_vlm.commands.lmms_eval import MegatronVLM
+    from megatron_vlm.extras.evaluate.lmms_eval import MegatronVLM
 
     os.chdir(folder)
     model = MegatronVLM("model", "auto:4", max_batch_size=3, **{"model.dtype": "fp32"})
@@ -231,7 +231,7 @@ def test_an_answer_is_cut_before_white_space_around_it_goes(folder):
 
 
 def test_settings_of_a_task_are_heeded_or_refused():
-    from megatron_vlm.commands.lmms_eval import MOST_TOKENS, _documents_at_once, _way
+    from megatron_vlm.extras.evaluate.lmms_eval import MOST_TOKENS, _documents_at_once, _way
 
     greedy = {"max_new_tokens": 8, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     assert _way("a", {"max_new_tokens": 8, "until": ["\n\n"], "num_beams": 1}) == (greedy, [], [])

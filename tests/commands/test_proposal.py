@@ -8,14 +8,14 @@ import pytest
 from programs import TYPED, ask, run_program
 from sources import write_sharegpt
 
-from megatron_vlm.commands.proposing import MADE_BY, _write, memory_of_gpus, source_settings
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.extras.plan.plan import make_plan
+from megatron_vlm.extras.plan.proposal import LR_OF_ADAPTERS, Proposal, propose
+from megatron_vlm.extras.plan.proposing import MADE_BY, _write, memory_of_gpus, source_settings
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.overrides import from_yaml
-from megatron_vlm.planning.plan import make_plan
-from megatron_vlm.planning.proposal import LR_OF_ADAPTERS, Proposal, propose
 from megatron_vlm.recipes.published import CONFIGS
 
 H100 = 80 * 10**9

@@ -9,11 +9,11 @@ from pairs import first_soon
 from places import ROOT
 
 from megatron_vlm.config import fewest_processes
+from megatron_vlm.extras.plan.plan import RESERVE, make_plan
+from megatron_vlm.extras.plan.rehearsal import rehearse
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
-from megatron_vlm.planning.plan import RESERVE, make_plan
-from megatron_vlm.planning.rehearsal import rehearse
 from megatron_vlm.recipes import compose
 from megatron_vlm.recipes.published import CONFIGS, SIZES
 

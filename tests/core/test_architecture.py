@@ -53,6 +53,17 @@ def test_arrows_between_rooms_point_down():
         assert not set(about["uses"]) - set(names[:position]), f"{name} would use what stands above it"
 
 
+def test_the_core_does_without_extras():
+    """`cli` starts their commands. The two that `train` still names go when they are callbacks."""
+    named = {
+        f"{name} -> {used}"
+        for name in modules()
+        for used in uses(name)
+        if used.startswith("extras.") and name != "cli" and not name.startswith("extras.")
+    }
+    assert named == {"train -> extras.evaluate.in_training", "train -> extras.report.live"}
+
+
 def test_no_file_uses_itself_by_a_way_round():
     reached: dict[str, set[str]] = {}
     for name in modules():

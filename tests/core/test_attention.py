@@ -13,6 +13,7 @@ from pairs import pairs
 from places import ROOT
 
 from megatron_vlm.config import ConfigError, ModelConfig
+from megatron_vlm.extras.plan.tensor_memory import TensorMemory
 from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.attention import Attend, dense, mask
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
@@ -26,7 +27,6 @@ from megatron_vlm.models.layers.kernels.checks import (
     tower_views,
 )
 from megatron_vlm.models.layers.tower_attention import view_of
-from megatron_vlm.planning.tensor_memory import TensorMemory
 
 CPU = torch.device("cpu")
 DOCUMENTS = {

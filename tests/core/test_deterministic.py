@@ -38,8 +38,8 @@ FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operations_of_a_step_on_a_gpu_repeat_but_for_those_that_are_named(family, monkeypatch):
-    from megatron_vlm.planning.recorder import Recorder
-    from megatron_vlm.planning.rehearsal import rehearse
+    from megatron_vlm.extras.plan.recorder import Recorder
+    from megatron_vlm.extras.plan.rehearsal import rehearse
 
     seen = set()
     dispatch = Recorder.__torch_dispatch__

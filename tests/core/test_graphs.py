@@ -49,13 +49,13 @@ def every_use(path: str, family: str) -> dict[str, Any]:
 
 
 def uses(path: str, family: str):
+    from megatron_vlm.extras.plan.rehearsal import example_batch
     from megatron_vlm.generation.generate import generate
     from megatron_vlm.models.hf import open_source
     from megatron_vlm.models.layers.kernels.checks import fused_disagreement
     from megatron_vlm.models.opened import open_model
     from megatron_vlm.models.schedule import in_evaluation
     from megatron_vlm.objectives import objective_of
-    from megatron_vlm.planning.rehearsal import example_batch
     from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
     from megatron_vlm.training.step import train_step

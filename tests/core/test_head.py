@@ -11,11 +11,11 @@ from pairs import first_soon
 from torch.nn.functional import pad
 
 from megatron_vlm.config import ParallelConfig
+from megatron_vlm.extras.plan.recorder import DeviceWork, Recorder
+from megatron_vlm.extras.plan.shapes_only import shapes_only
+from megatron_vlm.extras.plan.step_time import Gpu, computing_time
 from megatron_vlm.models import head
 from megatron_vlm.parallel import setup
-from megatron_vlm.planning.recorder import DeviceWork, Recorder
-from megatron_vlm.planning.shapes_only import shapes_only
-from megatron_vlm.planning.step_time import Gpu, computing_time
 from tiny.distributed import run_distributed
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 63  # which two ranks cannot share equally
@@ -149,7 +149,7 @@ def test_without_a_wanted_token_gradients_are_zero():
 
 def memory_of_a_step() -> tuple[int, int]:
     """Peak bytes of forward and backward, and those of a chunk."""
-    from megatron_vlm.planning.tensor_memory import TensorMemory
+    from megatron_vlm.extras.plan.tensor_memory import TensorMemory
 
     setup.init_distributed(ParallelConfig(), 1)
     tokens, trained, vocabulary = 4096, 400, 262_144

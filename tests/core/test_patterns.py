@@ -29,7 +29,7 @@ LOCAL = {
     "job.errors": 1,
     "models.weights.files": 1,
     "models.weights.rules": 1,
-    "report.charts": 1,  # of the names of our own figures
+    "extras.report.charts": 1,  # of the names of our own figures
     "run_folder.uploads": 1,
     "signatures": 1,
 }

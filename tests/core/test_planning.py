@@ -81,13 +81,13 @@ def test_first_and_last_stage_hold_embedding_and_loss():
 
 def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
     """(saved bytes, their estimate, operations of matrix products, their count) for each token."""
+    from megatron_vlm.extras.plan.kept import saved_by_layer
     from megatron_vlm.models.head import output_losses
     from megatron_vlm.models.language_model import LanguageModel, language_model_config
     from megatron_vlm.models.layers.kernels.checks import attention_backends
     from megatron_vlm.models.layers.rotary import Rotary
     from megatron_vlm.models.stream import StreamLayout
     from megatron_vlm.parallel import setup
-    from megatron_vlm.planning.kept import saved_by_layer
 
     setup.init_distributed(ParallelConfig(), 1)
     rows, length, found = 2, 64, {}
@@ -182,7 +182,7 @@ def test_plan_says_what_makes_it_fit(capsys, tmp_path):
 
 @pytest.mark.parametrize(("settings", "fits"), [((), False), (("optimizer.offload=true",), True)])
 def test_four_billion_parameters_train_whole_on_one_gpu_if_adam_is_offloaded(settings, fits):
-    from megatron_vlm.planning.plan import make_plan
+    from megatron_vlm.extras.plan.plan import make_plan
 
     run = apply_overrides(load_recipe("qwen3_vl_4b")(train_data_path="x", tp=1), settings)
     plan = make_plan(run, describe(load_config(CONFIGS / "qwen3_vl_4b.json")), 1)
@@ -200,7 +200,7 @@ def test_plan_says_what_a_rank_needs_of_its_host(capsys, tmp_path):
 
 
 def test_virtual_stages_have_each_layer_once():
-    from megatron_vlm.planning.plan import make_plan
+    from megatron_vlm.extras.plan.plan import make_plan
 
     run = load_recipe("qwen3_vl_2b")(train_data_path="x", tp=1, pp=2, vpp=2)
     stages = make_plan(run, describe(load_config(CONFIGS / "qwen3_vl_2b.json")), 2).stages
@@ -211,7 +211,7 @@ def test_virtual_stages_have_each_layer_once():
 def test_plan_refuses_what_does_not_divide(tmp_path):
     from transformers import AutoConfig
 
-    from megatron_vlm.planning.plan import make_plan
+    from megatron_vlm.extras.plan.plan import make_plan
     from megatron_vlm.recipes import load_recipe
 
     hf_config = AutoConfig.from_pretrained(CONFIGS / "qwen3_vl_8b.json")
@@ -230,7 +230,7 @@ def test_plan_refuses_what_does_not_divide(tmp_path):
 
 @pytest.mark.parametrize("settings", [{"parallel.ep": 2}, {"model.load_balancing": 0.1}])
 def test_what_is_for_experts_is_refused_for_a_model_without(settings):
-    from megatron_vlm.planning.plan import make_plan
+    from megatron_vlm.extras.plan.plan import make_plan
 
     config = apply_overrides(load_recipe("gemma3_vl_4b")(train_data_path="x", tp=1), settings)
     hf_config = AutoConfig.from_pretrained(CONFIGS / "gemma3_vl_4b.json")
@@ -242,8 +242,8 @@ def test_what_is_for_experts_is_refused_for_a_model_without(settings):
 def test_plan_refuses_rows_for_which_dynamic_frequencies_would_change():
     from transformers import AutoConfig
 
+    from megatron_vlm.extras.plan.plan import make_plan
     from megatron_vlm.models.stream import check_positions
-    from megatron_vlm.planning.plan import make_plan
     from megatron_vlm.recipes import load_recipe
 
     hf_config = AutoConfig.from_pretrained(CONFIGS / "internvl35_8b.json")

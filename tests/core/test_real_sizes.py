@@ -33,9 +33,9 @@ RECIPES += [pytest.param(name, OTHERS, marks=pytest.mark.soak) for name in OTHER
 
 def count(recipe: str, config: str, untied: bool) -> dict:
     from megatron_vlm.config import fewest_processes
+    from megatron_vlm.extras.plan.plan import make_plan
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config
-    from megatron_vlm.planning.plan import make_plan
     from megatron_vlm.recipes import load_recipe
 
     run, hf_config = load_recipe(recipe)(train_data_path="none://"), load_config(config)

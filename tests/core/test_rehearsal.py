@@ -79,12 +79,12 @@ def both(family: str, cells: list[tuple[str, str]]) -> dict[tuple[str, str], tup
 
 def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.config import derived
+    from megatron_vlm.extras.plan.rehearsal import example_batch
+    from megatron_vlm.extras.plan.tensor_memory import TensorMemory
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.objectives import objective_of
     from megatron_vlm.parallel import setup
-    from megatron_vlm.planning.rehearsal import example_batch
-    from megatron_vlm.planning.tensor_memory import TensorMemory
     from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
     from megatron_vlm.training.step import train_step
@@ -116,8 +116,8 @@ def real_step(run: RunConfig, hf_config) -> dict:
 
 
 def rehearsed(run: RunConfig, hf_config, rank: int) -> dict:
+    from megatron_vlm.extras.plan.rehearsal import rehearse
     from megatron_vlm.models.families import describe
-    from megatron_vlm.planning.rehearsal import rehearse
 
     run.model.load_weights = True  # pairs need it
     one = rehearse(run, describe(hf_config), 2, rank)
@@ -152,9 +152,9 @@ def test_rehearsed_operations_are_those_of_a_step(ranks):
 
 
 def test_what_adam_keeps_and_short_gradients_are_counted_where_they_are():
+    from megatron_vlm.extras.plan.plan import make_plan
+    from megatron_vlm.extras.plan.rehearsal import rehearse
     from megatron_vlm.models.families import describe
-    from megatron_vlm.planning.plan import make_plan
-    from megatron_vlm.planning.rehearsal import rehearse
 
     description, found = describe(config_of("gemma3")), {}
     for offload, in_fp32 in ((False, True), (True, True), (False, False)):
@@ -185,9 +185,9 @@ def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():
 @pytest.mark.long
 def test_tensor_parallel_ranks_exchange_r_numbers_a_token_and_linear_for_adapters():
     """All else is exchanged by training without adapters, too, and at most as often."""
+    from megatron_vlm.extras.plan.recorder import Collective
+    from megatron_vlm.extras.plan.rehearsal import rehearse
     from megatron_vlm.models.families import describe
-    from megatron_vlm.planning.recorder import Collective
-    from megatron_vlm.planning.rehearsal import rehearse
 
     description, calls = describe(config_of("gemma3")), {}
     for r in (0, 4):
@@ -205,10 +205,10 @@ def test_tensor_parallel_ranks_exchange_r_numbers_a_token_and_linear_for_adapter
 
 
 def plan_and_rehearsal(recipe: str, path: str) -> tuple[float, int]:
+    from megatron_vlm.extras.plan.plan import RESERVE, make_plan
+    from megatron_vlm.extras.plan.rehearsal import rehearse
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config
-    from megatron_vlm.planning.plan import RESERVE, make_plan
-    from megatron_vlm.planning.rehearsal import rehearse
     from megatron_vlm.recipes import load_recipe
 
     run, description = load_recipe(recipe)(train_data_path="none"), describe(load_config(path))
@@ -254,8 +254,8 @@ def test_the_report_is_of_this_state():
 
 
 def test_a_step_takes_as_long_as_its_counts_say():
-    from megatron_vlm.planning.recorder import Collective, DeviceWork, Seen
-    from megatron_vlm.planning.step_time import Gpu, computing_time, exchanging_time
+    from megatron_vlm.extras.plan.recorder import Collective, DeviceWork, Seen
+    from megatron_vlm.extras.plan.step_time import Gpu, computing_time, exchanging_time
 
     gpu = Gpu(
         peak=100, matmul_share=0.5, memory=10, memory_share=1, launch=0.25, latency=0, link=8, link_share=1
@@ -280,8 +280,8 @@ def test_a_step_takes_as_long_as_its_counts_say():
     ],
 )
 def test_an_exchange_is_hidden_by_the_product_beside_it(product, pieces, waited):
-    from megatron_vlm.planning.recorder import Collective, DeviceWork, Overlap, Seen
-    from megatron_vlm.planning.step_time import Gpu, exchanging_time
+    from megatron_vlm.extras.plan.recorder import Collective, DeviceWork, Overlap, Seen
+    from megatron_vlm.extras.plan.step_time import Gpu, exchanging_time
 
     gpu = Gpu(peak=1, matmul_share=1, memory=1, memory_share=1, launch=0, latency=1, link=8, link_share=1)
     call, work = Collective("tp", "allgather_base", (0, 1, 2, 3), 32), DeviceWork("matmul", product, 1)
@@ -292,10 +292,10 @@ def test_an_exchange_is_hidden_by_the_product_beside_it(product, pieces, waited)
 def test_what_runs_beside_products_is_counted_where_the_code_starts_it():
     """Column-parallel linears of a layer gather and scatter beside products in their backward pass; with
     `tp_comm_overlap` all other products exchange while they multiply. What is exchanged stays the same."""
+    from megatron_vlm.extras.plan.recorder import Overlap
+    from megatron_vlm.extras.plan.rehearsal import rehearse
+    from megatron_vlm.extras.plan.step_time import Gpu, exchanging_time
     from megatron_vlm.models.families import describe
-    from megatron_vlm.planning.recorder import Overlap
-    from megatron_vlm.planning.rehearsal import rehearse
-    from megatron_vlm.planning.step_time import Gpu, exchanging_time
 
     description, waited, exchanged = describe(config_of("gemma3")), [], []
     layers = description.text.num_hidden_layers
@@ -329,15 +329,15 @@ def test_the_command_rehearses_and_searches(capsys, tmp_path, monkeypatch):
 
 
 def test_a_rank_beyond_the_gpus_is_refused():
+    from megatron_vlm.extras.plan.rehearsal import rehearse
     from megatron_vlm.models.families import describe
-    from megatron_vlm.planning.rehearsal import rehearse
 
     with pytest.raises(ConfigError, match="rank 2 is not one of 2 GPUs; give one from 0 to 1"):
         rehearse(run_of(ParallelConfig(tp=2)), describe(config_of("gemma3")), 2, rank=2)
 
 
 def test_an_unknown_number_of_the_gpu_is_refused():
-    from megatron_vlm.planning.notes import gpu_with
+    from megatron_vlm.extras.plan.notes import gpu_with
 
     with pytest.raises(ConfigError, match="--gpu peek=1: no such number; did you mean peak"):
         gpu_with(["peek=1"])

@@ -8,8 +8,8 @@ import pytest
 from places import ROOT
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.scoring import formulas
-from megatron_vlm.scoring.metrics import METRICS, Judged, metric_of, parts_of, scores_of
+from megatron_vlm.extras.evaluate import formulas
+from megatron_vlm.extras.evaluate.metrics import METRICS, Judged, metric_of, parts_of, scores_of
 
 TABLE = json.loads((ROOT / "tests" / "published_scores.json").read_text())
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 import rehearse_waits
 from megatron_vlm.config import ParallelConfig
+from megatron_vlm.extras.plan import recorder
+from megatron_vlm.extras.plan.recorder import META, Recorder, Seen
+from megatron_vlm.extras.plan.rehearsal import on_shapes
 from megatron_vlm.models.families import load
 from megatron_vlm.parallel.transfer import on_device
-from megatron_vlm.planning import recorder
-from megatron_vlm.planning.recorder import META, Recorder, Seen
-from megatron_vlm.planning.rehearsal import on_shapes
 from tiny.checkpoints import TINY_FAMILIES
 
 REASONS = rehearse_waits.REASONS
@@ -104,7 +104,7 @@ def test_the_place_of_a_wait_is_a_module_whatever_its_folder_is_called(file):
     code = compile("def call(it): return it()", file, "exec")
     exec(code, theirs := {"__name__": "megatron.core.frozen"})
     assert "frozen" in theirs["call"](recorder._place) and "call" in theirs["call"](recorder._place)
-    exec(code, ours := {"__name__": "megatron_vlm.planning.frozen"})
+    exec(code, ours := {"__name__": "megatron_vlm.extras.plan.frozen"})
     assert "test_waits.py" in ours["call"](recorder._place)
 
 

@@ -48,8 +48,8 @@ from megatron_vlm.data.records import hub
 from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_notes
+from megatron_vlm.extras.evaluate.formulas import anls
 from megatron_vlm.models.families import load
-from megatron_vlm.scoring.formulas import anls
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 
 BUFFER = 4

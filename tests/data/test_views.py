@@ -20,10 +20,10 @@ from megatron_vlm.commands.runs import draw_answer
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.extras.preview.measures import preview_page, stats_text, training_data
+from megatron_vlm.extras.preview.page import TRAINED, VISUAL, pictures_of
 from megatron_vlm.models.families import load
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.preview.measures import preview_page, stats_text, training_data
-from megatron_vlm.preview.page import TRAINED, VISUAL, pictures_of
 from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.corpus import default_corpus

@@ -33,17 +33,17 @@ from transformers import (
     SiglipImageProcessor,
 )
 
-from megatron_vlm.commands.compose import compose as command
-from megatron_vlm.compose import composing
-from megatron_vlm.compose.classes import COMPOSED, Choices, composed_config, part_config
-from megatron_vlm.compose.sources import Component, named_tokens, open_language_model, open_tower
-from megatron_vlm.compose.tensors import Writer
-from megatron_vlm.compose.tokens import RoleToken
 from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.extras.compose import composing
+from megatron_vlm.extras.compose.classes import COMPOSED, Choices, composed_config, part_config
+from megatron_vlm.extras.compose.command import compose as command
+from megatron_vlm.extras.compose.sources import Component, named_tokens, open_language_model, open_tower
+from megatron_vlm.extras.compose.tensors import Writer
+from megatron_vlm.extras.compose.tokens import RoleToken
 from megatron_vlm.models.families import describe
 from megatron_vlm.recipes import load_recipe
 from megatron_vlm.recipes.published import CONFIGS

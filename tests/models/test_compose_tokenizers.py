@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron_vlm.commands.compose import compose as command
-from megatron_vlm.compose import composing
-from megatron_vlm.compose.classes import Choices
-from megatron_vlm.compose.sources import named_tokens, open_language_model, open_tower
 from megatron_vlm.config import ConfigError
+from megatron_vlm.extras.compose import composing
+from megatron_vlm.extras.compose.classes import Choices
+from megatron_vlm.extras.compose.command import compose as command
+from megatron_vlm.extras.compose.sources import named_tokens, open_language_model, open_tower
 from tiny import qwen, tokenizers
 from tiny.byte_level import byte_level_bpe
 from tiny.corpus import default_corpus
@@ -154,7 +154,7 @@ def test_a_tokenizer_that_changes_when_it_is_written_is_refused(towers, tmp_path
     folder = build_language_model("llama", tmp_path / "language", vocab_size=560)
     tokenizers.llama2(folder, legacy=True)
     plan = planned(towers["siglip2"], folder)
-    kept = "megatron_vlm.compose.composing.save_tokenizer"
+    kept = "megatron_vlm.extras.compose.composing.save_tokenizer"
 
     def saved(tokenizer, output, names):
         tokenizer.save_pretrained(output)

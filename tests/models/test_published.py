@@ -18,7 +18,7 @@ BUILD = """
 import json, sys
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.models.hf import look_at
-from megatron_vlm.planning.plan import make_plan
+from megatron_vlm.extras.plan.plan import make_plan
 from megatron_vlm.recipes import load_recipe
 
 for recipe, file in json.loads(sys.argv[1]):

@@ -18,6 +18,7 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import ParallelConfig, RunConfig
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.one_size import OneSize
+from megatron_vlm.extras.plan.rehearsal import on_shapes
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.families.llava_onevision import packed
 from megatron_vlm.models.family_parts.towers import _linear_of_patches, pixtral_states
@@ -28,7 +29,6 @@ from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.vision_parallel import balanced_shares
 from megatron_vlm.models.vlm import recompute_layers
 from megatron_vlm.parallel import setup
-from megatron_vlm.planning.rehearsal import on_shapes
 from megatron_vlm.recipes.published import CONFIGS, SIZES
 from megatron_vlm.supported import too_old
 from tiny.checkpoints import build_tiny_checkpoint

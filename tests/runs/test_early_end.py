@@ -8,11 +8,11 @@ from sources import write_sharegpt
 
 from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
 from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.extras.report.history import read_history
 from megatron_vlm.job.best import Best
 from megatron_vlm.job.milestones import check_validation
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
-from megatron_vlm.report.history import read_history
 from megatron_vlm.run_folder.callbacks import Callback
 from tiny.distributed import run_distributed
 

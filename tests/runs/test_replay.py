@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from megatron_vlm.cli import app
 from megatron_vlm.data.run_data import RunData
+from megatron_vlm.extras.preview.measures import replay_page, training_data
 from megatron_vlm.job.errors import explain
 from megatron_vlm.models.families import describe
 from megatron_vlm.overrides import apply_overrides, to_yaml
-from megatron_vlm.preview.measures import replay_page, training_data
 from megatron_vlm.recipes import load_recipe
 from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples, read_step
 from megatron_vlm.run_folder.checkpoint_files import state_text

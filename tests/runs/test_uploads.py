@@ -25,7 +25,7 @@ from store_server import BUCKET, KEY, SECRET, Line, forget, leaked, put, store  
 
 from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.config import ConfigError, RunConfig  # noqa: E402
-from megatron_vlm.report.history import read_history  # noqa: E402
+from megatron_vlm.extras.report.history import read_history  # noqa: E402
 from megatron_vlm.run_folder import uploads  # noqa: E402
 from megatron_vlm.run_folder.checkpoint_files import state_text  # noqa: E402
 from megatron_vlm.run_folder.folder import check_start, complete_checkpoints, latest_checkpoint  # noqa: E402

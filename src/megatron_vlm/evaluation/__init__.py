@@ -1,1 +1,0 @@
-"""Answers of a model to held-out conversations, and their scores."""

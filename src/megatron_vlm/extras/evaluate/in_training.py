@@ -1,0 +1,141 @@
+"""Validation and scores of answers while a run trains (`train.eval_every`, `train.score_every`).
+
+<run_dir>/scores/step_00000100.jsonl   the questions of that step, with answers and references
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from torch.nn import Module
+
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.data.encode.questions import Question
+from megatron_vlm.data.on_disk.paths import items_of
+from megatron_vlm.extras.evaluate.answering import Asking, Record, answers, record_of, scored
+from megatron_vlm.extras.evaluate.metrics import Score, metric_of
+from megatron_vlm.extras.evaluate.questions import open_questions
+from megatron_vlm.feed import Feed
+from megatron_vlm.files import write_whole
+from megatron_vlm.job import watchdog
+from megatron_vlm.job.best import SCORE, Best
+from megatron_vlm.messages import printable
+from megatron_vlm.models.hf import Source
+from megatron_vlm.parallel import setup
+from megatron_vlm.run_folder.run_log import RunLogger
+from megatron_vlm.training.evaluate import validation_loss
+from megatron_vlm.training.losses.tokens import StepLoss
+
+
+class Evaluations:
+    """Validation and scoring of a run, between its steps.
+
+    Raises what `Scoring` raises, if the run is scored.
+    """
+
+    def __init__(
+        self, config: RunConfig, source: Source, model: list[Module], step_loss: StepLoss, best: Best
+    ):
+        self.best = best
+        self._config = config
+        self._model = model
+        self._step_loss = step_loss
+        train = config.train
+        is_scored = train.score_every or (train.keep_best and train.best_is_score)
+        self._scoring = Scoring(config, source) if is_scored else None
+
+    def notes(self) -> list[str]:
+        """Return lines for the log about what answers are scored by."""
+        return self._scoring.notes() if self._scoring else []
+
+    def after(self, step: int, feed: Feed, log: RunLogger) -> float | None:
+        """Validates and scores if that is due; the step is the last one if `train.patience` is then over.
+
+        Returns `train.best_by` as a number of which less is better, None if it was not due. Collective.
+        """
+        logged: dict[str, float] = {}
+        higher: list[str] = []
+        if feed.milestones.evaluates_after(step):
+            batches = feed.valid(step)
+            loss, figures = validation_loss(
+                self._config, self._model, self._step_loss, batches, feed.valid_sources
+            )
+            logged |= log.log_eval(step, loss, figures)
+        if feed.milestones.scores_after(step):
+            scores = self._scoring.scores(self._model, step)
+            logged |= log.log_scores(step, {name: score.score for name, score in scores.items()})
+            higher = [name for name in scores if scores[name].higher_is_better]
+        rated = self.best.rate(step, logged, higher)
+        feed.milestones = feed.milestones.heeding(self.best, step)
+        log.total_steps = feed.milestones.steps
+        return rated
+
+
+class Scoring:
+    """Answers the same questions each time, greedily, and scores the answers. Every rank has one.
+
+    Raises ConfigError if there are no conversations to answer, or no such metric.
+    """
+
+    def __init__(self, config: RunConfig, source: Source):
+        self._config = config
+        self._source = source
+        self._metrics = {name: metric_of(name) for name in items_of(config.train.score_metric)}
+        data = config.data
+        if data.score_path is not None:
+            own = {"validation_share": 0.0, "streaming": False, "datasets": []}
+            data = replace(data, dataset_type="hf", valid_data_path=data.score_path, **own)
+        train = config.train
+        self._questions = open_questions(data, source, train.score_tokens, train.score_samples, train.seed)
+        self.notes = self._questions.notes
+        setup.on_first_rank(self._look)
+
+    def _look(self) -> None:
+        """Scores references as answers, until every metric gave a figure and one of them is `train.best_by`.
+        Raises ConfigError if no question gives such, and what a metric raises."""
+        train = self._config.train
+        records: list[Record] = []
+        figures: dict[str, float] = {}
+        waiting = set(self._metrics)
+        for place in range(len(self._questions)):
+            watchdog.beat(f"looking at question {place} to be scored")
+            asked = self._questions[place]
+            if isinstance(asked, Question):
+                asked = record_of(asked, asked.references[0])
+            records.append(asked)
+            for name, metric in self._metrics.items():
+                if scores := scored([asked], {name: metric}, self._questions.boxes).scores:
+                    waiting.discard(name)
+                    figures |= dict.fromkeys((f"{SCORE}{one}" for one in scores), 0.0)
+            if not waiting and (not train.best_is_score or train.best_figure[0] in figures):
+                return
+        if not waiting:
+            Best(train).rate(0, figures)  # which says what figures there are
+        told = "; ".join(scored(records, self._metrics, self._questions.boxes).lines())
+        raise ConfigError(
+            f"train.score_metric: {', '.join(sorted(waiting))} scores none of the {len(records)} questions "
+            f"of {printable(self._questions.name)}: {printable(told)}; correct them, or change the metric."
+        )
+
+    def scores(self, model: list[Module], step: int) -> dict[str, Score]:
+        """The score of each figure after a step, by its name among the run's figures. Collective.
+
+        Raises ConfigError if there is none, though `train.best_by` asks for one.
+        """
+        watchdog.beat(f"scoring answers after step {step}")
+        how = Asking(self._config.train.score_tokens)
+        workers = self._config.data.num_workers
+        asked = answers(model, self._source, self._questions, how, num_workers=workers)
+        records: list[Record] = [record for some in asked for record in some]
+        return setup.on_first_rank(self._judged, records, step)  # a user's metric may differ by process
+
+    def _judged(self, records: list[Record], step: int) -> dict[str, Score]:
+        folder = Path(self._config.run_dir, "scores")
+        folder.mkdir(exist_ok=True)
+        lines = [json.dumps(record) + "\n" for record in records]
+        write_whole(folder / f"step_{step:08d}.jsonl", "".join(lines))
+        result = scored(records, self._metrics, self._questions.boxes)
+        if self._config.train.best_is_score and not result.scores:
+            told = "; ".join(result.lines()) or "no question was asked"
+            raise ConfigError(f"train.best_by: there is no score: {told}.")
+        return {f"{SCORE}{name}": score for name, score in result.scores.items()}

@@ -1,0 +1,241 @@
+"""An HTML page that shows rows of a run's data."""
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
+from megatron_vlm.data.grounding.boxes import Boxes, Found
+from megatron_vlm.data.grounding.drawing import draw
+from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.kinds.base import Kind
+from megatron_vlm.extras.report.pages import render
+from megatron_vlm.models.hf import Source
+
+SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
+READ = "read"
+TRAINED = "trained"
+VISUAL = "visual"
+
+
+@dataclass
+class TokenRun:
+    """Adjacent tokens of one kind: READ or TRAINED text, or the placeholders of one VISUAL item."""
+
+    kind: str
+    tokens: int
+    text: str = ""
+    pictures: tuple[Image.Image, ...] = ()  # of an image, or the frames of a video
+
+
+@dataclass
+class ShownDocument:
+    key: str
+    tokens: int
+    positions: str
+    runs: list[TokenRun]
+
+
+@dataclass
+class Row:
+    documents: list[ShownDocument]
+    tokens: int  # without padding
+    trained: int
+    length: int
+
+
+class RowReader:
+    """Batches → what the page shows of their rows. The boxes that `boxes` reads in a document's text are
+    drawn on its image, if it has a single one."""
+
+    def __init__(self, source: Source, boxes: Boxes):
+        self._tokenizer = source.processor.tokenizer
+        self._kind = kind_of(source.processor)
+        self._description = source.description
+        self._boxes = boxes
+
+    def __call__(self, batch: Batch) -> list[Row]:
+        marks_BS, pictures = self._marks(batch)
+        return [self._row(batch, row, marks_S, pictures) for row, marks_S in enumerate(marks_BS)]
+
+    def _row(self, batch: Batch, row: int, marks_S: Tensor, pictures: list[tuple[Image.Image, ...]]) -> Row:
+        numbers_S = batch["attention_mask"][row]
+        documents = []
+        for number, key in enumerate(batch["__key__"][row], start=1):
+            places = (numbers_S == number).nonzero().flatten()
+            span = slice(int(places[0]), int(places[-1]) + 1)
+            runs = self._drawn(list(self._runs(batch["input_ids"][row, span], marks_S[span], pictures)))
+            positions = _positions(batch["position_ids"][..., row, span])
+            documents.append(ShownDocument(key, span.stop - span.start, positions, runs))
+        tokens = int((numbers_S > 0).sum())
+        trained = int((batch["loss_mask"][row] > 0).sum())
+        return Row(documents, tokens, trained, len(numbers_S))
+
+    def _drawn(self, runs: list[TokenRun]) -> list[TokenRun]:
+        """The runs, with the boxes of their text on the picture that shows the whole of their only image."""
+        places = [place for place, run in enumerate(runs) if run.kind == VISUAL]
+        beside = places == list(range(places[0], places[-1] + 1)) if places else False
+        if not self._boxes.tells or not beside or (len(places) > 1 and self._kind.whole == 0):
+            return runs
+        shown = places[self._kind.whole]  # an image in tiles has a run for each
+        pictures = list(runs[shown].pictures)
+        picture = pictures[self._kind.whole]
+        found = self._boxes.seen("".join(run.text for run in runs), picture.size)
+        pictures[self._kind.whole] = draw(picture, (scaled(shape, picture.size) for shape in found))
+        runs[shown] = replace(runs[shown], pictures=tuple(pictures))
+        return runs
+
+    def _marks(self, batch: Batch) -> tuple[Tensor, list[tuple[Image.Image, ...]]]:
+        """Marks of the tokens, and the pictures of every image and video in text order. A token's mark is 0
+        if it is read, 1 if it is trained, and n + 2 if it stands for the n-th image or video."""
+        # the mask of a label belongs to the token after it
+        marks_BS = torch.nn.functional.pad(batch["loss_mask"][:, :-1] > 0, (1, 0)).long()
+        ids = batch["input_ids"].flatten()
+        visual = batch["visual_inputs"]
+        if visual is None:
+            return marks_BS, []
+        kinds = torch.zeros_like(ids)
+        for span in document_spans(batch["attention_mask"]):
+            kinds[span] = self._description.visual_kinds(ids[span])
+        places = {kind: iter((kinds == kind).nonzero().flatten().tolist()) for kind in (1, 2)}
+        pictures = []
+        for item, count in zip(visual.items(), self._description.visual_tokens(visual), strict=True):
+            kind = 1 if item.pixel_values is not None else 2
+            taken = [next(places[kind]) for _ in range(count)]
+            marks_BS.view(-1)[taken[0] : taken[-1] + 1] = len(pictures) + 2
+            pictures.append(tuple(pictures_of(item, self._kind)))
+        return marks_BS, pictures
+
+    def _runs(
+        self, ids_T: Tensor, marks_T: Tensor, pictures: list[tuple[Image.Image, ...]]
+    ) -> Iterator[TokenRun]:
+        cuts = (marks_T[1:] != marks_T[:-1]).nonzero().flatten() + 1
+        for ids, marks in zip(ids_T.tensor_split(cuts), marks_T.tensor_split(cuts), strict=True):
+            mark = int(marks[0])
+            if mark > 1:
+                yield TokenRun(VISUAL, len(ids), pictures=pictures[mark - 2])
+            else:
+                yield TokenRun(TRAINED if mark else READ, len(ids), self._tokenizer.decode(ids))
+
+
+def _positions(position_ids: Tensor) -> str:
+    """The range of positions: `0–41`, or with three axes `t 0–41 · h 0–49 · w 0–49`."""
+    axes = position_ids if position_ids.dim() == 2 else position_ids[None]
+    ranges = [f"{int(axis.min())}–{int(axis.max())}" for axis in axes]
+    if not axes[1:].any():
+        return ranges[0]
+    return " · ".join(f"{name} {r}" for name, r in zip("thw", ranges, strict=True))
+
+
+# --- pictures --------------------------------------------------------------------------------------------
+
+
+def pictures_of(item: GenericVisualInputs, kind: Kind) -> list[Image.Image]:
+    """The image, or every frame of the video, as the model sees it."""
+    frames_TCHW = kind.frames(item)
+    if not is_raw(frames_TCHW):
+        colours = (kind.images.image_mean, kind.images.image_std)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in colours)
+        frames_TCHW = ((frames_TCHW.float() * std + mean) * 255).round().clamp(0, 255).byte()
+    return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames_TCHW]
+
+
+def scaled(shape: Found, size: tuple[int, int]) -> Found:
+    """A shape in shares of a picture of `size` in its pixels."""
+    numbers = [share * size[place % 2] for place, share in enumerate(shape.numbers)]
+    return replace(shape, numbers=numbers)
+
+
+def data_url(picture: Image.Image) -> str:
+    """A data URL of the picture as JPEG, at most SHOWN_EDGE pixels wide and high."""
+    picture = picture.copy()
+    picture.thumbnail((SHOWN_EDGE, SHOWN_EDGE))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+# --- the page --------------------------------------------------------------------------------------------
+
+
+def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dict]) -> str:
+    """One HTML document without references to others: counts of all rows, and the first `shown` of them.
+
+    `drops` have `key`, `reason` and `detail` each. All text of records is escaped.
+    """
+    return rendered(
+        TEMPLATE,
+        title=title,
+        settings=settings,
+        rows=rows[:shown],
+        totals={
+            "rows": len(rows),
+            "documents": sum(len(row.documents) for row in rows),
+            "tokens": sum(row.tokens for row in rows),
+            "trained tokens": sum(row.trained for row in rows),
+            "padding": sum(row.length - row.tokens for row in rows),
+        },
+        drops=drops,
+        reasons=Counter(drop["reason"] for drop in drops),
+    )
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A page of a template, which `{% include "head" %}` begins. All text is escaped."""
+    return render(template, {"url": data_url}, {"head": HEAD}, **values)
+
+
+HEAD = """<!doctype html>
+<meta name="generator" content="megatron_vlm">
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+{{ style }}
+article { border: 1px solid #8885; margin: 1.5rem 0; padding: 1rem; }
+section + section { border-top: 3px double #8885; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
+.trained { background: #2a9d4a44; }
+.visual { display: inline-block; background: #4a6ad033; padding: 4px; white-space: normal; }
+.visual small { display: block; }
+</style></head><body>
+<h1>{{ title }}</h1>
+"""
+
+TEMPLATE = """{% include "head" %}
+<p class="totals">{% for name, count in totals.items() %}
+<span><b>{{ "{:,}".format(count) }}</b>{{ name }}</span>
+{% endfor %}</p>
+{% if drops %}
+<h2>Dropped</h2>
+<table><tr><th>reason</th><th>samples</th></tr>
+{% for reason, count in reasons.items() %}<tr><td>{{ reason }}</td><td>{{ count }}</td></tr>
+{% endfor %}</table>
+<details><summary>which</summary><table><tr><th>sample</th><th>reason</th><th>detail</th></tr>
+{% for drop in drops %}<tr><td>{{ drop.key }}</td><td>{{ drop.reason }}</td><td>{{ drop.detail }}</td></tr>
+{% endfor %}</table></details>
+{% else %}<p>No sample was dropped.</p>{% endif %}
+<h2>Rows</h2>
+<p><span class="text"><span class="trained">trained</span></span> tokens count in the loss; the others are
+only read. A double line parts documents, which do not see each other.</p>
+{% for row in rows %}
+<article><header>row {{ loop.index }}: {{ row.tokens }} of {{ row.length }} tokens, {{ row.trained }} trained
+</header>
+{% for document in row.documents %}
+<section><header>{{ document.key }}: {{ document.tokens }} tokens, positions {{ document.positions }}</header>
+<div class="text">{% for run in document.runs %}{% if run.kind == "visual" %}<span class="visual">
+{%- for picture in run.pictures %}<img alt="as processed" src="{{ picture | url }}">{% endfor -%}
+<small>{{ run.tokens }} tokens</small></span>{% else %}<span class="{{ run.kind }}">{{ run.text }}</span>
+{%- endif %}{% endfor %}</div></section>
+{% endfor %}
+</article>
+{% endfor %}
+<details><summary>settings</summary><pre>{{ settings }}</pre></details>
+</body></html>
+"""
