@@ -72,8 +72,8 @@ def limits_beside(kind: str, media: list, record: Mapping[str, Any]) -> list[dic
 
     What stands in the record itself is for all its images or videos; a list has one for each.
     """
-    names = [name for name in LIMITS[kind] if media and name not in ALSO_FACTS]
-    record = {name: decode_json(record[name]) for name in names if record.get(name) is not None}
+    names = [name for name in LIMITS[kind] if media and name in record and name not in ALSO_FACTS]
+    record = {name: decode_json(record[name]) for name in names if record[name] is not None}
     limits = []
     for number, item in enumerate(media):
         of_all = dict(record)

@@ -36,7 +36,6 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,9 @@ class Record(dict):
         self._inside: set[tuple[str, str]] = set()  # keys in values of the record that are not read
 
     def get(self, key: str, default: Any = None) -> Any:
-        self._read_keys.add(key)
-        return super().get(key, default)
+        if key not in self:
+            return default
+        return self[key]
 
     def __getitem__(self, key: str) -> Any:
         self._read_keys.add(key)
@@ -150,7 +150,7 @@ def parse_record(record: Any) -> Conversation:
         record = {"messages": record}
     if not isinstance(record, dict):
         raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
-    record = Record({k: _decoded_turns(k, value) for k, value in record.items() if not _is_nan(value)})
+    record = Record({k: _decoded_turns(k, value) for k, value in record.items() if not _is_null(value)})
     media = {
         kind: _listed(kind, record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()
     }
@@ -218,18 +218,23 @@ def _decoded_turns(name: str, value: Any) -> Any:
     return turns if _are_turns(turns) and all(map(role_of, turns)) else value
 
 
-def _is_nan(value: Any) -> bool:
-    """Whether the value is what pandas writes into an empty cell."""
-    return isinstance(value, float) and value != value
+def _is_null(value: Any) -> bool:
+    """Whether the value is None, or what pandas writes into an empty cell."""
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def without_numpy(value: Any) -> Any:
-    """Return a record with Python's values in place of numpy values, as pandas reads them from parquet."""
+    """Return a record with Python's values in place of numpy values, as pandas reads them from parquet.
+
+    Python's own lists stay as they are: pandas reads every list of a record as an array.
+    """
+    if isinstance(value, str):
+        return value
     if isinstance(value, dict):
         return {key: without_numpy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_numpy(item) for item in value]
-    return without_numpy(value.tolist()) if isinstance(value, np.ndarray | np.generic) else value
+    if isinstance(value, np.ndarray):
+        return [without_numpy(item) for item in value.tolist()]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _listed(kind: str, media: Any) -> list:
@@ -238,14 +243,19 @@ def _listed(kind: str, media: Any) -> list:
     if isinstance(media, dict) and media and all(map(PICTURE_NUMBER.fullmatch, media)):
         media = [media[name] for name in sorted(media, key=lambda name: int(re.sub(r"\D", "", name)))]
     media = media if isinstance(media, list) else [media] if media else []
-    are_pictures = all(isinstance(item, str) and item.lower().endswith(FRAMES) for item in media)
-    return [media] if kind == "video" and len(media) > 1 and are_pictures else media
+    if kind == "video" and len(media) > 1 and all(map(_is_frame, media)):
+        return [media]
+    return media
+
+
+def _is_frame(item: Any) -> bool:
+    return isinstance(item, str) and item.lower().endswith(FRAMES)
 
 
 def _unread_of(media: Any, limits: tuple[str, ...] = ()) -> set[str]:
     """Return the keys of entries of images or videos, and of what is in them, that are not read."""
     if isinstance(media, list):
-        return set(chain.from_iterable(_unread_of(item, limits) for item in media))
+        return set().union(*(_unread_of(item, limits) for item in media if not isinstance(item, str)))
     if not isinstance(media, dict):
         return set()
     inside = [media[key] for key in (*ENTRY, "frames") if isinstance(media.get(key), dict | list)]
@@ -459,15 +469,14 @@ def _plain_turns(record: Record) -> list[dict]:
                 record.note_unread("text", text, ("user", "assistant"))
             return [turn for text in texts for turn in _exchange(text.get("user"), text.get("assistant"))]
         return _document(texts, record.get("images"))
-    has_prompt = any(record.peek(name) is not None for name in (*fields.PROMPTS, *fields.QUERIES))
-    has_reply = any(record.peek(name) is not None for name in (*fields.REPLIES, fields.REWARD))
-    has_media = any(record.peek(name) for names in fields.MEDIA.values() for name in names)
-    if record.peek("caption") is not None and not (has_prompt and has_reply):
-        if not any(record.peek(name) for name in fields.MEDIA["image"]):
+    has_prompt = not record.keys().isdisjoint((*fields.PROMPTS, *fields.QUERIES))
+    has_reply = not record.keys().isdisjoint((*fields.REPLIES, fields.REWARD))
+    if "caption" in record and not (has_prompt and has_reply):
+        if not any(map(record.peek, fields.MEDIA["image"])):
             raise BadSample("missing_media", "a caption without an image")
         return _exchange("", record["caption"])
     if isinstance(record.peek("text"), str) and not has_prompt and not has_reply:
-        if has_media:
+        if any(record.peek(name) for names in fields.MEDIA.values() for name in names):
             raise BadSample("bad_conversation", "text beside media; name it caption, or give turns")
         return _document([record["text"]], None)
     return _exchanges(record)
@@ -520,7 +529,7 @@ def _reply(record: Record) -> tuple[Any, list[str]]:
 def _answer(item: Any) -> str | None:
     """Return one of several answers: text, a number, or an object of VQA's annotators with `answer`."""
     item = item.get("answer") if isinstance(item, dict) and "role" not in item else item
-    return str(item) if isinstance(item, str | int | float) and not _is_nan(item) else None
+    return str(item) if isinstance(item, str | int | float) and not _is_null(item) else None
 
 
 def _are_turns(given: Any) -> bool:
@@ -529,8 +538,7 @@ def _are_turns(given: Any) -> bool:
 
 def _first_name(record: dict, names: tuple[str, ...], reason: str) -> str | None:
     """Return the first of these names that has a value, or else the first whose value is empty."""
-    empty = next((name for name in names if record.get(name) is not None), None)
-    return get_only_alias(record, names, reason) or empty
+    return get_only_alias(record, names, reason) or next(filter(record.__contains__, names), None)
 
 
 def _exchange(prompt: Any, reply: Any) -> list[dict]:

@@ -78,14 +78,15 @@ def expand_blocks(turns: list, unread: set[tuple[str, str]]) -> list:
     """
     expanded: list = []
     names: dict[Any, Any] = {}  # of the tools that were called, by the id of the call
+    block_types = tuple(BLOCKS)
     for turn in turns:
         content = turn.get("content") if isinstance(turn, dict) else None
-        blocks = content if isinstance(content, list) else []
-        blocks = [block for block in blocks if isinstance(block, dict) and _is_block(block)]
+        parts = content if isinstance(content, list) else []
+        blocks = [part for part in parts if isinstance(part, dict) and part.get("type") in block_types]
         if not blocks:
             expanded.append(turn)
             continue
-        others = [part for part in content if part not in blocks]
+        others = [part for part in parts if part not in blocks]
         calls, thoughts = [], []
         for block in blocks:
             kind = block["type"]
@@ -107,10 +108,6 @@ def expand_blocks(turns: list, unread: set[tuple[str, str]]) -> list:
         else:
             unread |= {("turn", str(key)) for key in turn if key not in ("role", "content")}
     return expanded
-
-
-def _is_block(block: dict) -> bool:
-    return isinstance(block.get("type"), str) and block["type"] in BLOCKS
 
 
 def join_calls(messages: list[dict], are_calls: list[bool]) -> list[dict]:

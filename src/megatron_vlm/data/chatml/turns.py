@@ -28,6 +28,7 @@ from megatron_vlm.data.on_disk.fields import (
 )
 from megatron_vlm.data.on_disk.paths import PICTURES
 
+NO_VALUES = (None, "", [])
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000  # besides 0
 BESIDE_TEXT = ("tool_calls", "reasoning_content")  # what else a reply may consist of
 MEDIA_KEYS = tuple(name for names in MEDIA.values() for name in names)
@@ -62,8 +63,11 @@ def get_only_alias(
     Raises BadSample if another has a value that is not the `same`: nothing says which is meant. An item and a
     list of it are the same.
     """
-    first, *others = [name for name in names if record.get(name) not in (None, "", [])] or [None]
-    for other in others:
+    present = [name for name in names if name in record and record.get(name) not in NO_VALUES]
+    if not present:
+        return None
+    first = present[0]
+    for other in present[1:]:
         one, two = record[first], record[other]
         if one not in (two, [two]) and two != [one] and not same(one, two):
             text = f"{first} and {other} are two names of one field, and differ; leave one out"
@@ -90,7 +94,7 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
         raise BadSample("bad_conversation", f"turn {number} has role {shown}; known are {', '.join(ROLES)}")
     content = turn.get(get_only_alias(turn, CONTENT, place=place, same=_no_content))
     message = {key: value for key, value in turn.items() if key not in TAKEN}
-    if not any(key in turn for key in CONTENT):
+    if turn.keys().isdisjoint(CONTENT):
         content = message.pop("text", None)
     media.unread |= {("turn", key) for key in message if key not in PASSED}
     if (weight := named_weight(turn, number)) is not None:
