@@ -37,7 +37,7 @@ from PIL import Image  # noqa: E402
 
 from megatron_vlm.batch import Batch, GenericVisualInputs  # noqa: E402
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
-from megatron_vlm.extras.plan.tensor_memory import TensorMemory  # noqa: E402
+from megatron_vlm.extras.plan.recorder import TensorMemory  # noqa: E402
 from megatron_vlm.models.families import describe  # noqa: E402
 from megatron_vlm.models.hf import load_config, load_model, load_processor  # noqa: E402
 from megatron_vlm.models.language_model import DTYPES  # noqa: E402

@@ -1,6 +1,5 @@
 """The command `megatron-vlm`. Everything heavy is imported inside the command that needs it."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,16 +10,13 @@ from megatron_vlm import recipes as recipe_table
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, processes, run, start_ranks, torchrun
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.compose.command import compose
 from megatron_vlm.extras.evaluate.command import evaluate
+from megatron_vlm.extras.plan.command import plan
+from megatron_vlm.extras.preview.command import preview, replay, stats
 from megatron_vlm.extras.report.command import report, runs
-from megatron_vlm.files import write_output
 from megatron_vlm.job import stops, watchdog
-from megatron_vlm.messages import printable, printable_lines
-from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.recipes.published import shipped_config
-from megatron_vlm.supported import read_config
+from megatron_vlm.messages import printable_lines
 
 app = typer.Typer(
     cls=Commands,
@@ -105,125 +101,10 @@ def recipes() -> None:
     typer.echo("\nSee one: megatron-vlm train --recipe NAME --dry-run")
 
 
-@app.command()
-def plan(
-    settings: arguments.Settings = None,
-    recipe: arguments.Recipe = None,
-    file: arguments.ConfigFile = None,
-    gpus: arguments.Gpus = None,
-    gpu_memory: Annotated[float, typer.Option(min=1, help="GB of one GPU.")] = 80,
-    rehearse: Annotated[bool, typer.Option("--rehearse", help="Run a real step on shapes alone.")] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Rehearse this rank; default: several.")] = None,
-    search: Annotated[bool, typer.Option("--search", help="Propose the quickest layouts that fit.")] = False,
-    gpu: arguments.GpuNumbers = None,
-) -> None:
-    """Say what each GPU would hold and do, and what to change when it does not fit. Needs no GPU.
-
-    Of the checkpoint it reads only config.json. `data.visual_share` and `data.max_pixels` say how many images
-    a row has. --rehearse and --search tell the time of a step, too, by a simple model of an H100.
-    """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
-    if gpu and not (rehearse or search):
-        raise configs.ConfigError("--gpu: only --rehearse and --search tell a time by it; add one of them.")
-    if rank is not None and not rehearse:
-        raise configs.ConfigError(f"--rank {rank}: only --rehearse looks at a rank; add it.")
-    config = recipe_table.compose(recipe, file, settings or ())
-    missing = configs.missing_settings(config)
-    config = apply_overrides(config, dict.fromkeys(missing, "given later"))
-    validate(config, gpus)
-    shipped = shipped_config(config.model.hf_path)
-    read_config(shipped or config.model.hf_path)
-
-    from megatron_vlm.extras.plan.notes import advice, describe, rehearsed, searched
-    from megatron_vlm.extras.plan.plan import make_plan
-    from megatron_vlm.models.hf import look_at
-
-    description, assumed = look_at(shipped or config.model.hf_path)
-    made = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
-    typer.echo(describe(made))
-    if shipped:
-        typer.echo(f"Read for {config.model.hf_path}: the copy of its config.json in this package.")
-    if assumed:
-        typer.echo(assumed)
-    for line in advice(made, gpu_memory * 1e9):
-        typer.echo(line)
-    for line in rehearsed(made, rank, gpu or []) if rehearse else ():
-        typer.echo(line)
-    for line in searched(made, gpu_memory * 1e9, gpu or []) if search else ():
-        typer.echo(line)
-
-
-@app.command()
-def preview(
-    settings: arguments.Settings = None,
-    recipe: arguments.Recipe = None,
-    file: arguments.ConfigFile = None,
-    dataset_type: arguments.DatasetType = None,
-    train_data_path: arguments.TrainData = None,
-    hf_path: arguments.Checkpoint = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
-    shown: Annotated[int, typer.Option(min=0, help="Rows to show whole.")] = 10,
-    output: arguments.HtmlFile = Path("preview.html"),
-) -> None:
-    """Write a page that shows the training data as the model will see it.
-
-    Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
-    """
-    flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
-    config = arguments.config_of_data(recipe, file, settings, flags)
-
-    from megatron_vlm.extras.preview.measures import preview_page
-
-    write_output(output, preview_page(config, rows, shown))
-    typer.echo(f"wrote {output}")
-
-
-@app.command()
-def stats(
-    settings: arguments.Settings = None,
-    recipe: arguments.Recipe = None,
-    file: arguments.ConfigFile = None,
-    dataset_type: arguments.DatasetType = None,
-    train_data_path: arguments.TrainData = None,
-    hf_path: arguments.Checkpoint = None,
-    samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = 1000,
-) -> None:
-    """Print how long the training data's samples are, and propose seq_length and max_patches."""
-    flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
-    config = arguments.config_of_data(recipe, file, settings, flags)
-
-    from megatron_vlm.extras.preview.measures import stats_text
-
-    typer.echo(stats_text(config, samples))
-
-
-@app.command()
-def replay(
-    run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
-    settings: arguments.Settings = None,
-    step: Annotated[int, typer.Option(min=1, help="The step, counted from 1.")] = 1,
-    output: arguments.HtmlFile = None,
-) -> None:
-    """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
-    config = arguments.config_of_run(run_dir, settings, None)
-
-    from megatron_vlm.run_folder.batch_log import read_step
-
-    logged = read_step(run_dir, step)
-    for row in logged:
-        for number, keys in enumerate(row["keys"]):
-            place = f"rank {row['rank']} · micro batch {row['micro_batch']} · row {number}"
-            typer.echo(f"{place}: {', '.join(map(printable, keys))}")
-    if output is None:
-        return
-
-    from megatron_vlm.extras.preview.measures import replay_page
-
-    shown, changed = replay_page(config, step, logged)
-    write_output(output, shown)
-    typer.echo(f"wrote {output}" + (f"; {changed}" if changed else ""))
-
-
+app.command()(plan)
+app.command()(preview)
+app.command()(stats)
+app.command()(replay)
 app.command()(prepare)
 app.command()(compose)
 app.command()(evaluate)

@@ -13,7 +13,7 @@ from pairs import pairs
 from places import ROOT
 
 from megatron_vlm.config import ConfigError, ModelConfig
-from megatron_vlm.extras.plan.tensor_memory import TensorMemory
+from megatron_vlm.extras.plan.recorder import TensorMemory
 from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.attention import Attend, dense, mask
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement

@@ -149,7 +149,7 @@ def test_without_a_wanted_token_gradients_are_zero():
 
 def memory_of_a_step() -> tuple[int, int]:
     """Peak bytes of forward and backward, and those of a chunk."""
-    from megatron_vlm.extras.plan.tensor_memory import TensorMemory
+    from megatron_vlm.extras.plan.recorder import TensorMemory
 
     setup.init_distributed(ParallelConfig(), 1)
     tokens, trained, vocabulary = 4096, 400, 262_144

@@ -81,7 +81,7 @@ def test_first_and_last_stage_hold_embedding_and_loss():
 
 def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
     """(saved bytes, their estimate, operations of matrix products, their count) for each token."""
-    from megatron_vlm.extras.plan.kept import saved_by_layer
+    from megatron_vlm.extras.plan.memory import saved_by_layer
     from megatron_vlm.models.head import output_losses
     from megatron_vlm.models.language_model import LanguageModel, language_model_config
     from megatron_vlm.models.layers.kernels.checks import attention_backends

@@ -79,8 +79,8 @@ def both(family: str, cells: list[tuple[str, str]]) -> dict[tuple[str, str], tup
 
 def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.config import derived
+    from megatron_vlm.extras.plan.recorder import TensorMemory
     from megatron_vlm.extras.plan.rehearsal import example_batch
-    from megatron_vlm.extras.plan.tensor_memory import TensorMemory
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.objectives import objective_of

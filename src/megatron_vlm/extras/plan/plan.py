@@ -17,17 +17,21 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.extras.plan.adapters import (
+from megatron_vlm.extras.plan.memory import (
     ATTENTION,
     EXPERTS,
     FEED_FORWARD,
     FIRST,
     LAST,
+    Parameters,
     adapter_sizes,
+    host_memory,
+    saved_asides,
+    saved_by_layer,
+    saved_by_output_layer,
     saved_sizes,
+    share,
 )
-from megatron_vlm.extras.plan.host_memory import Parameters, host_memory, share
-from megatron_vlm.extras.plan.kept import saved_asides, saved_by_layer, saved_by_output_layer
 from megatron_vlm.models.deepstack import extras_before
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import (

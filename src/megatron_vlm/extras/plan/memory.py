@@ -1,6 +1,13 @@
-"""Estimates of what a forward pass keeps for its backward pass."""
+"""Parameters of adapters, activations, and memory of its host that a rank of a run holds."""
 
-from megatron_vlm.config import RunConfig
+import re
+from collections import Counter
+from math import prod
+
+from megatron_vlm.config import ParallelConfig, RunConfig
+from megatron_vlm.config_rules.peft_config import settled
+from megatron_vlm.models.adapters.targets import find_targets, find_whole
+from megatron_vlm.models.description import Description
 from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import DTYPES, LanguageModelConfig, has_experts
 from megatron_vlm.models.layers.attention_sizes import (
@@ -12,6 +19,76 @@ from megatron_vlm.models.layers.attention_sizes import (
 )
 from megatron_vlm.models.layers.delta_net.layer import sizes_of_head
 from megatron_vlm.models.layers.delta_net.rule import CHUNK
+from megatron_vlm.models.work import costs
+
+# --- the host--------------------------------------------------------------------------------------------
+
+# Numbers of one rank: "dense" and "experts", apart as other ranks hold the experts' optimizer state, and
+# "trained_dense" and "trained_experts" of them
+Parameters = Counter[str]
+
+
+def share(parameters: Parameters, which: str, parallel: ParallelConfig, gpus: int) -> float:
+    """The parameters, all ("") or those that are "trained_", divided by the ranks that hold them."""
+    dense = parameters[f"{which}dense"] / (gpus // (parallel.tp * parallel.pp))
+    return dense + parameters[f"{which}experts"] / (gpus // (parallel.pp * parallel.ep))
+
+
+def host_memory(
+    config: RunConfig, parameters: Parameters, image: costs.ImageCost, gpus: int, has_tower: bool
+) -> dict[str, float]:
+    """Bytes besides programs and data workers, by what they are for: the part of a checkpoint that the rank
+    writes, and uint8 pixels of the step that is trained and of the next."""
+    value = DTYPES[config.model.dtype].itemsize
+    weights = share(parameters, "trained_" if config.adapter.used else "", config.parallel, gpus)
+    rows = has_tower * config.train.global_batch_size * config.parallel.model_size / gpus
+    return {
+        "its part of a checkpoint": value * weights
+        + 12 * share(parameters, "trained_", config.parallel, gpus),
+        "pixels": 2 * rows * costs.images_per_row(config, image) * image.pixel_bytes / value,
+    }
+
+
+# --- adapters: how many parameters they have on a rank---------------------------------------------------
+
+ATTENTION, FEED_FORWARD, EXPERTS = "self_attention", "mlp", "experts"
+_LAYER = re.compile(rf"language_model\.decoder\.layers\.(\d+)\.({ATTENTION}|{FEED_FORWARD})?")
+FIRST, LAST = -1, -2  # what comes before the layers, and after them
+
+
+def saved_sizes(config: RunConfig, description: Description) -> Counter[int | None]:
+    """Numbers of parameters on one rank that are trained whole, by layer, or FIRST or LAST; None: the
+    parameters of tower and projector."""
+    sizes: Counter[int | None] = Counter()
+    adapter = settled(config.adapter)
+    for weight, saved in find_whole(adapter, description).items():
+        layer = _LAYER.match(weight)
+        place = LAST if weight.startswith("language_model.") else None
+        place = FIRST if ".embedding." in weight and place == LAST else place
+        parts = 1 if saved.rule.operation.axis is None else config.parallel.tp
+        sizes[int(layer[1]) if layer else place] += sum(map(prod, saved.shapes)) // parts
+    return sizes
+
+
+def adapter_sizes(config: RunConfig, description: Description) -> Counter[tuple[int | None, str | None]]:
+    """Numbers of parameters on one rank: by layer of the language model and part of it (ATTENTION,
+    FEED_FORWARD, EXPERTS: the routed ones); (None, None): tower and projector."""
+    sizes: Counter[tuple[int | None, str | None]] = Counter()
+    adapter = settled(config.adapter)
+    targets = find_targets(adapter, description) if adapter.r else []
+    for target in targets:
+        cut = [target.width, target.out]  # of A, of B
+        axis = target.rule.operation.axis
+        if axis is not None:
+            cut[1 - axis] //= config.parallel.tp
+        layer = _LAYER.match(target.weight)
+        place = (int(layer[1]), EXPERTS if target.experts else layer[2]) if layer else (None, None)
+        copies = target.experts // config.parallel.ep or 1
+        sizes[place] += copies * target.rank * sum(cut) + target.dora * cut[1]
+    return sizes
+
+
+# --- activations: what a forward pass keeps for its backward pass----------------------------------------
 
 
 def saved_by_layer(

@@ -1,0 +1,78 @@
+"""`megatron-vlm preview`, `stats` and `replay`: training data as the model sees it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_vlm.commands import arguments
+from megatron_vlm.files import write_output
+from megatron_vlm.messages import printable
+
+
+def preview(
+    settings: arguments.Settings = None,
+    recipe: arguments.Recipe = None,
+    file: arguments.ConfigFile = None,
+    dataset_type: arguments.DatasetType = None,
+    train_data_path: arguments.TrainData = None,
+    hf_path: arguments.Checkpoint = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
+    shown: Annotated[int, typer.Option(min=0, help="Rows to show whole.")] = 10,
+    output: arguments.HtmlFile = Path("preview.html"),
+) -> None:
+    """Write a page that shows the training data as the model will see it.
+
+    Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
+    """
+    flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
+    config = arguments.config_of_data(recipe, file, settings, flags)
+
+    from megatron_vlm.extras.preview.measures import preview_page
+
+    write_output(output, preview_page(config, rows, shown))
+    typer.echo(f"wrote {output}")
+
+
+def stats(
+    settings: arguments.Settings = None,
+    recipe: arguments.Recipe = None,
+    file: arguments.ConfigFile = None,
+    dataset_type: arguments.DatasetType = None,
+    train_data_path: arguments.TrainData = None,
+    hf_path: arguments.Checkpoint = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = 1000,
+) -> None:
+    """Print how long the training data's samples are, and propose seq_length and max_patches."""
+    flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
+    config = arguments.config_of_data(recipe, file, settings, flags)
+
+    from megatron_vlm.extras.preview.measures import stats_text
+
+    typer.echo(stats_text(config, samples))
+
+
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="The run folder.")],
+    settings: arguments.Settings = None,
+    step: Annotated[int, typer.Option(min=1, help="The step, counted from 1.")] = 1,
+    output: arguments.HtmlFile = None,
+) -> None:
+    """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
+    config = arguments.config_of_run(run_dir, settings, None)
+
+    from megatron_vlm.run_folder.batch_log import read_step
+
+    logged = read_step(run_dir, step)
+    for row in logged:
+        for number, keys in enumerate(row["keys"]):
+            place = f"rank {row['rank']} · micro batch {row['micro_batch']} · row {number}"
+            typer.echo(f"{place}: {', '.join(map(printable, keys))}")
+    if output is None:
+        return
+
+    from megatron_vlm.extras.preview.measures import replay_page
+
+    shown, changed = replay_page(config, step, logged)
+    write_output(output, shown)
+    typer.echo(f"wrote {output}" + (f"; {changed}" if changed else ""))
