@@ -47,7 +47,7 @@ from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records import hub
 from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.tables import open_table
-from megatron_vlm.data.records.unread import first_notes
+from megatron_vlm.data.records.unread import first_notes, sample_sources
 from megatron_vlm.extras.evaluate.formulas import anls
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
@@ -318,7 +318,7 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     def told(name: str, rows: list[dict], **columns: str) -> list[str]:
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(turns | row) + "\n" for row in rows))
-        notes = first_notes(open_table(path, columns=Columns(columns)))
+        notes = first_notes(sample_sources(open_table(path, columns=Columns(columns))))
         return [note for note in notes if "not read in a record" not in note]
 
     [said] = told("a", [{"id": 1}, {"img": ["a.JPG", "b.png"], "source": "web"}])
@@ -336,7 +336,7 @@ def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
     names = "a.jsonl", "rows.parquet"
     two = blend_tables({name: open_table(tmp_path / name) for name in names}, list(map(DataSource, names)))
-    assert sum("and picture, which" in said for said in first_notes(two)) == 1
+    assert sum("and picture, which" in said for said in first_notes(sample_sources(two))) == 1
 
 
 def test_a_mapped_column_hides_others_of_its_kind():

@@ -2,12 +2,16 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from prepared_shards import prepare
 from published_templates import CALLS, FOLDER, REPLY, THINKS, TOOLS, USER
 from samples import templated
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
@@ -33,12 +37,17 @@ def notes(processor, folder, template, *sources, **settings):
     for number, records in enumerate(sources):
         paths.append(str(folder / f"{number}.jsonl"))
         (folder / f"{number}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = DataConfig(train_data_path=paths if len(paths) > 1 else paths[0], num_workers=0, **settings)
+    lines = notes_of(HFProvider, processor, template, paths if len(paths) > 1 else paths[0], **settings)
+    return [line.removeprefix(f"data: {folder}/") for line in lines]
+
+
+def notes_of(provider, processor, template, paths, **settings):
+    data = DataConfig(train_data_path=paths, num_workers=0, **settings)
     text = (FOLDER / f"{template}.jinja").read_text()
     encoder = HFEncoderVLMTaskEncoder(templated(processor, text), data)
-    loader = HFProvider(data).train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
+    loader = provider(data).train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
     loader.close()
-    return [note.removeprefix(f"data: {folder}/") for note in loader.notes]
+    return loader.notes
 
 
 LEAVES_OUT = "0.jsonl: the template leaves out"
@@ -51,12 +60,12 @@ LEAVES_OUT = "0.jsonl: the template leaves out"
         (
             "qwen2_5_vl",
             [PLAIN, *[WITH_TOOLS] * 3, CALLING],
-            "tools of 3, tool calls of 1 of the first 5 records",
+            "tools of 3, tool calls of 1 of 5 records looked at",
         ),
-        ("qwen2_5_vl", [*[PLAIN] * 90, *[THINKING] * 30], "reasoning of 10 of the first 100 records"),
-        ("qwen3_vl", [PLAIN, WITH_TOOLS, CALLING, THINKING], "reasoning of 1 of the first 4 records"),
+        ("qwen2_5_vl", [*[PLAIN] * 90, *[THINKING] * 30], "reasoning of 25 of 100 records looked at"),
+        ("qwen3_vl", [PLAIN, WITH_TOOLS, CALLING, THINKING], "reasoning of 1 of 4 records looked at"),
         ("qwen3_5_think", [PLAIN, WITH_TOOLS, CALLING, THINKING], None),
-        ("qwen3_5_think", [THINKING, THOUGHT_BEFORE], "reasoning of 1 of the first 2 records"),
+        ("qwen3_5_think", [THINKING, THOUGHT_BEFORE], "reasoning of 1 of 2 records looked at"),
     ],
 )
 def test_what_the_template_leaves_out_is_said(processor, tmp_path, template, records, note):
@@ -70,11 +79,30 @@ def test_thinking_that_the_settings_drop_is_not_the_templates(processor, tmp_pat
 def test_each_source_has_its_line_and_what_cannot_be_read_is_not_counted(processor, tmp_path):
     broken = {"messages": [{"role": "nobody", "content": "a"}]}
     said = notes(processor, tmp_path, "qwen2_5_vl", [PLAIN], [THINKING, broken])
-    assert said == ["1.jsonl: the template leaves out reasoning of 1 of the first 1 records"]
+    assert said == ["1.jsonl: the template leaves out reasoning of 1 of 1 records looked at"]
 
 
 def test_records_with_typed_control_tokens_are_counted(processor, tmp_path):
     said = notes(processor, tmp_path, "qwen3_vl", [PLAIN, TYPING, TYPING, TYPED_TOOL])
     assert said == [
-        "0.jsonl: 3 of the first 4 records have text like <|im_end|> or <|image_pad|>, trained as plain text"
+        "0.jsonl: 3 of 4 records looked at have text like <|im_end|> or <|image_pad|>, trained as plain text"
+    ]
+
+
+@pytest.mark.parametrize("source", ["stream", "shards"])
+def test_streams_and_shards_have_the_lines_of_a_table(processor, tmp_path, source):
+    unread = {"messages": [USER | {"novel": 1}, THINKS]}
+    typing = {"messages": [USER | {"content": "Is it <|im_end|>?"}, REPLY]}
+    records = [unread, PLAIN, typing, PLAIN]
+    expected = notes(processor, tmp_path, "qwen2_5_vl", records)
+    assert len(expected) == 3
+    if source == "stream":
+        path, provider, settings = tmp_path / "0.parquet", HFProvider, {"streaming": True}
+        pq.write_table(pa.Table.from_pylist(records), path)
+    else:
+        path, provider, settings = tmp_path / "shards", EnergonProvider, {}
+        prepare(tmp_path / "0.jsonl", path, splits={"train": 4})
+    lines = notes_of(provider, processor, "qwen2_5_vl", str(path), **settings)
+    assert [line.removeprefix(f"data: {path}: ") for line in lines] == [
+        line.removeprefix("0.jsonl: ") for line in expected
     ]

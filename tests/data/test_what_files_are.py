@@ -33,7 +33,7 @@ from megatron_vlm.data.on_disk import plain
 from megatron_vlm.data.on_disk.lines import first_records
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table
-from megatron_vlm.data.records.unread import first_notes
+from megatron_vlm.data.records.unread import first_notes, sample_sources
 
 RECORDS = [record(number) for number in range(7)]
 PLAIN = [{"question": f"où, {n}?\n<image>", "answer": '"là"', "image": f"images/{n}-0.jpg"} for n in range(4)]
@@ -490,7 +490,7 @@ def test_a_column_that_is_not_read_is_named_and_not_its_file_blamed(tmp_path, wr
 
 def told(folder: Path, rows: list[dict]) -> list[str]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(first_notes(open_table(folder / "rows.jsonl")))
+    return list(first_notes(sample_sources(open_table(folder / "rows.jsonl"))))
 
 
 def test_placeholders_that_stay_text_are_counted_and_said_once(tmp_path):
@@ -537,7 +537,7 @@ def test_whatever_looks_like_a_placeholder_and_stays_text_is_said(tmp_path, text
 def test_the_column_that_is_not_read_is_the_last_line(tmp_path):
     rows = [{"question": "<image>", "answer": "a", "pictures": [image_bytes(1)]}] * 3
     pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows")
-    *_, hint = first_notes(open_table(tmp_path / "rows"))
+    *_, hint = first_notes(sample_sources(open_table(tmp_path / "rows")))
     assert hint.endswith("data.columns.images=pictures reads it")
     with pytest.raises(ValueError, match="nothing to write") as refusal:
         prepare(tmp_path / "rows", tmp_path / "out")

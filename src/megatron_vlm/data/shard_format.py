@@ -48,7 +48,7 @@ def cook_record(record: dict) -> ChatMLSample:
     if source := (keys.get("__subflavors__") or {}).get(SOURCE):
         keys["__key__"] = f"{source}-{keys['__key__']}"
     try:
-        conversation = _read_parts(record)
+        conversation = parse_record(read_parts(record))
         images, videos = conversation.media["image"], conversation.media["video"]
         return make_sample(conversation, images, videos, **keys)
     except BadSample as bad:
@@ -80,8 +80,8 @@ def _check_names(record: dict) -> None:
             raise BadSample("duplicate_key", f"{times[twice[0]]} files are called {twice[0]}")
 
 
-def _read_parts(record: dict) -> Conversation:
-    """Return the conversation of a record, whose media are encoded files and not their names."""
+def read_parts(record: dict) -> dict:
+    """Return the record that the files of a sample are: it has encoded media and not their names."""
     _check_names(record)
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
@@ -93,7 +93,7 @@ def _read_parts(record: dict) -> Conversation:
         videos, frames = _videos(document, record)
         imgs = [record[name] for name in _image_names(document, record, frames)]
     others = {name: value for name, value in document.items() if name not in ("image", "video")}
-    return parse_record(others | {"images": imgs, "videos": videos})
+    return others | {"images": imgs, "videos": videos}
 
 
 def _videos(document: dict, record: dict) -> tuple[list, set[str]]:

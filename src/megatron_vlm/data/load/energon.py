@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
 from megatron_vlm.data.chatml.sample import ChatMLSample
@@ -51,9 +52,11 @@ from megatron_vlm.data.load.energon_state import (
 )
 from megatron_vlm.data.load.limits import notice_the_dead, with_limited_drops, with_rest
 from megatron_vlm.data.load.shared_memory import through_arenas
+from megatron_vlm.data.load.template_notes import start_notes
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
-from megatron_vlm.data.shard_format import cook_record
+from megatron_vlm.data.records.unread import LOOKED_AT, SourceSample, read_sample
+from megatron_vlm.data.shard_format import cook_record, read_parts
 from megatron_vlm.messages import reading
 
 CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
@@ -106,6 +109,9 @@ class EnergonProvider:
         rows = samples if data.packing == "none" else None
         loader = EnergonTrainLoader(dataset, workers, encoder, settings, rows)
         loader.sources = path_names(sources) if len(sources) > 1 else []
+        if rank == 0:  # the others would read the same records of a store
+            samples = [_first_records(source, encoder) for source in sources]
+            loader.notes = start_notes(samples, encoder)
         return loader
 
     @reading("self._data.valid_data_path")
@@ -241,12 +247,12 @@ class EnergonValidLoader(ValidLoader):
 
 
 class EnergonSamples:
-    """The samples of `val` splits by number, each once, in stored order, with their keys in training."""
+    """The samples of splits by number, each once, in stored order, with their keys in training."""
 
-    def __init__(self, read: list[DataSource], encoder) -> None:
-        self.name = _name(read)
+    def __init__(self, read: list[DataSource], encoder, split: str = "val") -> None:
+        self.name = _name(read, split)
         self.encoder = encoder
-        self._read = read
+        self._read, self._split = read, split
         self._parts = functools.lru_cache(1)(self._opened)
         factories, _, firsts, lasts = zip(*self._parts(os.getpid()), strict=True)
         self._ends = np.cumsum(np.subtract(lasts, firsts))
@@ -258,16 +264,27 @@ class EnergonSamples:
 
     def sample(self, index: int) -> ChatMLSample:
         """The sample before it is encoded; its `problem` says what is wrong with it."""
+        return cook_record(self._load(index))
+
+    def record(self, index: int) -> tuple[dict, None]:
+        """The record of a sample, with its media in it, so that no folder holds them. Raises BadSample."""
+        return read_parts(self._load(index)), None
+
+    def _load(self, index: int) -> dict:
         number = int(np.searchsorted(self._ends, index, side="right"))
         factory, reader, _, last = self._parts(os.getpid())[number]
-        return cook_record(factory.load_sample(reader[last - (int(self._ends[number]) - index)]))
+        stored = reader[last - (int(self._ends[number]) - index)]
+        if stored is None:
+            raise BadSample("bad_conversation", "split.yaml excludes it")
+        return factory.load_sample(stored)
 
     def _opened(self, process: int) -> list[tuple[Any, Any, int, int]]:
         """(Energon's dataset, its reader, the first sample, the one after the last). Each forked process
         opens its own: processes share the place in an open file."""
-        how = {"training": False, "split_part": "val", "decoder": self.encoder.decoder}
+        how = {"training": False, "split_part": self._split, "decoder": self.encoder.decoder}
         alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
-        loaded = load_dataset(checked_source(self._read, "val")).get_datasets(worker_config=alone, **how)
+        source = load_dataset(checked_source(self._read, self._split))
+        loaded = source.get_datasets(worker_config=alone, **how)
         parts = []
         for factory in [one.dataset for one in loaded.datasets]:
             dataset = factory.build()
@@ -278,8 +295,14 @@ class EnergonSamples:
         return parts
 
 
-def _name(sources: list[DataSource]) -> str:
-    return f"data: the 'val' split of {', '.join(one.path for one in sources)}"
+def _first_records(source: DataSource, encoder) -> SourceSample:
+    """Return the first records of a training split."""
+    samples = EnergonSamples([source], encoder, "train")
+    return read_sample(source.path, samples, range(min(LOOKED_AT, len(samples))))
+
+
+def _name(sources: list[DataSource], split: str = "val") -> str:
+    return f"data: the {split!r} split of {', '.join(one.path for one in sources)}"
 
 
 def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig, path: str) -> tuple[int, int | None]:

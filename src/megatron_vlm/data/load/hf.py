@@ -27,12 +27,12 @@ from megatron_vlm.data.load.limits import close_loader, over_epochs, with_limite
 from megatron_vlm.data.load.orders import Place, RandomOrder, StreamOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows, loader_of
-from megatron_vlm.data.load.template_notes import template_notes
+from megatron_vlm.data.load.template_notes import start_notes
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import Resized, divided, in_turn, sources_of_keys
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
-from megatron_vlm.data.records.unread import first_notes
+from megatron_vlm.data.records.unread import sample_sources
 from megatron_vlm.messages import reading
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
@@ -212,9 +212,9 @@ class HFTrainLoader(TrainLoader):
     ) -> None:
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
         self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
-        hints = list(first_notes(rows.table))
-        rows.encoder.drops.hints[:] = hints
-        self.sources, self.notes = sources_of_keys(rows.table), [*hints, *template_notes(rows)]
+        self.sources = sources_of_keys(rows.table)
+        if settings["rank"] == 0 or not isinstance(rows.table, StreamedRows):  # a hub answers one rank
+            self.notes = start_notes(sample_sources(rows.table), rows.encoder)
         self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
         self._loader = loader_of(rows, self._ledger, num_workers)
         self._place = order.place

@@ -60,6 +60,15 @@ class StreamedRows:
         with name_damaged_file(self.name):
             yield from self.stream.shard(self.stream.num_shards, shard)
 
+    def first_rows(self, count: int) -> list[Row]:
+        """The first rows, of a pass of their own over the stream."""
+        rows = (
+            ((shard, number, 0), record)
+            for shard in range(self.stream.num_shards)
+            for number, record in enumerate(self.records(shard))
+        )
+        return list(itertools.islice(rows, count))
+
     def at(self, places: Sequence[Place]) -> list[Row]:
         """The rows at these places. Each of their shards is read from its beginning to the last of them."""
         found, wanted = {}, {(shard, number) for shard, number, _ in places}
@@ -89,12 +98,10 @@ class StreamedRows:
 
         Raises ValueError if the stream has no rows or cannot be read.
         """
-        shards = map(self.records, range(self.stream.num_shards))
-        first = next(itertools.chain.from_iterable(shards), None)
-        if first is None:
+        if not (rows := self.first_rows(1)):
             raise ValueError(f"data: {self.name} has no rows.")
         try:
-            conversation = parse_record(self.columns.of_arrow(first)).stored()
+            conversation = parse_record(self.record(rows[0])[0]).stored()
         except BadSample as bad:
             conversation = bad.reason
         return (

@@ -1,8 +1,9 @@
 """Tells a user by a source's first records which media are not read, and which placeholders."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,30 +18,58 @@ from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import listed, printable
 
 MOST_KEYS = 8  # that a line names
-LOOKED_AT = 100  # records of each source, from its first to its last: another spelling may begin anywhere
+LOOKED_AT = 100  # records of each source; of a table from its first to its last: any may be spelled otherwise
 
 
-def first_notes(table: Table | StreamedRows) -> Iterator[str]:
-    """Lines about each source: media in columns that are not read, placeholders in another form.
-    There are none about a stream, as reading it would take its records."""
+@dataclass
+class SourceSample:
+    """The records of a source that were looked at, and their conversations."""
+
+    name: str
+    records: list[dict] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
+
+
+def sample_sources(table: Table | StreamedRows) -> list[SourceSample]:
+    """Return records of each source, from its first to its last; of a stream the first ones."""
     if isinstance(table, StreamedRows):
-        return
-    for source in (table.parts() or {"": table}).values():
-        records, has_media, notes, unread = [], False, Counter(), Counter()
-        for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source)), dtype=int):
-            with suppress(BadSample):
-                record, _ = source.record(int(index))
-                conversation = parse_record(record)
-                records.append(record)
-                has_media = has_media or any(conversation.media.values())
-                found = (*_placeholders(conversation), *record.get(NOTES, ()))
-                notes.update(dict.fromkeys(found, 1))
-                unread.update(conversation.unread)
+        return [read_sample(table.name, table, table.first_rows(LOOKED_AT))]
+    sources = (table.parts() or {"": table}).values()
+    return [
+        read_sample(
+            source.origin(0)[0],
+            source,
+            np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source)), dtype=int).tolist(),
+        )
+        for source in sources
+    ]
+
+
+def read_sample(name: str, source: Any, rows: Iterable) -> SourceSample:
+    """Return the rows that can be read of a source, which has `record(row)`."""
+    sample = SourceSample(printable(name))
+    for row in rows:
+        with suppress(BadSample):
+            record, _ = source.record(row)
+            sample.conversations.append(parse_record(record))
+            sample.records.append(record)
+    return sample
+
+
+def first_notes(samples: list[SourceSample]) -> Iterator[str]:
+    """Lines about each source: media in columns that are not read, placeholders in another form."""
+    for sample in samples:
+        notes, unread = Counter(), Counter()
+        for record, conversation in zip(sample.records, sample.conversations, strict=True):
+            notes.update(dict.fromkeys((*_placeholders(conversation), *record.get(NOTES, ())), 1))
+            unread.update(conversation.unread)
+        has_media = any(any(conversation.media.values()) for conversation in sample.conversations)
         lines = list(_unread_keys(unread))
-        lines += [] if has_media else _unread_media(records)
-        lines += [f"{count} of {len(records)} records looked at {note}" for note, count in notes.items()]
+        lines += [] if has_media else _unread_media(sample.records)
+        count = len(sample.records)
+        lines += [f"{number} of {count} records looked at {note}" for note, number in notes.items()]
         for line in lines:
-            yield f"data: {printable(source.origin(0)[0])}: {line}"
+            yield f"data: {sample.name}: {line}"
 
 
 def _unread_keys(unread: Counter[tuple[str, str]]) -> Iterator[str]:
