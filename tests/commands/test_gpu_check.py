@@ -126,7 +126,7 @@ MODEL_SIDE = "models.opened training.step training.checkpoint rl.policy generati
 @pytest.mark.long
 def test_models_and_the_check_import_no_readers():
     """Energon, PyAV and object stores are 60 MB of wheels that a machine may lack."""
-    modules = [f"megatron_vlm.{name}" for name in (*MODEL_SIDE.split(), "planning.search")]
+    modules = [f"megatron_vlm.{name}" for name in (*MODEL_SIDE.split(), "extras.plan.search")]
     modules += [f"gpu_check.{file.stem}" for file in TOOL.glob("*.py") if not file.stem.startswith("__")]
     paths = [str(ROOT / name) for name in ("tools", "tests/helpers", "")]
     code = BLOCKED.format(paths=paths, modules=modules)
