@@ -7,6 +7,7 @@ from functools import partial
 from unicodedata import normalize
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
@@ -25,11 +26,16 @@ from tiny.corpus import default_corpus
 
 
 @functools.cache
-def encoder_of(name, template=None):
+def processor_of(name, template=None):
     processor = TINY_FAMILIES[PUBLISHED[name]].processor(default_corpus(), "{{ messages }}")
     if name == "lfm2_2_5_vl":  # the tiny tokenizer has others
         processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    return TextEncoder(templated(processor, (FOLDER / f"{template or name}.jinja").read_text()))
+    return templated(processor, (FOLDER / f"{template or name}.jinja").read_text())
+
+
+@functools.cache
+def encoder_of(name, template=None):
+    return TextEncoder(processor_of(name, template))
 
 
 def refused(render):
@@ -78,18 +84,43 @@ def tokenized(encoder, turns, tools, **options):
     )
 
 
+def with_pictures(turns, pictures):
+    """The turns as users of Transformers pass them to a processor: parts, each image in its own."""
+    pictures = iter(pictures)
+    filled = copy.deepcopy(turns)
+    for part in (part for turn in filled if isinstance(turn["content"], list) for part in turn["content"]):
+        part |= {"image": next(pictures)} if part["type"] == "image" else {}
+    return filled
+
+
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_ids_are_those_of_transformers(name, conversation):
+def test_ids_are_those_of_the_whole_processor(name, conversation):
+    """With an image's tokens expanded, and with the pixels that the model gets."""
     encoder, tools = encoder_of(name), TOOLS if "call" in conversation else None
-    messages = parse_record(copy.deepcopy(CONVERSATIONS[conversation])).messages
-    turns = messages if encoder.chat._needs_parts else CONVERSATIONS[conversation]
-    if (expected := refused(lambda: tokenized(encoder, turns, tools))) is None:
-        return
-    text, *_ = encoder.chat.render(messages, tools)
-    ids = encoder.tokenize(RenderedChat(text, [], [], [], add_special_tokens=False)).input_ids.tolist()
+    turns = CONVERSATIONS[conversation]
+    pictures = [Image.new("RGB", (64, 48), "red")] * ("image" in conversation)
+    messages = parse_record(copy.deepcopy(turns)).messages
+    processor = processor_of(name)
+    expected = refused(
+        lambda: processor.apply_chat_template(
+            with_pictures(messages if encoder.chat._needs_parts else turns, pictures),
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    )
+    if expected is None:
+        pytest.skip("Transformers refuses it")
+    prompt = encoder.chat(messages, tools, len(pictures))
+    encoded, outputs = encoder(prompt, pictures)
+    ids, expected_ids = encoded.input_ids.tolist(), expected["input_ids"][0].tolist()
     next_turn = encoder.tokenizer.encode(encoder.chat._next_turn or "", add_special_tokens=False)
-    assert ids in (expected["input_ids"], expected["input_ids"] + next_turn)
+    assert ids in (expected_ids, expected_ids + next_turn)
+    assert pictures or encoder.tokenize(prompt).input_ids.tolist() == ids
+    for key in expected.keys() & outputs.keys() - {"attention_mask", "token_type_ids", "mm_token_type_ids"}:
+        assert torch.equal(torch.as_tensor(outputs[key]), torch.as_tensor(expected[key])), key
 
 
 # those of TRL whose `{% generation %}` tags mark what it trains
