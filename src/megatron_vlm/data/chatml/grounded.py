@@ -54,14 +54,14 @@ def asking(record: dict, question: str | None, has_corners: bool | None) -> dict
         for turn in _exchange("<image>" * (not number) + text, "<bbox>")
     ]
     form = "[x1, y1, x2, y2]" if has_corners else "[x, y, width, height]"
-    said = said_size(record) if unit == "real" else {"bbox_type": unit}
+    size = said_size(record) if unit == "real" else {"bbox_type": unit}
     image = record[image_name]
     expression_name = next(name for name in EXPRESSIONS if record.get(name))
     asked_with = {image_name, expression_name, name, "images", "image", "width", "height", "bbox_type"}
     return {key: value for key, value in record.items() if key not in asked_with} | {
         "messages": turns,
         "images": image if isinstance(image, list) else [image],
-        "objects": {"bbox": [box] * len(expressions)} | said,
+        "objects": {"bbox": [box] * len(expressions)} | size,
         NOTES: [f"have a bbox that is read as {form}"],
     }
 
@@ -77,11 +77,11 @@ def corners_in(records: Iterable[Mapping[str, Any]], place: Any) -> bool | None:
     Few boxes that are [x, y, width, height] are wider than their distance from the left edge and also higher
     than that from the top. Raises ValueError that names the `place` if the boxes do not tell.
     """
-    found = [*_boxed(records)]
-    if not found:
+    boxed = [*_boxed(records)]
+    if not boxed:
         return None
-    boxes = [record[BOXES[0]] for record in found]
-    if max(map(max, boxes)) <= 1 and not any(record.get("bbox_type") for record in found):
+    boxes = [record[BOXES[0]] for record in boxed]
+    if max(map(max, boxes)) <= 1 and not any(record.get("bbox_type") for record in boxed):
         raise damaged(place, "a bbox seems to be of shares of width and height", SHARES)
     share = sum(x1 < x2 and y1 < y2 for x1, y1, x2, y2 in boxes) / len(boxes)
     if UNLIKELY < share and (share < SURE or len(boxes) < FEW):
@@ -115,12 +115,10 @@ def _labels(record: dict) -> list[str] | None:
 
 def _expressions(record: Mapping[str, Any]) -> list[str]:
     """The expressions for a record's box. In REFER's files each is an object with `sent`."""
-    said = next((record[name] for name in EXPRESSIONS if record.get(name)), [])
-    said = [
-        one.get("sent") if isinstance(one, dict) else one
-        for one in (said if isinstance(said, list) else [said])
-    ]
-    return said if all(isinstance(one, str) for one in said) else []
+    value = next((record[name] for name in EXPRESSIONS if record.get(name)), [])
+    items = value if isinstance(value, list) else [value]
+    expressions = [item.get("sent") if isinstance(item, dict) else item for item in items]
+    return expressions if all(isinstance(text, str) for text in expressions) else []
 
 
 def _exchange(question: str, answer: str) -> list[dict]:

@@ -30,25 +30,25 @@ def limits_of(kind: str, item: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         BadSample: one is no positive number, or no whole one where something is counted; or two contradict.
     """
-    found = {name: _number(item[name]) for name in LIMITS[kind] if item.get(name) is not None}
-    for name, value in found.items():
+    limits = {name: _number(item[name]) for name in LIMITS[kind] if item.get(name) is not None}
+    for name, value in limits.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
         least = 0 if name == "video_start" else math.ulp(0)
         if not number or value < least or (name not in REAL and value != int(value)):
             wanted = "number" if name in REAL else "whole number"
             raise BadSample("bad_conversation", f"{kind} has {name} {value!r}, not a positive {wanted}")
     for low, high in PAIRS:
-        if found.get(low, 0) > found.get(high, math.inf):
-            detail = f"{kind} has {low} {found[low]} over {high} {found[high]}"
+        if limits.get(low, 0) > limits.get(high, math.inf):
+            detail = f"{kind} has {low} {limits[low]} over {high} {limits[high]}"
             raise BadSample("bad_conversation", detail)
-    if ("resized_height" in found) != ("resized_width" in found):
+    if ("resized_height" in limits) != ("resized_width" in limits):
         raise BadSample("bad_conversation", f"{kind} has one of resized_height and resized_width; give both")
-    nframes = found.pop("num_frames", None)
-    if nframes is not None and found.setdefault("nframes", nframes) != nframes:
+    nframes = limits.pop("num_frames", None)
+    if nframes is not None and limits.setdefault("nframes", nframes) != nframes:
         raise BadSample("bad_conversation", f"{kind} has nframes and num_frames, which differ")
-    if "nframes" in found and "fps" in found:
+    if "nframes" in limits and "fps" in limits:
         raise BadSample("bad_conversation", f"{kind} has fps and nframes; leave one out")
-    return {name: value if name in REAL else int(value) for name, value in found.items()}
+    return {name: value if name in REAL else int(value) for name, value in limits.items()}
 
 
 def _number(value: Any) -> Any:

@@ -37,9 +37,11 @@ def foreign_placeholders(messages: list[dict], kind: str) -> list[str]:
 
 def spellings(messages: list[dict], kind: str) -> list[str]:
     """The likes of placeholders in users' text, each spelling once, without its numbers and names."""
-    found = [match[0] for text in _texts(messages) for match in _ALIKE[kind].finditer(text)]
-    shown = ("![](…)" if each[0] == "!" else re.sub(r"\d+|(?<=[^ ] )[^>]+", "…", each) for each in found)
-    return list(dict.fromkeys(shown))
+    matches = [match[0] for text in _texts(messages) for match in _ALIKE[kind].finditer(text)]
+    without_numbers = (
+        "![](…)" if each[0] == "!" else re.sub(r"\d+|(?<=[^ ] )[^>]+", "…", each) for each in matches
+    )
+    return list(dict.fromkeys(without_numbers))
 
 
 def in_tools(messages: list[dict], kind: str) -> int:

@@ -157,8 +157,8 @@ def parse_record(record: Any) -> Conversation:
     unread = {(kind, key) for kind, entries in media.items() for key in _unread_of(entries, LIMITS[kind])}
     name = _turns_name(record)
     turns, rejected = _chosen_and_rejected(record, name)
-    if (heard := next(filter(record.peek, fields.AUDIO), None)) and "<audio>" in str(turns):
-        raise audio(f"the record, under {heard!r},")
+    if (audio_key := next(filter(record.peek, fields.AUDIO), None)) and "<audio>" in str(turns):
+        raise audio(f"the record, under {audio_key!r},")
     if not name and isinstance(record.peek("texts"), list):  # None stands where a document has no image
         media["image"] = [image for image in media["image"] if image is not None]
 
@@ -209,12 +209,7 @@ def decoded(record: Any) -> Any:
 
 def _decoded_turns(name: str, value: Any) -> Any:
     """Return the turns that are JSON text, as a cell of a CSV file has them; any other value as it is."""
-    if name not in fields.MAY_BE_TURNS or not (isinstance(value, str) and value.lstrip().startswith("[")):
-        return value
-    try:
-        turns = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    turns = decode_json(value) if name in fields.MAY_BE_TURNS else None
     return turns if _are_turns(turns) and all(map(role_of, turns)) else value
 
 
@@ -351,8 +346,10 @@ def _turns_name(record: Record) -> str | None:
         if record.get(name):
             raise BadSample("bad_preference", f"{name}: both answers have to be to the same images")
     get_only_alias(dict(record), fields.REJECTIONS, "bad_preference")
-    alone = record.peek("conversation")  # often a text beside the turns; else it may be the turns
-    are_turns = isinstance(alone, list) or (isinstance(alone, str) and alone.lstrip().startswith("["))
+    conversation = record.peek("conversation")  # often a text beside the turns; else it may be the turns
+    are_turns = isinstance(conversation, list) or (
+        isinstance(conversation, str) and conversation.lstrip().startswith("[")
+    )
     name = get_only_alias(record, fields.TURNS, same=_same_turns)
     return name or ("conversation" if are_turns else None)
 
@@ -434,17 +431,17 @@ def _is_whole(turns: list) -> bool:
     return any(role_of(turn) in ("system", "user") for turn in turns[:1])
 
 
-def _turns(given: Any, role: str) -> list:
+def _turns(answer: Any, role: str) -> list:
     """Return text as a turn of `role`; turns as they are, for `parse_turns` to judge."""
-    if isinstance(given, list) and given and all(isinstance(text, str) for text in given):
+    if isinstance(answer, list) and answer and all(isinstance(text, str) for text in answer):
         raise BadSample("bad_preference", "an answer or prompt is a list of texts; write turns, or one text")
-    if isinstance(given, str):
-        return _transcript(given) or [{"role": role, "content": given}]
-    if isinstance(given, dict):
-        return [given]
-    if not isinstance(given, list):
-        raise BadSample("bad_preference", f"an answer or prompt is {type(given).__name__}, no text or turns")
-    return given
+    if isinstance(answer, str):
+        return _transcript(answer) or [{"role": role, "content": answer}]
+    if isinstance(answer, dict):
+        return [answer]
+    if not isinstance(answer, list):
+        raise BadSample("bad_preference", f"an answer or prompt is {type(answer).__name__}, no text or turns")
+    return answer
 
 
 def _transcript(text: str) -> list[dict]:
@@ -532,8 +529,8 @@ def _answer(item: Any) -> str | None:
     return str(item) if isinstance(item, str | int | float) and not _is_null(item) else None
 
 
-def _are_turns(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(turn, dict) for turn in given)
+def _are_turns(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
 
 
 def _first_name(record: dict, names: tuple[str, ...], reason: str) -> str | None:

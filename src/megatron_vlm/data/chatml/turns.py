@@ -1,6 +1,5 @@
 """Read one turn as people write it: a message as chat templates take it, and the media that it names."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.limits import LIMITS, named_limits
-from megatron_vlm.data.chatml.tools import read_call_turn, read_calls
+from megatron_vlm.data.chatml.tools import decode_json, read_call_turn, read_calls
 from megatron_vlm.data.on_disk.fields import (
     AUDIO_PARTS,
     CALL,
@@ -147,12 +146,12 @@ def named_weight(turn: dict, number: int) -> float | None:
 
     Raises BadSample for a wrong one, and for two that differ.
     """
-    named = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
-    for key, value in named.items():
+    weight_keys = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
+    for key, value in weight_keys.items():
         if not (isinstance(value, int | float) and (value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT)):
             wanted = f"true, false or a number from {LEAST_WEIGHT} to {MOST_WEIGHT}"
             raise BadSample("bad_conversation", f"turn {number} has {key} {value!r}, not {wanted}")
-    weights = set(map(float, named.values()))
+    weights = set(map(float, weight_keys.values()))
     if len(weights) > 1:
         raise BadSample("bad_conversation", f"turn {number} has {' and '.join(WEIGHTS)}, which differ")
     return weights.pop() if weights else None
@@ -178,12 +177,9 @@ def _decoded_parts(content: Any, role: str) -> Any:
 
     A reply may be such JSON itself, so a reply's parts have nothing but their text.
     """
-    if not (isinstance(content, str) and content.lstrip().startswith("[")):
+    if not isinstance(content, str):
         return content
-    try:
-        parts = json.loads(content)
-    except (ValueError, RecursionError):
-        return content
+    parts = decode_json(content)
     are_parts = isinstance(parts, list) and all(
         isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in PARTS
         for part in parts
