@@ -81,9 +81,11 @@ def kill_once(run_dir: Path) -> None:
 
 
 def stop_for(seconds: float) -> None:
-    """Stop this process now; another continues it."""
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Have a process outside stop this one, and continue it `seconds` after it has seen it stopped."""
+    pid = os.getpid()
+    is_running = f"kill -0 {pid} && ! grep -q '^State:.T' /proc/{pid}/status"
+    steps = f"kill -STOP {pid}; while {is_running}; do sleep 0.1; done; sleep {seconds}; kill -CONT {pid}"
+    subprocess.Popen(["sh", "-c", steps], start_new_session=True).wait()
 
 
 class Sleeps:
