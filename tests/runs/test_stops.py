@@ -246,14 +246,32 @@ def test_a_rank_is_ended_at_once_by_a_launcher_that_has_lost_another(tmp_path):
     shared = tmp_path / "attempt_0"
     (shared / "1").mkdir(parents=True)
     environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(shared / "0/error.json")}
+    environment["MASTER_PORT"] = "1"
     gone = subprocess.Popen(["true"])
     gone.wait()
     other = {"rank": 1, "pid": gone.pid, "host": os.uname().nodename, "has_ended": False, "hang": None}
+    other["port"] = "1"
     (shared / "rank1.json").write_text(json.dumps(other) + "\n")
     program = ALONE.format(before="pass", within="os.kill(os.getpid(), signal.SIGTERM)")
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGTERM and done.stdout == ""
+
+
+def test_the_heartbeats_of_a_job_that_was_refused_end_no_other(tmp_path):
+    """Jobs of srun or mpirun have no folder of torchrun's: both write into the run folder."""
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors/rank1.txt").touch()  # of the job that runs, so that the other leaves its files
+    job = os.environ | {"WORLD_SIZE": "2"}
+    refused = ALONE.format(before='raise RuntimeError("another run is active here")', within="pass")
+    environment = job | {"RANK": "1", "MASTER_PORT": "2"}
+    assert subprocess.run([sys.executable, "-c", refused, tmp_path], env=environment, timeout=60).returncode
+    assert json.loads((tmp_path / "errors/rank1.json").read_text())["has_ended"]
+    program = ALONE.format(before="pass", within="os.kill(os.getpid(), signal.SIGTERM)")
+    environment = job | {"RANK": "0", "MASTER_PORT": "1"}
+    command = [sys.executable, "-c", program, tmp_path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "['SIGTERM']"), done.stderr
 
 
 @pytest.mark.parametrize(

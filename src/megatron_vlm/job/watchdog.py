@@ -130,6 +130,8 @@ class Watch:
         self.hang_seconds = hang_seconds
         self.content: dict[str, Any] = {"rank": rank(), "pid": os.getpid(), "host": socket.gethostname()}
         self.content |= {"doing": "starting", "step": 0, "beats": 0, "hang": None, "has_ended": False}
+        # by it, files of another job are not read, which was refused here or killed
+        self.content["port"] = os.environ.get("MASTER_PORT")
         self.progress: list[Callable[[], Any]] = [lambda: len(sys.modules)]  # imports are work, too
         self.files = False
         self.run_dir = ""
@@ -165,14 +167,14 @@ class Watch:
             os.pwrite(self._heartbeat.fileno(), json.dumps(self.content).encode().ljust(ROOM), 0)
 
     def others(self) -> list[dict[str, Any]]:
-        """Return the content of the other ranks' files, of those that have one."""
+        """Return the content of the other ranks' files, of those that have one and belong to this job."""
         contents = []
         for number in range(world_size()):
             # one that does not exist yet, or is being written, comes with the next look
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
                 if number != rank():
                     contents.append(json.loads(read_file(self._heartbeats / f"rank{number}.json")))
-        return contents
+        return [content for content in contents if content.get("port") == self.content["port"]]
 
     def has_another_ended(self) -> bool:
         """Return whether another rank has ended, as far as this one can see."""
