@@ -61,13 +61,12 @@ class StreamedRows:
             yield from self.stream.shard(self.stream.num_shards, shard)
 
     def first_rows(self, count: int) -> list[Row]:
-        """The first rows, of a pass of their own over the stream."""
-        rows = (
-            ((shard, number, 0), record)
-            for shard in range(self.stream.num_shards)
-            for number, record in enumerate(self.records(shard))
-        )
-        return list(itertools.islice(rows, count))
+        """The first rows of the first shard that has any, of a pass of their own over it."""
+        for shard in range(self.stream.num_shards):
+            records = itertools.islice(self.records(shard), count)
+            if rows := [((shard, number, 0), record) for number, record in enumerate(records)]:
+                return rows
+        return []
 
     def at(self, places: Sequence[Place]) -> list[Row]:
         """The rows at these places. Each of their shards is read from its beginning to the last of them."""
