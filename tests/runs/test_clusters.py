@@ -251,6 +251,50 @@ def test_a_machine_that_waits_for_others_says_so_and_ends_by_signals(environment
     assert waiting.wait(10) == -number and waiting.stderr.read() == ""
 
 
+def start_waiting(number: int, port: int, folder: Path, machines: int = 2) -> subprocess.Popen:
+    """A launcher of a small job with PET_NODE_RANK `number`, which says on stderr that it waits."""
+    static = {
+        **FIRST,
+        "PET_NNODES": str(machines),
+        "PET_NODE_RANK": str(number),
+        "PET_MASTER_PORT": str(port),
+    }
+    path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, HELPERS / "small_job.py", folder, "none"]
+    environment = {**OUTSIDE_TORCHRUN, **static, "TMPDIR": str(folder), "PYTHONPATH": path}
+    launcher = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment)
+    assert "waiting for" in launcher.stderr.readline()
+    return launcher
+
+
+@pytest.mark.parametrize("numbers", [(0, 0), pytest.param((1, 1, 0), marks=pytest.mark.long)])
+def test_machines_with_the_same_number_end_with_both_names(numbers, tmp_path):
+    launchers = [start_waiting(number, 29581, tmp_path, len(numbers)) for number in numbers]
+    try:
+        ends = [launcher.communicate(timeout=40)[1].splitlines()[-1] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert {launcher.returncode for launcher in launchers} == {2}, ends
+    assert len(set(ends)) == 1 and f"PET_NODE_RANK: {numbers[0]} is the number of " in ends[0], ends
+    assert all(f"(pid {launcher.pid})" in ends[0] for launcher in launchers[:2]), ends
+
+
+@pytest.mark.long
+def test_a_machine_that_comes_back_while_others_wait_has_its_number(tmp_path):
+    launchers = [start_waiting(number, 29582, tmp_path, machines=3) for number in range(2)]
+    try:
+        time.sleep(3)  # until both wait
+        launchers[1].kill()
+        launchers[1].communicate()
+        launchers[1:] = [start_waiting(number, 29582, tmp_path, machines=3) for number in (1, 2)]
+        texts = [launcher.communicate(timeout=120) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0, 0, 0], texts
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("end", "number"), [("die", 1), ("lose_power", 1), ("die", 0)])
 def test_a_machine_that_ends_ends_the_other_within_a_minute_with_the_reason(

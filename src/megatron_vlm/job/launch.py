@@ -1,7 +1,8 @@
 """Starts the ranks of `--nproc` by torch's elastic agent, and says why they ended. It imports torch.
 
 PET_ variables, the meeting of machines, the ranks' environment and error files are torch's. Added here:
-ranks start again only if one was lost, warnings are passed on to them, and the job has one reason.
+ranks start again only if one was lost, warnings are passed on to them, the job has one reason, and two
+machines with the same number are refused.
 """
 
 import contextlib
@@ -10,20 +11,24 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import cuda
-from torch.distributed import DistError, run
+from torch.distributed import DistError, DistStoreError, TCPStore, run
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api
 
 from megatron_vlm.config import ConfigError
@@ -41,6 +46,8 @@ _BEST_FIRST = (
     "lost",
     "terminated",
 )  # what ranks end by; the last two by others
+_LOOK_AGAIN = 0.5  # seconds between two looks at which machines are there
+_TAKEN_PORT_ANSWERS = timedelta(seconds=10)  # if another launcher has the port
 
 
 class Reason(NamedTuple):
@@ -92,6 +99,8 @@ def launch(
         except (RendezvousError, DistError):
             text = f"megatron-vlm: {meeting} do not meet: one is lost, or the port is taken; {AGAIN}."
             reason = min([*_reports(folder), Reason(3, math.inf, BUG_CODE, text)])
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError(f"torchrun's PET_ variables: {error}; correct that variable.") from error
         finally:
@@ -125,6 +134,9 @@ class _Agent(LocalElasticAgent):
         # torch waits for machines in compiled code, where no handler of Python runs
         handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
         try:
+            handler = worker_group.spec.rdzv_handler
+            if isinstance(handler, StaticTCPRendezvous):
+                handler._store = _meet(handler)  # torch opens none if it has one
             super()._rendezvous(worker_group)
         finally:
             for number, handler in zip(numbers, handlers, strict=True):
@@ -143,6 +155,53 @@ class _Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         print("megatron-vlm: starting again from the last checkpoint", file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
+
+
+def _meet(handler: StaticTCPRendezvous) -> TCPStore:
+    """Return the store in which all machines are there, each with its own number.
+
+    Torch would wait in silence for the number that none has. Here each machine writes its name under its
+    number. One that finds another's name there says so to all; a machine that died while it waited does not.
+
+    Raises:
+        ConfigError: Two machines have the same PET_NODE_RANK.
+        DistError: A machine does not come in time, or the port is taken.
+    """
+    count = handler.world_size
+    open_store = partial(
+        TCPStore,
+        handler.master_addr,
+        handler.master_port,
+        count,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    has_port = True
+    timeout = handler.timeout
+    try:
+        store = open_store(is_master=handler.rank == 0, timeout=timeout)
+    except DistError:
+        if handler.rank != 0:
+            raise
+        has_port = False  # perhaps another number 0 has it, which then says so
+        timeout = _TAKEN_PORT_ANSWERS
+        store = open_store(is_master=False, timeout=timeout)
+    keys = [f"machine/{number}" for number in range(count)]
+    key = keys[handler.rank]
+    name = f"{socket.gethostname()} (pid {os.getpid()})"
+    store.set(key, name)
+    limit = time.monotonic() + timeout.total_seconds()
+    while not store.check(["same"]):
+        if (other := store.get(key).decode()) != name:
+            store.set("same", f"{handler.rank} is the number of {name} and of {other}")
+        elif has_port and store.check(keys):
+            return store
+        elif time.monotonic() > limit:
+            raise DistStoreError
+        time.sleep(_LOOK_AGAIN)
+    text = store.get("same").decode()
+    time.sleep(4 * _LOOK_AGAIN)  # the store ends with its machine, and the others read it, too
+    raise ConfigError(f"PET_NODE_RANK: {text}; give each machine its own, from 0 to {count - 1}.")
 
 
 def _reports(folder: str) -> list[Reason]:
