@@ -13,6 +13,7 @@ from pathlib import Path
 import av
 import pytest
 import torch
+import yaml
 from noisy_media import film, picture
 from prepared_shards import prepare, stored
 from programs import COMMAND, run_program
@@ -310,6 +311,20 @@ def test_questions_of_several_energon_paths_have_the_keys_of_training(prepared):
     loader = EnergonProvider(data).valid_loader(encoder, micro_batch_size=1, rank=0, world_size=1)
     assert keys == [key for batch in loader for [key] in batch["__key__"]]
     assert len(set(keys)) == 5 and keys[-1].startswith("two-")
+
+
+def test_a_sample_that_split_yaml_excludes_is_no_question(prepared, tmp_path):
+    dataset = Path(shutil.copytree(prepared / "one", tmp_path / "one"))
+    description = dataset / ".nv-meta" / "split.yaml"
+    split = yaml.safe_load(description.read_text())
+    first, *others = stored(dataset)["val"]
+    shard, _, name = first.rpartition("/")
+    description.write_text(yaml.safe_dump(split | {"exclude": [f"{split['split_parts']['val'][0]}/{name}"]}))
+    data = DataConfig(train_data_path="none://", valid_data_path=str(dataset), num_workers=0)
+    questions = open_questions(data, open_source(str(prepared / "model")), TOKENS)
+    assert questions.notes() == []
+    assert questions[0]["problem"] == "bad_conversation: split.yaml excludes it"
+    assert questions[1].key == others[0]
 
 
 def answers_of_rank(folder: str, tp: int) -> list[dict]:

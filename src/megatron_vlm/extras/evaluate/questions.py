@@ -45,13 +45,18 @@ class Questions(Dataset):
 
     def notes(self) -> list[str]:
         """Return a line if the first row is a preference pair, whose rejected answer is not read."""
-        is_pair = len(self) > 0 and self.rows.sample(self.chosen[0]).rejected is not None
         line = "the questions are of preference pairs: answers are scored against the chosen"
+        try:
+            is_pair = len(self) > 0 and self.rows.sample(self.chosen[0]).rejected is not None
+        except BadSample:
+            return []
         return [line] if is_pair else []
 
     def __getitem__(self, place: int) -> Question | Problem:
-        sample = self.rows.sample(self.chosen[place])
+        key = f"sample {self.chosen[place]}"
         try:
+            sample = self.rows.sample(self.chosen[place])  # Energon's split.yaml may exclude it
+            key = sample.__key__
             question = self.rows.encoder.documents.question(sample)
             last = int(question.prompt["position_ids"].max())
             if self._longest is not None and last >= self._longest:
@@ -59,7 +64,7 @@ class Questions(Dataset):
             return question
         except BadSample as bad:
             reason = NO_REFERENCE if bad.reason == "no_trained_tokens" else bad.reason
-            return {"key": sample.__key__, "problem": f"{reason}: {bad.detail}"}
+            return {"key": key, "problem": f"{reason}: {bad.detail}"}
 
 
 def of_any_length(data: DataConfig) -> DataConfig:
