@@ -36,10 +36,17 @@ def read_tools(name: str, tools: Any) -> list[dict] | None:
 
 
 def read_call_turn(content: Any, place: str, unread: set[tuple[str, str]]) -> list[dict]:
-    """Return the calls of a turn whose text is one call, or a list of them.
+    """Return the calls of a turn whose text is one call, or a list of them, as OpenAI writes them.
 
-    Arguments that are JSON text of an object come out as the object, since templates write text in quotes.
-    Keys that templates do not write are added to `unread`. Raises BadSample.
+    Raises BadSample.
+    """
+    return [_wrap(call) for call in _checked_calls(content, place, unread)]
+
+
+def _checked_calls(content: Any, place: str, unread: set[tuple[str, str]]) -> list[dict]:
+    """Return calls as they are written, but with objects for arguments that are JSON text of an object.
+
+    Templates would write that text in quotes. Keys that they do not write are added to `unread`.
     """
     calls = decode_json(content)
     calls = [decode_json(call) for call in (calls if isinstance(calls, list) else [calls])]
@@ -50,8 +57,11 @@ def read_call_turn(content: Any, place: str, unread: set[tuple[str, str]]) -> li
             raise BadSample("bad_conversation", f"{place}a call has no name; write name and arguments")
         keys = {*call, *call.get("function", ())}
         unread |= {("tool call", str(key)) for key in keys - CALL_KEYS}
-    calls = [call if "function" in call else {"type": "function", "function": call} for call in calls]
     return [_with_arguments(call) for call in calls]
+
+
+def _wrap(call: dict) -> dict:
+    return call if "function" in call else {"type": "function", "function": call}
 
 
 def read_calls(turn: dict, place: str, unread: set[tuple[str, str]]) -> list[dict] | None:
@@ -62,11 +72,11 @@ def read_calls(turn: dict, place: str, unread: set[tuple[str, str]]) -> list[dic
     written, older = decode_json(turn.get("tool_calls")), turn.get("function_call")
     if written and not (isinstance(written, list) and all(isinstance(call, dict) for call in written)):
         raise BadSample("bad_conversation", f"{place}tool_calls is no list of objects")
-    calls = read_call_turn(written, place, unread) if written else written
+    calls = _checked_calls(written, place, unread) if written else written
     if not older:
         return calls
     older = read_call_turn(older, place, unread)
-    if calls and calls != older:
+    if calls and list(map(_wrap, calls)) != older:
         raise BadSample("bad_conversation", f"{place}tool_calls and function_call differ; leave one out")
     return older
 
