@@ -470,6 +470,67 @@ def test_a_call_without_a_name_says_so():
         parse_record([{"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
+@pytest.mark.parametrize(
+    "name", ["prompt", "completion", "messages", "answers", "history", "content", "arguments"]
+)
+def test_a_list_as_python_prints_it_is_refused(name):
+    record = {"prompt": "What?", "completion": "A cat."}
+    turns, parts = [SHAREGPT[1]], [text("A cat.")]
+    calls = [{"function": {"name": "look", "arguments": "{'at': 'cat'}"}}]
+    record |= {
+        "content": {"messages": [{"role": "user", "content": str(parts)}, REPLY]},
+        "arguments": {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}]},
+        "answers": {"answers": "['a cat', 'cat']"},
+        "history": {"history": "[('Hi', 'Hello')]"},
+    }.get(name, {name: str(turns)})
+    with pytest.raises(BadSample, match=f"{name} (is a list as Python prints it|of a call .* are no JSON)"):
+        parse_record(record)
+
+
+def test_cells_of_a_csv_file_hold_answers_history_and_turns_in_json():
+    record = {"question": "What?", "answers": '["a cat", "cat", "cat"]', "history": '[["Hi", "Hello"]]'}
+    messages = parse_record(record).messages
+    assert [message["content"] for message in messages] == [
+        [text(t)] for t in ("Hi", "Hello", "What?", "cat")
+    ]
+    assert parse_record({"prompt": "What?", "completion": json.dumps(REPLY)}).messages[1] == EXPECTED[1]
+
+
+def test_an_empty_instruction_puts_no_line_before_its_input():
+    assert parse_record({"instruction": "", "input": "What?", "output": "A cat."}).messages == [
+        {"role": "user", "content": [text("What?")]},
+        EXPECTED[1],
+    ]
+
+
+def test_replies_in_a_prompt_of_turns_are_not_trained():
+    prompt = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant", "user")]
+    prompt[3]["weight"] = 1
+    messages = parse_record({"prompt": prompt, "completion": [REPLY]}).messages
+    assert [number for number, message in enumerate(messages) if is_trained(message)] == [3, 5]
+    with pytest.raises(BadSample, match="the prompt ends with a reply, and the answer is another"):
+        parse_record({"prompt": prompt[:4], "completion": [REPLY]})
+
+
+@pytest.mark.parametrize("line", ["\n", "\r\n"], ids=repr)
+def test_a_prompt_that_is_a_transcript_is_turns(line):
+    prompt = f"{line * 2}Human: Hi{line * 2}Assistant: Hello{line * 2}Human: What?{line * 2}Assistant:"
+    messages = parse_record({"prompt": prompt, "completion": " A cat."}).messages
+    roles = [message["role"] for message in messages]
+    assert roles == ["user", "assistant"] * 2 and messages[3] == EXPECTED[1]
+
+
+def test_a_question_without_an_answer_says_so():
+    with pytest.raises(BadSample, match="a question without an answer"):
+        parse_record({"question": "What?", "answer": None})
+
+
+def test_keys_without_a_value_are_not_named():
+    parts = [{"type": "image", "image": "a.png", "text": None}, text("\nWhat?") | {"image": ""}]
+    record = {"messages": [{"role": "user", "content": parts, "loss_of": None}, REPLY]}
+    assert parse_record(record).unread == set()
+
+
 def test_audio_that_no_turn_mentions_is_named():
     record = {"messages": [{"role": "user", "content": "What?"}, REPLY], "audio": "a.mp3"}
     assert parse_record(record).unread == {("record", "audio")}

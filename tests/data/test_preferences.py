@@ -79,6 +79,12 @@ def test_what_is_said_twice_is_said_once():
     assert halves(twice) == halves(RECORDS["two conversations"])
 
 
+def test_a_prompt_that_is_not_that_of_two_whole_conversations_is_named():
+    whole = {key: [turn("user", "What?"), turn("assistant", key)] for key in ("chosen", "rejected")}
+    assert parse_record({"prompt": "What?"} | whole).unread == set()
+    assert parse_record({"prompt": "Where?"} | whole).unread == {("record", "prompt")}
+
+
 def test_a_rejected_answer_to_another_image_is_bad():
     def whole(image, answer):
         parts = [{"type": "image", "image": image}, {"type": "text", "text": "q"}]
@@ -130,6 +136,8 @@ def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
             "rejected_response and rejected_me",
         ),
         (RECORDS["two conversations"] | {"chosen": "A bird."}, "chosen and messages are two names"),
+        ({"chosen": "User: Hi\n\nAssistant: A", "rejected": "User: Hi\n\nAssistant: B"}, "no prompt beside"),
+        ({"system": "Be brief.", "chosen": [GOOD], "rejected": [BAD]}, "no prompt beside the chosen"),
         (RECORDS["TRL"] | {"question": "Who?"}, "question and prompt are two names"),
     ],
 )

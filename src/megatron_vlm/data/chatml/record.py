@@ -53,6 +53,7 @@ from megatron_vlm.data.chatml.turns import (
     is_blank,
     parse_turn,
     role_of,
+    unread_keys,
 )
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk import fields
@@ -68,7 +69,13 @@ NAMELESS = {"id", NOTES}  # nothing is lost if these are not read
 ENTRY = ("bytes", "path", "image", "video", "image_url", "video_url", "source", "url", "data")
 ENTRY_FACTS = ("type", "media_type", "frames", *fields.TIMES)  # what else it may say
 FRAMES = tuple(ending for ending in PICTURES if ending not in (".gif", ".webp"))  # which may be clips
-SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # of hh-rlhf's conversations in one text
+SPEAKER = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):")  # of hh-rlhf's conversations in one text
+LISTS = ("history", fields.ANSWERS)  # of a record, which a cell of a CSV file has as text
+PYTHON_TURNS = re.compile(r"\[?\{(?=.*'(?:role|from)': ')'(?:role|from|content|value)': ", re.DOTALL)
+NO_PROMPT = (
+    'no prompt beside the chosen answer, which begins neither with a user turn nor with "Human:"; '
+    "data.columns.prompt=NAME names the column of the prompt"
+)
 PICTURE_NUMBER = re.compile(r"<?image_?\d{1,9}>?")  # a key of MiniCPM-V's object of images
 
 
@@ -93,13 +100,17 @@ class Record(dict):
 
     def note_unread(self, place: str, item: dict, known: tuple[str, ...]) -> None:
         """Note the keys of an object in the record that are not among the known ones."""
-        self._inside |= {(place, str(key)) for key in item if key not in known}
+        self._inside |= {(place, key) for key in unread_keys(item, known)}
 
     def unread(self) -> set[tuple[str, str]]:
         """Return the keys that were not read and say something."""
         skipped = self._read_keys | NAMELESS
         keys = {key for key in self.keys() - skipped if self.peek(key) not in (None, "", [])}
         return self._inside | {("record", str(key)) for key in keys}
+
+    def note_unused(self, keys: tuple[str, ...]) -> None:
+        """Note that these keys were looked at, and that nothing in the conversation comes from them."""
+        self._read_keys.difference_update(keys)
 
 
 @dataclass
@@ -150,7 +161,7 @@ def parse_record(record: Any) -> Conversation:
         record = {"messages": record}
     if not isinstance(record, dict):
         raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
-    record = Record({k: _decoded_turns(k, value) for k, value in record.items() if not _is_null(value)})
+    record = Record({k: _decoded_cell(k, value) for k, value in record.items() if not _is_null(value)})
     media = {
         kind: _listed(kind, record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()
     }
@@ -207,10 +218,21 @@ def decoded(record: Any) -> Any:
         raise BadSample("bad_json", str(error)) from error
 
 
-def _decoded_turns(name: str, value: Any) -> Any:
-    """Return the turns that are JSON text, as a cell of a CSV file has them; any other value as it is."""
-    turns = decode_json(value) if name in fields.MAY_BE_TURNS else None
-    return turns if _are_turns(turns) and all(map(role_of, turns)) else value
+def _decoded_cell(name: str, value: Any) -> Any:
+    """Return the turns, history or answers that are JSON text, as a cell of a CSV file has them; any other
+    value as it is. Raises BadSample for Python's text of a list, which pandas writes into a cell."""
+    if not isinstance(value, str) or name not in (*fields.MAY_BE_TURNS, *LISTS):
+        return value
+    content = decode_json(value)
+    text = value.strip()
+    is_python = PYTHON_TURNS.match(text) or (name in LISTS and text[:1] == "[")
+    if content is value and is_python and text[-1] in "]}":
+        detail = f"{name} is a list as Python prints it, not JSON; write the column with json.dumps"
+        raise BadSample("bad_conversation", detail)
+    if name in LISTS:
+        return content
+    turns = [content] if isinstance(content, dict) else content
+    return turns if _are_turns(turns) and any(map(role_of, turns)) else value
 
 
 def _is_null(value: Any) -> bool:
@@ -371,6 +393,10 @@ def _chosen_and_rejected(record: Record, name: str | None) -> tuple[Any, Any]:
             prompt = _turns(_asked(record, "bad_preference") or [], "user")
         prompt = _without_reply(prompt, record[fields.CHOSEN])
         turns = _answered(prompt, chosen)
+        if not prompt and not any(role_of(turn) == "user" for turn in turns):
+            raise BadSample("bad_preference", NO_PROMPT)
+        if prompt and turns[: len(prompt)] != prompt and not _same_turns(turns[: len(prompt)], prompt):
+            record.note_unused((*fields.PROMPTS, *fields.QUERIES))
         if rejected is not None:
             return turns, _answered(prompt, record[fields.REJECTED])
     if not turns and rejected is not None and chosen is None and _reply(record)[0] is None:
@@ -412,8 +438,10 @@ def _asked(record: Record, reason: str) -> Any:
     """Return the prompt of a record, and its query after a newline; None if it asks nothing."""
     prompt = record.get(_first_name(record, fields.PROMPTS, reason))
     query = record.get(_first_name(record, fields.QUERIES, reason))
-    if prompt is None or not query:
+    if not query:
         return query if prompt is None else prompt
+    if not prompt:
+        return query
     if not (isinstance(prompt, str) and isinstance(query, str)):
         raise BadSample(reason, "prompt and query are not both text")
     return f"{prompt}\n{query}"
@@ -484,7 +512,9 @@ def _exchanges(record: Record) -> list[dict]:
     prompt = _asked(record, "bad_conversation")
     reply, references = _reply(record)
     if prompt is None or reply is None:
-        why = f"none of {list(fields.TURNS)} among {sorted(map(str, record))}; data.columns can name them"
+        lacks = "" if prompt is None else "a question without an answer, and "
+        names = f"none of {list(fields.TURNS)} among {sorted(map(str, record))}"
+        why = f"{lacks}{names}; data.columns can name them"
         if empty := [name for name in fields.TURNS if name in record]:
             why = f"{empty[0]} is empty"
         raise BadSample("bad_conversation", f"no turns: {why}")
@@ -492,13 +522,37 @@ def _exchanges(record: Record) -> list[dict]:
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
         raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
     earlier = [turn for pair in pairs for turn in _exchange(pair[0], pair[1])]
+    if isinstance(prompt, str) and isinstance(reply, str) and prompt.rstrip().endswith("Assistant:"):
+        if transcript := _transcript(prompt):
+            prompt, reply = transcript, reply.strip()
     if _are_turns(prompt) or _are_turns(reply):
-        turns = earlier + _turns(prompt, "user") + _turns(reply, "assistant")
+        turns = earlier + _completed(_turns(prompt, "user"), _turns(reply, "assistant"))
     else:
         turns = earlier + _exchange(prompt, reply)
     if references:
         turns[-1] = turns[-1] | {fields.REFERENCES: references}
     return turns
+
+
+def _completed(prompt: list, answer: list) -> list:
+    """Return the turns of a prompt and of its answer. As in TRL, replies in the prompt are not trained.
+
+    One that names a weight has this weight. Raises BadSample if one reply follows another.
+    """
+    roles = [role_of(turn) for turn in (*prompt[-1:], *answer[:1])]
+    if roles == ["assistant", "assistant"]:
+        raise BadSample(
+            "bad_conversation",
+            "the prompt ends with a reply, and the answer is another; make one turn of them",
+        )
+    untrained = [
+        turn | {"loss": False}
+        if role_of(turn) in ("assistant", fields.CALL)
+        and all(turn.get(key) is None for key in fields.WEIGHTS)
+        else turn
+        for turn in prompt
+    ]
+    return untrained + answer
 
 
 def _reply(record: Record) -> tuple[Any, list[str]]:

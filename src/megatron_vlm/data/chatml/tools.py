@@ -144,6 +144,9 @@ def _with_arguments(call: Any) -> Any:
     function = call.get("function", call) if isinstance(call, dict) else None
     arguments = decode_json(function.get("arguments")) if isinstance(function, dict) else None
     arguments = {} if arguments == "" else arguments  # of a call without any
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        detail = f"the arguments of a call begin like an object and are no JSON: {arguments[:80]!r}"
+        raise BadSample("bad_conversation", detail)
     if not isinstance(arguments, dict):
         return call
     function = function | {"arguments": arguments}

@@ -1,7 +1,7 @@
 """Read one turn as people write it: a message as chat templates take it, and the media that it names."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import eq
 from typing import Any
@@ -36,6 +36,7 @@ PASSED = {*THINKING_KEYS, *CALLS, REFERENCES, "name", "tool_call_id"}  # go to t
 PLACEHOLDER = re.compile(r"<(image|video)>")
 # An image that a text names; a name in the tag that is no file's is text about the tag
 NAMED_IMAGE = re.compile(rf"<img>([^<>\n]+(?:{'|'.join(map(re.escape, PICTURES))}))</img>", re.IGNORECASE)
+PYTHON_PARTS = re.compile(r"\[\{'type': '(?:(?:in|out)put_)?(?:text|image|video)(?:_url)?'[,}]")
 # What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
 INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
 BLANK = re.compile(f"{INVISIBLE}*+")
@@ -74,6 +75,11 @@ def get_only_alias(
     return first
 
 
+def unread_keys(item: Mapping[str, Any], known: Container[str]) -> set[str]:
+    """Return the keys of an object that are not among the known ones and have a value."""
+    return {str(key) for key, value in item.items() if key not in known and value not in NO_VALUES}
+
+
 def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
     """Return the turn as a message: its content as a list of text, image and video parts.
 
@@ -95,7 +101,7 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
     message = {key: value for key, value in turn.items() if key not in TAKEN}
     if turn.keys().isdisjoint(CONTENT):
         content = message.pop("text", None)
-    media.unread |= {("turn", key) for key in message if key not in PASSED}
+    media.unread |= {("turn", key) for key in unread_keys(message, PASSED)}
     if (weight := named_weight(turn, number)) is not None:
         message["loss"] = weight
     if role == CALL:
@@ -103,6 +109,8 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
         return message | {"role": "assistant", "content": [], "tool_calls": calls}
     if (calls := read_calls(turn, place, media.unread)) is not None:
         message["tool_calls"] = calls
+    if role in ("user", "assistant") and isinstance(content, str) and PYTHON_PARTS.match(content.strip()):
+        raise BadSample("bad_conversation", f"{place}content is a list as Python prints it; write it as JSON")
 
     # Media of the turn itself, or paths in its text, become parts first; then every part is read
     parts = _raw_parts(content, number, role)
@@ -254,7 +262,7 @@ def _part(part: Any, number: int, media: TurnMedia) -> dict:
         known = ", ".join(PARTS)
         raise BadSample("bad_conversation", f"turn {number} has a part that is no {known}, or has no text")
     if kind == "text":
-        media.unread |= {("part", key) for key in part if key not in ("type", "text")}
+        media.unread |= {("part", key) for key in unread_keys(part, ("type", "text"))}
         return {"type": "text", "text": part["text"]}
     names = (f"{kind}_url", kind, *MEDIUM)
     medium = part.get(get_only_alias(part, names))
@@ -264,7 +272,7 @@ def _part(part: Any, number: int, media: TurnMedia) -> dict:
         limited = part | medium
         known |= {"media_type", "data", "bytes", "frames"}
         medium = medium.get("url", medium.get("data", medium))
-    media.unread |= {("part", str(key)) for key in limited if key not in known}
+    media.unread |= {("part", key) for key in unread_keys(limited, known)}
     if kind == "video" and isinstance(medium, list):
         medium = {"frames": medium} | frame_times(part)
     media.named[kind].append((medium, part.get("index")))
