@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 from samples import clean
 
@@ -525,10 +526,18 @@ def test_a_question_without_an_answer_says_so():
         parse_record({"question": "What?", "answer": None})
 
 
+def test_arrays_in_a_list_of_turns_are_read():
+    parts = np.array([{"type": "image", "image": "a.png"}, text("\nWhat?")], dtype=object)
+    turns = [{"role": "user", "content": parts}, REPLY | {"weight": np.int64(0)}]
+    assert parse_record({"messages": turns}).messages == [EXPECTED[0], EXPECTED[1] | {"loss": 0}]
+
+
 def test_keys_without_a_value_are_not_named():
     parts = [{"type": "image", "image": "a.png", "text": None}, text("\nWhat?") | {"image": ""}]
     record = {"messages": [{"role": "user", "content": parts, "loss_of": None}, REPLY]}
     assert parse_record(record).unread == set()
+    record["messages"][0]["scores"] = np.zeros(2)
+    assert parse_record(record).unread == {("turn", "scores")}
 
 
 def test_audio_that_no_turn_mentions_is_named():

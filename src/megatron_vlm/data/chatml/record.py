@@ -241,16 +241,15 @@ def _is_null(value: Any) -> bool:
 
 
 def without_numpy(value: Any) -> Any:
-    """Return a record with Python's values in place of numpy values, as pandas reads them from parquet.
-
-    Python's own lists stay as they are: pandas reads every list of a record as an array.
-    """
+    """Return a record with Python's values in place of numpy values, as pandas reads them from parquet."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
         return {key: without_numpy(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        return [without_numpy(item) for item in value.tolist()]
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [without_numpy(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -77,7 +77,8 @@ def get_only_alias(
 
 def unread_keys(item: Mapping[str, Any], known: Container[str]) -> set[str]:
     """Return the keys of an object that are not among the known ones and have a value."""
-    return {str(key) for key, value in item.items() if key not in known and value not in NO_VALUES}
+    empty = {key for key, value in item.items() if isinstance(value, str | list | None) and not value}
+    return {str(key) for key in item.keys() - empty if key not in known}
 
 
 def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
