@@ -46,7 +46,8 @@ def mask_addresses(text: object) -> str:
 def _without_query(word: re.Match[str]) -> str:
     """A word of a text; if it is an address with a query of keys and values, without what is in the query."""
     address, _, query = word[0].partition("?")
-    return f"{address}?…" if ":/" in address and "=" in query else word[0]
+    has_values = re.search(r"(?i)=|%3d", query)
+    return f"{address}?…" if ":/" in address and has_values else word[0]
 
 
 def has_keys(address: object) -> bool:

@@ -289,6 +289,7 @@ def test_keys_in_an_address_are_refused_and_never_shown():
         f"s3://bkt/data.jsonl?AWSAccessKeyId={KEY}&Signature={SECRET}",
         f"https://bkt.s3.amazonaws.com/x.jsonl?X-Amz-Credential={KEY}&X-Amz-Signature={SECRET}",
         f"https://{KEY}:{SECRET}@host/x.jsonl",
+        f"s3://bkt/x.jsonl?token%3D{SECRET}",  # pasted out of a page that had encoded it
     ]
     for setting in ("data.train_data_path", "data.media_dir", "train.upload_to", "model.hf_path", "run_dir"):
         for value in (address, f"[{address}]", *others, *presigned, f"[a.jsonl,{presigned[0]}]"):

@@ -219,6 +219,12 @@ VIDEO_TOKEN = Values(
     lambda token, whole: TOKEN.holds(token, whole) and OTHER_TOKEN.holds(token, whole),
 )
 COLOURS = only(3)  # of pixels
+HEADS_OF_TOWER = Values(
+    "above 0, and a divisor of the tower's width where head_dim is not set",
+    lambda heads, vision: (
+        heads > 0 and (getattr(vision, "head_dim", None) or _width_of_tower(vision) % heads == 0)
+    ),
+)
 EVEN = Values("even and above 0, or null", lambda width, text: width is None or width > 0 == width % 2)
 GROUPS = Values(
     "a divisor of num_attention_heads, or null",
@@ -233,6 +239,12 @@ LAYER_TYPES = Values(
         set(kinds) <= {"full_attention"} | ({"sliding_attention"} if text.sliding_window else set())
     ),
 )
+
+
+def _width_of_tower(vision: Any) -> int:
+    """The width that a tower's heads share; in Qwen2-VL, hidden_size belongs to the language model."""
+    return getattr(vision, "embed_dim", None) or vision.hidden_size
+
 
 # --- what sections have in common --------------------------------------------------------------------------
 
@@ -278,7 +290,8 @@ def text(activation: str = "hidden_act") -> dict[str, Values]:
 
 # The towers are Transformers' own modules, which read their keys themselves
 VISION = {
-    **sizes("hidden_size", "intermediate_size", "num_attention_heads"),
+    **sizes("hidden_size", "intermediate_size"),
+    "num_attention_heads": HEADS_OF_TOWER,
     "head_dim": SIZE_OR_NULL,
     **any_of("rope_parameters", "tie_word_embeddings", "vocab_size", "output_router_logits"),
     "hidden_act": NAMED,

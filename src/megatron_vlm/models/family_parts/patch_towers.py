@@ -17,7 +17,8 @@ from megatron_vlm.parallel.transfer import on_device
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 TOP = keys.TOP | {"image_token_id": keys.TOKEN, "video_token_id": keys.VIDEO_TOKEN}
 VISION = keys.VISION | {
-    **keys.sizes("depth", "num_heads", "out_hidden_size", "spatial_merge_size"),
+    **keys.sizes("depth", "out_hidden_size", "spatial_merge_size"),
+    "num_heads": keys.HEADS_OF_TOWER,
     "in_channels": keys.COLOURS,
     "head_dim": keys.only(None),  # rotary embeddings alone read it
     **keys.any_of("rope_parameters"),
