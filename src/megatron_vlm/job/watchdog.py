@@ -130,7 +130,7 @@ class Watch:
         self.hang_seconds = hang_seconds
         self.content: dict[str, Any] = {"rank": rank(), "pid": os.getpid(), "host": socket.gethostname()}
         self.content |= {"doing": "starting", "step": 0, "beats": 0, "hang": None, "has_ended": False}
-        # by it, files of another job are not read, which was refused here or killed
+        # A job that was killed or refused here leaves heartbeats of another port, which are not read.
         self.content["port"] = os.environ.get("MASTER_PORT")
         self.progress: list[Callable[[], Any]] = [lambda: len(sys.modules)]  # imports are work, too
         self.files = False

@@ -271,7 +271,8 @@ def _is_frame(item: Any) -> bool:
 def _unread_of(media: Any, limits: tuple[str, ...] = ()) -> set[str]:
     """Return the keys of entries of images or videos, and of what is in them, that are not read."""
     if isinstance(media, list):
-        return set().union(*(_unread_of(item, limits) for item in media if not isinstance(item, str)))
+        entries = [item for item in media if not isinstance(item, str)]
+        return {key for entry in entries for key in _unread_of(entry, limits)}
     if not isinstance(media, dict):
         return set()
     inside = [media[key] for key in (*ENTRY, "frames") if isinstance(media.get(key), dict | list)]
