@@ -132,6 +132,7 @@ def test_complete_checkpoints_without_a_valid_latest_are_refused_with_the_comman
 def test_a_latest_without_any_complete_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/latest").write_text("step_00000006\n")
+    (tmp_path / "lock").write_text("")
     assert "Restore it, or delete" in refusal(tmp_path)
 
 
@@ -520,12 +521,11 @@ def test_a_run_folder_may_itself_be_a_link(run_dir, tmp_path):
         ([".nv-meta/.info.json", "train-00000.tar"], r"a dataset \(.nv-meta\)"),
         (["rows.jsonl"], "other things, such as rows.jsonl"),
         (["a/config.yaml", "b/config.yaml"], "other things, such as a"),  # the folder of runs
-        (
-            ["checkpoints/model.pt", "train.py"],
-            "other things, such as train.py",
-        ),  # as a run's part
-        (["checkpoints/model.pt"], "other things, such as checkpoints/model.pt"),
-        (["errors/e.txt", "thesis.docx"], "other things, such as thesis.docx"),
+        (["checkpoints/model.pt"], "other things, such as checkpoints"),
+        (["checkpoints/step_00000002/mine"], "other things, such as checkpoints"),
+        (["config.yaml", "checkpoints/model.pt"], "other things, such as checkpoints/model.pt"),
+        (["errors/rank0.txt", "drops/a"], "other things, such as drops"),
+        (["errors/rank0.txt", "lock"], "other things, such as errors"),  # another program's lock
         (["recipe.yaml", "cake.jpg"], "other things, such as cake.jpg"),
         (["config.yaml", "weights.bin"], "other things, such as weights.bin"),
         (["rows.jsonl", "train.py"], "other things, such as rows.jsonl"),
@@ -544,6 +544,13 @@ def test_a_folder_of_other_things_is_no_run_folder(tmp_path, files, what):
 def test_an_empty_folder_and_one_with_logs_may_become_a_run(tmp_path, files):
     for name in files:
         (tmp_path / name).write_text("")
+    run_folder.check_start(tmp_path, MODEL)
+
+
+def test_a_run_that_failed_at_its_start_may_begin_again_in_its_folder(tmp_path):
+    with watchdog.watching(tmp_path, 60):
+        watchdog.watch().file.write("Traceback")
+    assert sorted(os.listdir(tmp_path)) == ["errors", "lock"]
     run_folder.check_start(tmp_path, MODEL)
 
 

@@ -73,6 +73,8 @@ def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -
     folder = Path(run_dir)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    open_to_write(folder / "lock", keep=True).close()  # tells the next run that errors/ is a run's
     if "TORCHELASTIC_RUN_ID" in os.environ:  # nothing else ends a rank whose torchrun was killed
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
     _watch = Watch(folder / errors, hang_seconds)

@@ -134,13 +134,16 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
 def check_folder(run_dir: str | Path) -> None:
     """Raise ConfigError unless the folder is missing, empty or a run's, and as `refuse_links`.
 
-    Only where a run has trained may other things lie beside it: its user put them there. Where none has
-    begun, a file with the name of a run's is the user's too.
+    A run's has a configuration, a complete checkpoint, or at least a run's lock. Where none of these is, a
+    file with the name of a run's is the user's too. Only where a run has trained may other things lie beside.
     """
     refuse_links(run_dir)
     names = os.listdir(run_dir) if Path(run_dir).is_dir() else []
-    has_begun = "config.yaml" in names or complete_checkpoints(run_dir)
-    own = OWN if has_begun else OWN - AFTER_CONFIG
+    own: set[str] = set()
+    if "config.yaml" in names or complete_checkpoints(run_dir):
+        own = OWN
+    elif run_lock.is_there(run_dir):
+        own = OWN - AFTER_CONFIG
     foreign = sorted(name for name in {*names} - own if not name.startswith(".") and not name.endswith(NOTES))
     inside = os.listdir(checkpoints(run_dir)) if checkpoints(run_dir).is_dir() else []
     foreign += [f"checkpoints/{name}" for name in inside if not _OF_CHECKPOINTS.fullmatch(name)]

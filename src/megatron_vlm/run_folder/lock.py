@@ -57,6 +57,15 @@ def join(run_dir: str | Path, rank: int) -> BinaryIO:
     return file
 
 
+def is_there(run_dir: str | Path) -> bool:
+    """Whether a run, also one that failed before it wrote anything else, has made the lock of this folder."""
+    file = Path(run_dir) / FILE
+    if not file.is_file():
+        return False
+    with open_file(file) as content:
+        return content.read(5) in (b"", b"rank ")
+
+
 def check_free(run_dir: str | Path) -> None:
     """Raises ConfigError as `take` does, but takes no lock."""
     if (Path(run_dir) / FILE).exists():

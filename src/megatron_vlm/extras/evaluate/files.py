@@ -26,7 +26,8 @@ ANSWER = {"key": str, "question": str, "answer": str, "references": list[str], "
 def check_folder(folder: str | Path) -> None:
     """Raises ConfigError unless the folder is new, empty, or one of an evaluation."""
     folder = Path(folder)
-    inside = set(os.listdir(folder)) - {"errors", lock.FILE} if folder.is_dir() else set()
+    own = {"errors", lock.FILE} if lock.is_there(folder) else set()
+    inside = set(os.listdir(folder)) - own if folder.is_dir() else set()
     if (folder.exists() and not folder.is_dir()) or (inside and "settings.json" not in inside):
         raise ConfigError(
             f"--output: {printable(folder)} holds no evaluation; give a new or an empty folder."
