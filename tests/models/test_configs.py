@@ -391,11 +391,14 @@ UNUSABLE = [
     *((family, {V + "num_attention_heads": 7}) for family in ("internvl", "gemma3", "kimi_k25")),
     ("qwen3_vl", {V + "rope_parameters.rope_theta": None}),
     ("gemma4", {V + "output_proj_dims": None}),
+    *((family, {T + "sliding_window": -5}) for family in ("gemma3", "gemma4", "mistral3")),
+    *((family, {T + "rope_parameters.rope_theta": -1}) for family in ("qwen3_vl", "internvl")),
+    ("llava_onevision", {T + "hidden_size": 10**12}),
 ]
 
 
 @pytest.mark.parametrize(("checkpoint", "change"), UNUSABLE)
-def test_nulls_equal_tokens_and_heads_that_do_not_divide_are_refused_by_name(checkpoints, checkpoint, change):
+def test_values_of_which_no_model_can_be_built_are_refused_by_name(checkpoints, checkpoint, change):
     config = config_of(checkpoints[checkpoint])
     image = config.get("image_token_id", config.get("image_token_index"))
     change = {path: image if value == "image" else value for path, value in change.items()}

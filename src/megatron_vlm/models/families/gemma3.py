@@ -28,7 +28,8 @@ SECTIONS = keys.sections(
     keys.Section(
         ("gemma3_text",),
         keys.text("hidden_activation")
-        | keys.any_of("query_pre_attn_scalar", "sliding_window", "attention_bias")
+        | keys.any_of("query_pre_attn_scalar", "attention_bias")
+        | {"sliding_window": keys.SIZE_OR_NULL}
         | {"layer_types": keys.LAYER_TYPES}
         | {"use_bidirectional_attention": keys.only(False, None)},
         rope=keys.ROPE,

@@ -65,7 +65,8 @@ TOP |= {"image_token_id": keys.TOKEN}
 MARKERS = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index")
 TEXT = (
     keys.text("hidden_activation")
-    | keys.any_of("sliding_window", "attention_bias", "attention_k_eq_v")
+    | keys.any_of("attention_bias", "attention_k_eq_v")
+    | {"sliding_window": keys.SIZE_OR_NULL}
     | keys.any_of("global_head_dim", "num_global_key_value_heads")
     # what Transformers makes of other keys, and how it may be asked for them
     | keys.any_of("allow_global_per_layer_attribute_access")

@@ -16,7 +16,8 @@ MROPE = patch_towers.MRope(sections=(16, 24, 24))
 def sections(model_type: str, *vision_keys: str) -> keys.Sections:
     """The sections of a family with this text model, whose tower has these keys besides the usual ones."""
     text = keys.text() | {"head_dim": keys.WHOLE_HEADS, "layer_types": keys.LAYER_TYPES}
-    text |= keys.any_of("use_sliding_window", "sliding_window", "max_window_layers")
+    text |= keys.any_of("use_sliding_window", "max_window_layers")
+    text |= {"sliding_window": keys.SIZE_OR_NULL}
     no_effect = ("vision_start_token_id", "vision_end_token_id")
     vision = patch_towers.VISION | keys.any_of(*vision_keys)
     return keys.sections(

@@ -180,8 +180,8 @@ def shown(value: Any) -> str:
 ANY = Values("any", lambda value, section: True)
 ABSENT = Values("no value, not even null", lambda value, section: False)
 NUMBER = Values("a number", lambda value, section: isinstance(value, int | float))
-SIZE = Values("above 0", lambda size, section: size > 0)
-SIZE_OR_NULL = Values("above 0, or null", lambda size, section: size is None or size > 0)
+SIZE = Values("above 0, and less than 2^31", lambda size, section: 0 < size < 2**31)
+SIZE_OR_NULL = Values("above 0, or null", lambda size, section: size is None or 0 < size < 2**31)
 
 
 def sizes(*keys: str) -> dict[str, Values]:
@@ -306,10 +306,10 @@ def not_null(key: str, *rope_types: str) -> dict[str, Values]:
     def holds(value: Any, rule_and_text: Any) -> bool:
         rule = rule_and_text[0]
         is_needed = key in rule and (not rope_types or rule.get("rope_type") in rope_types)
-        return not is_needed or isinstance(value, int | float)
+        return not is_needed or (isinstance(value, int | float) and value > 0)
 
     where = f" where rope_type is {' or '.join(rope_types)}" if rope_types else ""
-    return {key: Values(f"a number{where}", holds)}
+    return {key: Values(f"a number above 0{where}", holds)}
 
 
 # The rules' other keys, such as `beta_fast`, go to Transformers' own functions, which we call

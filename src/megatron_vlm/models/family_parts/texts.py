@@ -87,8 +87,9 @@ _GIVEN = {
     )
 }
 _QWEN = keys.text() | {"layer_types": keys.LAYER_TYPES}
-_QWEN |= keys.any_of("use_sliding_window", "sliding_window", "max_window_layers")
-_MISTRAL = keys.text() | keys.any_of("sliding_window")
+_WINDOW = {"sliding_window": keys.SIZE_OR_NULL}
+_QWEN |= keys.any_of("use_sliding_window", "max_window_layers") | _WINDOW
+_MISTRAL = keys.text() | _WINDOW
 _RULES = keys.ROPE | {"rope_type": keys.only("default", "linear", "llama3", "yarn", "dynamic")}
 _LLAMA4_SCALING = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
