@@ -18,7 +18,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import odd_fields, printable
 from megatron_vlm.signatures import explain_file
-from megatron_vlm.stores.fetched import fetched
+from megatron_vlm.stores import fetched
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"

@@ -11,6 +11,7 @@ from torch.nn import Module
 from megatron_vlm.config import RunConfig
 from megatron_vlm.extras.evaluate.in_training import Evaluations
 from megatron_vlm.extras.report.live import open_log
+from megatron_vlm.extras.stores.uploads import Uploads, restore
 from megatron_vlm.feed import Feed
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.job.best import Best
@@ -25,7 +26,6 @@ from megatron_vlm.run_folder.adapter_start import begun
 from megatron_vlm.run_folder.batch_log import how_to_look, keys_of, named, naming_samples
 from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.run_log import RunLogger
-from megatron_vlm.run_folder.uploads import Uploads, restore
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.exports import Exports
 from megatron_vlm.training.figures import StepFigures

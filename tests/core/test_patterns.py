@@ -30,7 +30,6 @@ LOCAL = {
     "models.weights.files": 1,
     "models.weights.rules": 1,
     "extras.report.charts": 1,  # of the names of our own figures
-    "run_folder.uploads": 1,
     "signatures": 1,
 }
 SAMPLES = (" ", "a", "0", "_", ".", "/", "<", "\u00e9")

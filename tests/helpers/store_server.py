@@ -131,6 +131,26 @@ def put(folder: Path, url: str) -> None:
                 client.upload_file(path, str(file))
 
 
+def write(url: str, content: bytes) -> None:
+    with stores.at(url) as (client, path):
+        client.write(path, content)
+
+
+def names(url: str) -> dict[str, int]:
+    """The files in a folder and in those within it, each by its name from there, with their bytes."""
+    with stores.at(url) as (client, path):
+        start = f"{path}/" if path else ""
+        entries = client.list_recursive(start)
+        sizes = {entry.key.lstrip("/"): entry.content_length for entry in entries}
+        return {key.removeprefix(start): size for key, size in sizes.items() if key.startswith(start)}
+
+
+def remove(url: str, files: list[str]) -> None:
+    with stores.at(url) as (client, path):
+        for name in files:
+            client.delete(f"{path}/{name}")
+
+
 def leaked(folder: Path) -> list[Path]:
     """The files of a folder in which a key of the store stands."""
     files = [file for file in folder.rglob("*") if file.is_file()]

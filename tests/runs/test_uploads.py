@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import xxhash
@@ -21,12 +20,13 @@ from programs import COMMAND, run_program
 from sources import write_sharegpt
 
 pytest.importorskip("moto", reason="moto is not installed")
-from store_server import BUCKET, KEY, SECRET, Line, forget, leaked, put, store  # noqa: E402
+from store_server import BUCKET, KEY, SECRET, Line, forget, leaked, put, remove, store  # noqa: E402
+from store_server import names as names_in  # noqa: E402
 
 from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.config import ConfigError, RunConfig  # noqa: E402
 from megatron_vlm.extras.report.history import read_history  # noqa: E402
-from megatron_vlm.run_folder import uploads  # noqa: E402
+from megatron_vlm.extras.stores import uploads  # noqa: E402
 from megatron_vlm.run_folder.checkpoint_files import state_text  # noqa: E402
 from megatron_vlm.run_folder.folder import check_start, complete_checkpoints, latest_checkpoint  # noqa: E402
 
@@ -79,41 +79,11 @@ def test_a_run_from_a_store_is_the_run_from_disk_and_its_copy_is_a_run_folder(
     assert (ended.returncode, figures(there)) == (0, figures(local))
     kept = [f"checkpoints/step_000000{step}" for step in (30, 40)]
     kept += [f"exports/step_000000{step}" for step in (20, 40)]
-    sums = {f"{name}.json" for name in kept if name.startswith("exports")}
     files = {str(file.relative_to(there)) for name in kept for file in (there / name).iterdir()}
     files |= {"config.yaml", "starts.jsonl", "checkpoints/latest"}
-    assert set(stores.names(copy)) == files | sums | {"metrics.jsonl", "copied_by.txt"}
+    assert set(names_in(copy)) == files | {"metrics.jsonl", "copied_by.txt"}
     for name in files:
         assert stores.read(f"{copy}/{name}", 1 << 30) == (there / name).read_bytes()
-
-    export = ["export", str(there), f"{AT}/exported/"]
-    ended = run_program(COMMAND, *export)
-    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, f"wrote {AT}/exported")
-    names = sorted(stores.names(f"{AT}/exported"))
-    assert names == sorted(file.name for file in (there / "exports/step_00000040").iterdir())
-    for name in names:
-        exported = (there / "exports/step_00000040" / name).read_bytes()
-        assert stores.read(f"{AT}/exported/{name}", 1 << 30) == exported
-    assert sorted(os.listdir(there / "exports")) == ["step_00000020", "step_00000040"]
-    again = run_program(COMMAND, *export)
-    said = f"{AT}/exported exists; give a new name or remove it."
-    assert again.returncode == 2 and again.stderr.strip().endswith(said)
-
-
-def test_an_export_that_fails_leaves_nothing(folder, train, tmp_path):
-    """The line is cut when the folder for the store is there, and written."""
-    run_dir = tmp_path / "run"
-    assert train(run_dir, f"{folder}/data/rows/data.jsonl").returncode == 0
-
-    def cut_when_written() -> bool:
-        if list(run_dir.glob("exports/.for_store.*.partial/config.json")):
-            line.cut()
-        return False
-
-    with through_a_line(0.05) as line:
-        ended = run_program(COMMAND, "export", run_dir, f"{AT}/cut", until=cut_when_written)
-    assert ended.returncode == 2 and "the store does not answer (" in ended.stderr.splitlines()[-1]
-    assert not (run_dir / "exports").exists()
 
 
 def in_the_store(address: str, files: dict[str, str]) -> None:
@@ -139,7 +109,7 @@ def config_of(run_dir: Path, copy: str) -> RunConfig:
 def through_a_line(seconds: float = 0.0) -> Iterator[Line]:
     """What is started meanwhile asks the store through a line, as slow as that; so does who forgets."""
     address = os.environ["AWS_ENDPOINT_URL"]
-    stores.names(AT)  # this process has a client that asks directly
+    names_in(AT)  # this process has a client that asks directly
     line = Line(int(address.rpartition(":")[2]), seconds)
     try:
         os.environ["AWS_ENDPOINT_URL"] = line.address
@@ -174,32 +144,16 @@ def test_of_two_starts_at_once_one_copies_and_the_other_says_so(folder, tmp_path
     _, second_copies = start_in(tmp_path / "second", copy)
     [said] = first_copies()
     assert said.startswith(f"train.upload_to: {copy} is now the copy of {tmp_path}/second on ")
-    assert list(stores.names(copy)) == ["copied_by.txt"]
+    assert list(names_in(copy)) == ["copied_by.txt"]
     assert second_copies() == [] and stores.read(f"{copy}/{whole}", 99).endswith(b"second")
 
 
-def test_who_copies_stops_when_another_start_takes_over(folder, tmp_path):
-    copy, step = f"{AT}/taken", "checkpoints/step_00000010"
-    _, copies = start_in(tmp_path / "first", copy, files=40)
-    told: list[str] = []
-    with through_a_line(0.05):
-        forget()
-        thread = Thread(target=lambda: told.extend(copies()))
-        thread.start()
-        while not (there := stores.names(f"{copy}/{step}")):
-            time.sleep(0.1)
-        start_in(tmp_path / "second", copy)
-        thread.join()
-    assert len(there) < 30 and "is now the copy of" in told[0]
-    assert 0 < len(names := stores.names(f"{copy}/{step}")) < 40 and "state.json" not in names
-
-
 def test_a_copy_that_was_removed_is_made_again(folder, tmp_path):
-    """Nobody else has the address, so its mark is made again, too."""
+    """Nobody else has the address."""
     copy = f"{AT}/removed"
-    mark, copies = start_in(tmp_path / "run", copy)
-    stores.remove(copy, list(stores.names(copy)))
-    assert copies() == [] and stores.read(f"{copy}/copied_by.txt", 999) == mark
+    _, copies = start_in(tmp_path / "run", copy)
+    remove(copy, list(names_in(copy)))
+    assert copies() == [] and stores.is_file(f"{copy}/checkpoints/step_00000010/state.json")
 
 
 def test_a_fetch_that_fails_leaves_no_checkpoint(folder, tmp_path):
@@ -208,6 +162,7 @@ def test_a_fetch_that_fails_leaves_no_checkpoint(folder, tmp_path):
     config = config_of(tmp_path, copy)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/adapter_start").touch()
+    (tmp_path / "lock").touch()  # as a run makes it before it fetches
     with pytest.raises(FileExistsError):
         uploads.restore(config)
     assert complete_checkpoints(tmp_path) == [] and check_start(tmp_path, "") is None
@@ -217,31 +172,6 @@ def test_a_fetch_that_fails_leaves_no_checkpoint(folder, tmp_path):
     assert sorted(os.listdir(tmp_path / step)) == ["a.pt", "b.pt", "state.json"]
 
 
-@pytest.mark.parametrize("damage", ["changed", "lost", "state.json"])
-def test_a_damaged_copy_falls_back_to_the_one_before(folder, tmp_path, damage):
-    copy, newest = f"{AT}/damaged/{damage}", "checkpoints/step_00000016"
-    in_the_store(copy, checkpoint_files(14) | checkpoint_files(16))
-    if damage == "lost":
-        stores.remove(f"{copy}/{newest}", ["b.pt"])
-    else:
-        in_the_store(copy, {f"{newest}/{'b.pt' if damage == 'changed' else damage}": "b"})
-    note = uploads.restore(config_of(tmp_path, copy)).note
-    assert latest_checkpoint(tmp_path).name == "step_00000014"
-    assert (
-        note.count("\n") == 0
-        and f"{copy}/{newest}" in note
-        and note.endswith("; going on from step_00000014")
-    )
-    assert not stores.is_file(f"{copy}/{newest}/state.json")
-    in_the_store(copy, {"checkpoints/step_00000014/a.pt": "b"})
-    with pytest.raises(
-        ConfigError, match=f"^train.upload_to: no checkpoint of {copy} can be used: .*14/a.pt"
-    ):
-        uploads.restore(config_of(tmp_path / "other", copy))
-    assert stores.is_file(f"{copy}/checkpoints/step_00000014/state.json")
-    assert complete_checkpoints(tmp_path / "other") == []
-
-
 def test_a_store_without_a_complete_checkpoint_is_free(folder, tmp_path):
     """Its run was killed while it copied its first checkpoint, and then lost its folder, too."""
     copy = f"{AT}/free"
@@ -249,19 +179,27 @@ def test_a_store_without_a_complete_checkpoint_is_free(folder, tmp_path):
     (tmp_path / "starts.jsonl").write_text("now\n")
     token, copies = start_in(tmp_path, copy)
     assert copies() == [] and stores.read(f"{copy}/starts.jsonl", 99) == b"now\n"
-    assert set(stores.names(f"{copy}/checkpoints/step_00000010")) == {"0.pt", "1.pt", "2.pt", "state.json"}
+    assert set(names_in(f"{copy}/checkpoints/step_00000010")) == {"0.pt", "1.pt", "2.pt", "state.json"}
 
 
 def test_an_export_with_other_weights_is_copied_again(folder, tmp_path):
     """Its config.json is the same."""
-    copy, export = f"{AT}/exported_again", tmp_path / "exports/step_00000008"
-    token, copies = start_in(tmp_path, copy)
+    copy, export = f"{AT}/exported_again", tmp_path / "run/exports/step_00000008"
+    config = config_of(tmp_path / "run", copy)
+    copies = uploads.Uploads(config, uploads.restore(config).token, True, print)
     export.mkdir(parents=True)
-    for weights in ("one", "two"):
+    for weights in (b"one", b"two"):
+        (export / "model.safetensors").write_bytes(weights)
         (export / "config.json").write_text("{}")
-        (export / "model.safetensors").write_text(weights)
-        assert copies() == []
-        assert stores.read(f"{copy}/exports/{export.name}/model.safetensors", 9) == weights.encode()
+        copies.on_save(8, export)
+        deadline = time.monotonic() + 60
+        at = f"{copy}/exports/{export.name}"
+        while not (
+            stores.is_file(f"{at}/config.json") and stores.read(f"{at}/model.safetensors", 9) == weights
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    copies.wait()
 
 
 def test_copies_end_where_the_run_folder_cannot_be_read(folder, tmp_path):
@@ -288,25 +226,25 @@ def test_what_is_no_file_of_a_run_is_not_fetched(folder, tmp_path):
 def test_another_runs_copy_is_not_replaced(folder, tmp_path):
     config = config_of(tmp_path, f"{AT}/theirs")
     in_the_store(config.train.upload_to, checkpoint_files(40) | {"starts.jsonl": "theirs"})
-    there = stores.names(f"{AT}/theirs")
+    there = names_in(f"{AT}/theirs")
     (tmp_path / "checkpoints/step_00000040").mkdir(parents=True)
     (tmp_path / "checkpoints/step_00000040/state.json").write_text("{}")
     (tmp_path / "starts.jsonl").write_text("mine\n")
     with pytest.raises(ConfigError, match="holds another run"):
         uploads.restore(config)
-    assert stores.names(f"{AT}/theirs") == there
+    assert names_in(f"{AT}/theirs") == there
 
 
 @pytest.mark.parametrize("written", ["model: {hf_path: theirs}", "no: config"])
 def test_a_copy_of_another_model_is_refused_before_it_is_fetched(folder, tmp_path, written):
     copy = f"{AT}/other/{written[:2]}"
     in_the_store(copy, {"config.yaml": written, "checkpoints/step_00000010/state.json": "{}"})
-    there = stores.names(copy)
+    there = names_in(copy)
     config = config_of(tmp_path, copy)
     config.model.hf_path = "mine"
     with pytest.raises(ConfigError, match=f"^train.upload_to: {copy}.*ive another train.upload_to"):
         uploads.restore(config)
-    assert list(tmp_path.iterdir()) == [] and stores.names(copy) == there
+    assert list(tmp_path.iterdir()) == [] and names_in(copy) == there
 
 
 def test_a_run_killed_while_it_copies_goes_on_from_the_copy_before(folder, train, tmp_path):
@@ -316,20 +254,20 @@ def test_a_run_killed_while_it_copies_goes_on_from_the_copy_before(folder, train
     assert train(local, f"{folder}/data/energon").returncode == 0
 
     def half_there() -> bool:
-        names = stores.names(f"{copy}/checkpoints")
+        names = names_in(f"{copy}/checkpoints")
         later = [name for name in names if "step_00000010" < name.split("/")[0] < "step_9"]
         return "step_00000010/state.json" in names and len(later) > 1
 
     settings = [f"{AT}/data/energon", f"train.upload_to={copy}", "train.keep_checkpoints=4"]
     with through_a_line(0.02):
         assert train(killed, *settings, until=half_there).returncode == -9
-    names = stores.names(f"{copy}/checkpoints")
+    names = names_in(f"{copy}/checkpoints")
     [newest] = [name for name in names if name.endswith("state.json")]
     assert newest == "step_00000010/state.json" and len({name.split("/")[0] for name in names}) > 1
     assert train(moved, *settings).returncode == 0
     assert [start["step"] for start in read_history(moved).starts][-1] == 11
     assert figures(moved) == figures(local)
-    assert {name.split("/")[0] for name in stores.names(f"{copy}/checkpoints")} == {
+    assert {name.split("/")[0] for name in names_in(f"{copy}/checkpoints")} == {
         "latest",
         *(f"step_{step:08d}" for step in (10, 20, 30, 40)),
     }
@@ -345,15 +283,15 @@ def test_a_run_whose_machine_is_lost_again_and_again_goes_on(folder, train, tmp_
     with through_a_line(0.02):
         while code != 0:
             shutil.rmtree(lost, ignore_errors=True)
-            before = stores.names(copy)
+            before = names_in(copy)
             changes = numbers.randint(1, 12) if kills < 6 else 1 << 30
 
             def killed(before=before, changes=changes) -> bool:
-                return len(stores.names(copy).items() ^ before.items()) >= changes
+                return len(names_in(copy).items() ^ before.items()) >= changes
 
             code = train(lost, *settings, f"train.upload_to={copy}", until=killed).returncode
             kills += code != 0
-            names = stores.names(copy)
+            names = names_in(copy)
             assert code in (0, -9)
             complete = [
                 name.split("/")[1] for name in names if re.fullmatch("checkpoints/.*/state.json", name)
@@ -375,12 +313,12 @@ def test_a_store_that_goes_away_is_told_and_gets_all_later(folder, train, tmp_pa
     with through_a_line() as line:
         ended = train(run_dir, *settings, until=cut_after_the_first)
         assert ended.returncode == 0
-        assert ended.stdout.count(f"train.upload_to: {copy}/copied_by.txt: the store does not answer") == 1
+        assert ended.stdout.count(f"train.upload_to: {copy}: the store does not answer") == 1
         refused = train(run_dir, *settings)
         assert refused.returncode == 2 and "train.upload_to: " + copy in refused.stderr.splitlines()[-1]
         line.mend()
         assert train(run_dir, *settings).returncode == 0
-    assert {name.split("/")[0] for name in stores.names(f"{copy}/checkpoints")} == {
+    assert {name.split("/")[0] for name in names_in(f"{copy}/checkpoints")} == {
         "latest",
         "step_00000030",
         "step_00000040",

@@ -18,7 +18,7 @@ from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.data.on_disk.paths import ROWS
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import printable
-from megatron_vlm.stores.fetched import fetched
+from megatron_vlm.stores import fetched
 from megatron_vlm.supported import ADAPTER_FILE, FETCHED, WEIGHT_FILE, read_config
 from megatron_vlm.weight_files import description_problems, has_weights, tensors_of, weight_files
 
@@ -235,6 +235,6 @@ def upload_problems(url: str | None) -> Iterator[str]:
         yield f"train.upload_to: {printable(url)} is no address; give s3://BUCKET/PATH or msc://PROFILE/PATH."
     elif url is not None:
         try:
-            stores.names(url)
+            stores.is_file(url)
         except stores.StoreError as error:
             yield f"train.upload_to: {error}"

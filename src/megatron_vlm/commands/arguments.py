@@ -226,22 +226,22 @@ def _with_some_data(config: RunConfig) -> RunConfig:
 
 
 def new_output(output: str, run_dir: Path) -> str:
-    """Return the folder for a run's export, here or in a store, without a slash at its end.
+    """Return the folder for a run's export, without a slash at its end.
 
     Raises:
         OSError: The folder cannot be written.
-        ConfigError: It lies among what the run itself writes.
+        ConfigError: It is in a store, or lies among what the run itself writes.
     """
-    output = str(stores.folder(output))
+    if stores.is_store(output):
+        remedy = "give a folder on disk; a run with train.upload_to copies its exports"
+        raise ConfigError(f"{printable(output)} is in a store; {remedy}.")
+    output = str(Path(output).expanduser())
     parts = [run_dir / name for name in FOLDERS if name != "exports"]
-    if not stores.is_store(output) and any(_is_in(Path(output), part) for part in parts):
+    if any(_is_in(Path(output), part) for part in parts):
         raise ConfigError(
             f"{printable(output)} lies among what the run writes; give one outside of {printable(run_dir)}."
         )
-    if not stores.is_store(output):
-        refuse_existing(Path(output))
-    elif stores.names(output):
-        raise FileExistsError(f"{printable(output)} exists; give a new name or remove it.")
+    refuse_existing(Path(output))
     return output
 
 

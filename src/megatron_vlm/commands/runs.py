@@ -1,12 +1,10 @@
 """Operations on a run folder besides training: import into it, export from it, ask its model."""
 
 import io
-from contextlib import suppress
 from pathlib import Path
 
 from PIL.PngImagePlugin import PngInfo
 
-from megatron_vlm import stores
 from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.record import parse_turns
@@ -15,7 +13,7 @@ from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.files import beside, write_output
+from megatron_vlm.files import write_output
 from megatron_vlm.generation.generate import generate, reply_text
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.adapters.model import merge
@@ -27,7 +25,6 @@ from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder.adapter_start import begun
-from megatron_vlm.supported import ADAPTER_FILE, CONFIG_FILE
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
@@ -74,38 +71,16 @@ def import_run(config: RunConfig) -> None:
 def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> None:
     """Write the latest checkpoint as an HF folder, see `models.weights.export_hf`; adapters are merged.
 
-    With `adapter`, write the adapters alone, as peft does, see `models.adapters.save_adapters`. For a store,
-    the folder is written beside the run's exports first, and is whole there when its config.json is.
+    With `adapter`, write the adapters alone, as peft does, see `models.adapters.save_adapters`.
     """
     chunks, source = open_run(config)
-    url = output if stores.is_store(output) else None
-    if url:
-        output = setup.on_first_rank(beside, Path(config.run_dir, "exports", "for_store"))
-    try:
-        if adapter:
-            save_adapters(chunks, output, begun(config).adapter, config.model.hf_path, source.own_template)
-        else:
-            for chunk in chunks if config.adapter.used else ():
-                merge(chunk)
-            export_hf(chunks, output, source.folder, source.weight_map, source.own_template)
-        if url and setup.is_first_rank():
-            _upload(output, url, ADAPTER_FILE if adapter else CONFIG_FILE)
-    finally:
-        if url and setup.is_first_rank():
-            run_folder.remove(output)
-            with suppress(OSError):  # it holds exports
-                output.parent.rmdir()
+    if adapter:
+        save_adapters(chunks, output, begun(config).adapter, config.model.hf_path, source.own_template)
+    else:
+        for chunk in chunks if config.adapter.used else ():
+            merge(chunk)
+        export_hf(chunks, output, source.folder, source.weight_map, source.own_template)
     setup.shutdown()
-
-
-def _upload(folder: Path, url: str, makes_whole: str) -> None:
-    """Copies a folder to a new one in a store; if that fails, as far as can be, nothing is left there."""
-    try:
-        stores.upload(folder, url, makes_whole)
-    except BaseException:
-        with suppress(stores.StoreError):
-            stores.remove(url, sorted(stores.names(url), key=lambda name: name != makes_whole))
-        raise
 
 
 def generate_from_run(

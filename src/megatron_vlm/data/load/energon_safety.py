@@ -296,19 +296,14 @@ def guard_readers(dataset) -> None:
     for inner in walk(dataset):
         for reader in getattr(inner, "join_readers", ()):
             if isinstance(reader, ITarReader):
-                read = _asked_again(reader, reader._get_item_by_sample_pointer)
+                read = _naming_store(reader, reader._get_item_by_sample_pointer)
                 reader._get_item_by_sample_pointer = partial(_read_sample, reader, read)
-                reader._get_itar_sample_pointer = _asked_again(reader, reader._get_itar_sample_pointer)
+                reader._get_itar_sample_pointer = _naming_store(reader, reader._get_itar_sample_pointer)
 
 
-def _asked_again(reader: ITarReader, read: Callable) -> Callable:
-    """The function that reads a shard, and reads it again, for some time, if its store does not answer."""
-
-    def once(*args: Any) -> Any:
-        with stores.at(reader.base_path.url):
-            return read(*args)
-
-    return read if reader.base_path.is_local() else lambda *args: stores.patiently(partial(once, *args))
+def _naming_store(reader: ITarReader, read: Callable) -> Callable:
+    """The function that reads a shard, and names the store if it does not answer."""
+    return read if reader.base_path.is_local() else stores.at(reader.base_path.url)(read)
 
 
 def _read_sample(reader: ITarReader, read: Callable, pointer: Any, *args: Any) -> Any:

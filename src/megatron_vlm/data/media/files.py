@@ -72,8 +72,7 @@ def _inside(name: str, root: Path) -> Path:
 
 def _from_store(name: str, root: str) -> bytes:
     try:
-        url = stores.inside(root, name)
-        return stores.patiently(lambda: stores.read(url, MOST_BYTES))
+        return stores.read(stores.inside(root, name), MOST_BYTES)
     except (stores.NotThere, ValueError) as error:
         raise _missing(name, root, error) from error
 

@@ -1,22 +1,25 @@
-"""Object stores: `s3://bucket/path` and `msc://profile/path`, by multi-storage-client, as Energon reads them.
+"""Files of object stores, `s3://bucket/path` and `msc://profile/path`: multi-storage-client opens them.
 
-What its libraries say may hold keys, so messages name only the path and the kind of an error.
+It also asks again when a store does not answer, as often as its profile says. What it says may hold keys, so
+messages name only the path and the kind of an error.
 """
 
 import errno
+import hashlib
 import logging
 import posixpath
 import re
+import shutil
 import tarfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.files import folder_aside
 from megatron_vlm.messages import printable
 
-PATIENCE = 60.0  # seconds for which `patiently` asks a store that does not answer
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the file of MSC_CONFIG"
 _ADDRESS = re.compile(r"((?:s3|msc)://[^/]+)/*(.*)", re.DOTALL)
 LONGEST_KEY = 1024  # bytes of a file's path in a bucket, as S3 allows; longer ones are asked for in vain
@@ -29,10 +32,6 @@ class StoreError(OSError):
 
 class NotThere(StoreError):
     """The store has no such file or bucket."""
-
-
-class NoAnswer(StoreError):
-    """The store cannot be reached, or fails; it may answer later."""
 
 
 def is_store(path: object) -> bool:
@@ -79,8 +78,8 @@ def at(url: str) -> Iterator[tuple[Any, str]]:
 
         client, _ = resolve_storage_client(home)
     except ImportError as error:
-        wanted = f"{shown} needs the package {error.name}; run `pip install 'megatron-vlm[stores]'`."
-        raise StoreError(wanted) from error
+        remedy = "run `pip install 'megatron-vlm[stores]'`"
+        raise StoreError(f"{shown} needs the package {error.name}; {remedy}.") from error
     except Exception as error:  # noqa: BLE001  libraries raise what they like, and their words may hold keys
         fact = f"AWS_ENDPOINT_URL or MSC_CONFIG cannot be used ({type(error).__name__})"
         raise StoreError(f"{shown}: {fact}; correct the address or the profile.") from None
@@ -89,32 +88,20 @@ def at(url: str) -> Iterator[tuple[Any, str]]:
     except (StoreError, ValueError, tarfile.TarError):
         raise
     except Exception as error:  # noqa: BLE001  libraries raise what they like, and their words may hold keys
-        if isinstance(error, OSError) and error.errno in OF_THE_DISK:
-            raise
-        raise _in_short(shown, error) from None
+        if isinstance(error, OSError) and (error.filename or error.errno in OF_THE_DISK):
+            raise  # of a file here
+        raise _without_keys(shown, error) from None
 
 
-def _in_short(shown: str, error: Exception) -> StoreError:
+def _without_keys(shown: str, error: Exception) -> StoreError:
     cause = error.__cause__ or error
-    said = getattr(cause, "response", None)
-    kind = said["Error"].get("Code") if isinstance(said, dict) else type(cause).__name__
+    response = getattr(cause, "response", None)
+    kind = response["Error"].get("Code") if isinstance(response, dict) else type(cause).__name__
     if isinstance(error, FileNotFoundError) or kind == "NoSuchBucket":
         return NotThere(f"{shown} is not in the store; correct the bucket or the path.")
     if isinstance(error, PermissionError) or kind in ("AccessDenied", "NoCredentialsError"):
         return StoreError(f"{shown}: the store refuses the keys ({kind}); see {KEYS}.")
-    return NoAnswer(f"{shown}: the store does not answer ({kind}); see AWS_ENDPOINT_URL or MSC_CONFIG.")
-
-
-def patiently(do: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """The result of `do`, which is done again, for some time, while a store does not answer."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            return do()
-        except NoAnswer:
-            if time.monotonic() > end:
-                raise
-        time.sleep(1)
+    return StoreError(f"{shown}: the store does not answer ({kind}); see AWS_ENDPOINT_URL or MSC_CONFIG.")
 
 
 def read(url: str, most_bytes: int) -> bytes:
@@ -130,49 +117,41 @@ def is_file(url: str) -> bool:
         return client.is_file(path)
 
 
-def write(url: str, content: bytes) -> None:
-    with at(url) as (client, path):
-        client.write(path, content)
+def fetched(url: str, patterns: Sequence[str]) -> Path:
+    """Return the folder in the hub's cache with those files of a store's folder that fit a pattern.
 
-
-def names(url: str) -> dict[str, int]:
-    """The files in a folder and in those within it, each by its name from there, with their bytes."""
-    with at(url) as (client, path):
-        start = f"{path}/" if path else ""
-        sizes = {each.key.lstrip("/"): each.content_length for each in client.list_recursive(start)}
-        return {key.removeprefix(start): size for key, size in sizes.items() if key.startswith(start)}
-
-
-def remove(url: str, gone: list[str]) -> None:
-    with at(url) as (client, path):
-        for name in gone:
-            client.delete(f"{path}/{name}")
-
-
-def upload(
-    folder: Path, url: str, last_file: str, check: Callable[[], None] = lambda: None, sums: bytes = b""
-) -> None:
-    """Copy the files of a folder in place of what is there.
-
-    The file that makes the folder complete is removed first. It is written last, when the sizes of all others
-    are right.
-
-    Args:
-        folder: The folder on disk.
-        url: The address of the folder.
-        last_file: The name of the file that makes it complete.
-        check: Called before each change, which an error of it stops.
-        sums: Written to `<url>.json` before the last file, if it is not empty.
+    Processes of a machine fetch each version once. Raises StoreError, also if a file is changed meanwhile,
+    and OSError if the cache cannot be written.
     """
-    check()
-    remove(url, sorted(names(url), key=lambda name: name != last_file))
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    for name in sorted(sizes, key=lambda name: name == last_file):
-        check()
-        if name == last_file:
-            if names(url) != {name: size for name, size in sizes.items() if name != last_file}:
-                raise StoreError(f"{printable(url)} has other files than were copied there.")
-            if sums:
-                write(f"{url}.json", sums)
-        with at(f"{url}/{name}") as (client, path):
-            client.upload_file(path, str(folder / name))
+    from filelock import FileLock
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from tqdm import tqdm
+
+    url = folder(url)
+    versions = _versions(url, patterns)
+    target = Path(HF_HUB_CACHE, "stores", hashlib.sha256(repr((url, versions)).encode()).hexdigest()[:24])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        for leftover in target.parent.glob(f".{target.name}.*"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        if not target.is_dir():
+            with folder_aside(target) as aside, at(url) as (client, path):
+                for name in tqdm(versions, f"fetching {printable(url)}", unit="file"):
+                    client.download_file(f"{path}/{name}", str(aside / name))
+                if _versions(url, patterns) != versions:
+                    raise StoreError(f"{printable(url)} changed while it was fetched; start again.")
+    return target
+
+
+def _versions(url: str, patterns: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """Return size and tag of each file that fits. Names that no disk takes are left out."""
+    with at(url) as (client, path):
+        entries = [
+            entry for entry in client.list(path=path, include_directories=True) if entry.type == "file"
+        ]
+    return {
+        name: (entry.content_length, entry.etag or str(entry.last_modified))
+        for entry in entries
+        if len((name := posixpath.basename(entry.key)).encode()) < 200
+        and any(fnmatch(name, pattern) for pattern in patterns)
+    }

@@ -1,0 +1,212 @@
+"""Copies of a run folder in a store, `train.upload_to`, with the same names.
+
+<upload_to>/checkpoints/step_00000100/  complete if it has a state.json, which is written last
+<upload_to>/exports/step_00000100/      complete if it has a config.json, which is written last
+<upload_to>/copied_by.txt               the token of the start that copies there
+"""
+
+import queue
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm import stores
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.files import naming, read_file, sync, write_whole
+from megatron_vlm.job import watchdog
+from megatron_vlm.messages import printable
+from megatron_vlm.run_folder import folder as run_folder
+from megatron_vlm.run_folder.callbacks import Callback
+from megatron_vlm.run_folder.checkpoint_files import STATE
+
+STARTS = "starts.jsonl"
+RUN_FILES = ("config.yaml", "metrics.jsonl", STARTS, "checkpoints/adapter_start/*")
+CONFIGS = ("config.json", "adapter_config.json")  # the file of an export that is written last
+FILE_NAME = re.compile(r"[\w.-]*\w")
+OWNER = "copied_by.txt"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The token that makes a store this start's, and a line for the log if a checkpoint was fetched."""
+
+    token: bytes = b""
+    note: str = ""
+
+
+def restore(config: RunConfig) -> Restored:
+    """Fetch the newest complete checkpoint of the store into a run folder that has none.
+
+    The run holds the lock of its folder. Checksums are compared when the checkpoint is loaded.
+
+    Raises:
+        ConfigError: The store holds another run, or is ahead of the folder.
+        StoreError: The store fails, also if nothing can be written there.
+    """
+    if config.train.upload_to is None:
+        return Restored()
+    url, run_dir = str(stores.folder(config.train.upload_to)), Path(config.run_dir).absolute()
+    shown = printable(url)
+    watchdog.beat(f"looking for checkpoints in {shown}", files=True)
+    with naming(run_dir), stores.at(url) as (client, root):
+        complete = complete_steps(client, root)
+        local = run_folder.complete_checkpoints(run_dir)
+        if complete:
+            _check_same_run(client, root, config, local, complete[-1])
+        token = f"{run_dir} on {socket.gethostname()}, start {secrets.token_hex(4)}".encode()
+        client.write(f"{root}/{OWNER}", token)
+        if local or not complete:
+            return Restored(token)
+        for pattern in RUN_FILES:
+            for file in client.glob(f"{root}/{pattern}"):
+                target = run_dir / file.removeprefix(f"{root}/")
+                if FILE_NAME.fullmatch(target.name):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    write_whole(target, client.read(file))
+        _fetch_checkpoint(client, f"{root}/checkpoints/{complete[-1]}", run_dir)
+    return Restored(token, f"train.upload_to: fetched {complete[-1]} of {shown}")
+
+
+def complete_steps(client: Any, root: str) -> list[str]:
+    """Return the names of a store's complete checkpoints, oldest first."""
+    names = (file.split("/")[-2] for file in client.glob(f"{root}/checkpoints/step_*/{STATE}"))
+    return sorted(name for name in names if re.fullmatch(r"step_\d{8}", name, re.ASCII))
+
+
+def _check_same_run(client: Any, root: str, config: RunConfig, local: list[str], newest: str) -> None:
+    """Raise ConfigError if copies of this run would replace another run's, or later checkpoints."""
+    url, run_dir = config.train.upload_to, Path(config.run_dir)
+    if client.is_file(f"{root}/config.yaml"):
+        content = client.read(f"{root}/config.yaml")
+        run_folder.check_model("train.upload_to", url, content, config.model.hf_path)
+    fact = ""
+    if local and local[-1] < newest:
+        fact = f"{printable(url)} has {newest}, and {printable(run_dir)} only {local[-1]}"
+    starts = [run_dir / STARTS, f"{root}/{STARTS}"]
+    if local and starts[0].is_file() and client.is_file(starts[1]):
+        # The first start of a run tells it from all others.
+        if read_file(starts[0]).split(b"\n")[0] != client.read(starts[1]).split(b"\n")[0]:
+            fact = f"{printable(url)} holds another run than {printable(run_dir)}"
+    if fact:
+        remedy = "give a new run_dir to go on from the store, or another upload_to"
+        raise ConfigError(f"train.upload_to: {fact}; {remedy}.")
+
+
+def _fetch_checkpoint(client: Any, path: str, run_dir: Path) -> None:
+    entries = list(client.list(path=path))
+    step = int(path[-8:])
+    partial = run_folder.begin(run_dir, step, sum(entry.content_length for entry in entries))
+    for entry in entries:
+        name = entry.key.removeprefix(f"{path}/")
+        if FILE_NAME.fullmatch(name):
+            watchdog.beat(f"fetching {printable(path)}", files=True)
+            client.download_file(entry.key, str(partial / name))
+            sync(partial / name)
+    run_folder.make_latest(partial)
+
+
+class OtherOwner(stores.StoreError):
+    """Another start copies to the address now."""
+
+
+class Uploads(Callback):
+    """Copy what is complete after each save, on a thread of the rank that logs.
+
+    A failure is logged and does not end the run; the next save tries again. A run that finds another start's
+    token in the store stops to copy.
+    """
+
+    def __init__(self, config: RunConfig, token: bytes, is_writer: bool, log: Callable[[str], None]):
+        self._run_dir = Path(config.run_dir)
+        self._url = str(stores.folder(config.train.upload_to or ""))
+        self._keep = max(config.train.keep_checkpoints, 1)
+        self._token = token
+        self._log = log
+        self._began = time.time()
+        self._copied_at: dict[Path, float] = {}
+        self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
+        if is_writer and config.train.upload_to:
+            self._thread.start()
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        """Copy what is complete up to `step`."""
+        self._steps.put(step)
+
+    def wait(self) -> None:
+        """Wait until all is in the store, or the last try has failed. Not collective."""
+        self._steps.put(None)
+        while self._thread.is_alive():
+            watchdog.beat(f"copying to {printable(self._url)}")
+            self._thread.join(1)
+
+    def _run(self) -> None:
+        saved_step = -1
+        last_message = ""
+        is_last = False
+        while not is_last:
+            step = self._steps.get()
+            is_last = step is None
+            saved_step = saved_step if is_last else step
+            try:
+                with stores.at(self._url) as (client, root):
+                    self._copy_up_to(saved_step, client, root)
+            except (OSError, ValueError) as error:
+                if str(error) != last_message:
+                    self._log(f"train.upload_to: {error}")
+                last_message = str(error)
+                is_last = is_last or isinstance(error, OtherOwner)
+
+    def _copy_up_to(self, step: int, client: Any, root: str) -> None:
+        self._check_owner(client, root)
+        # A run that goes on from a checkpoint needs the files of the run and the earlier exports.
+        for file in (file for pattern in RUN_FILES for file in self._run_dir.glob(pattern)):
+            client.write(f"{root}/{file.relative_to(self._run_dir)}", read_file(file))
+        exports = sorted(file for name in CONFIGS for file in self._run_dir.glob(f"exports/step_*/{name}"))
+        names = run_folder.complete_checkpoints(self._run_dir)
+        states = [run_folder.checkpoints(self._run_dir) / name / STATE for name in reversed(names)]
+        for last_file in (*exports, *states):
+            if int(last_file.parent.name.removeprefix("step_")) <= step:
+                self._copy_folder(last_file, client, root)
+        # Remove what the run has removed, but keep as many as it keeps: a restored folder has only one.
+        complete = complete_steps(client, root)
+        for entry in list(client.list(path=f"{root}/checkpoints", include_directories=True)):
+            name = entry.key.rpartition("/")[2]
+            if name.startswith("step_") and name not in (*names, *complete[-self._keep :]):
+                _remove(client, entry.key, STATE)
+        if complete:
+            client.write(f"{root}/checkpoints/latest", f"{complete[-1]}\n".encode())
+
+    def _copy_folder(self, last_file: Path, client: Any, root: str) -> None:
+        """Copy a folder whose `last_file` is written last, unless the store has the same one."""
+        folder = f"{root}/{last_file.parent.relative_to(self._run_dir)}"
+        last = f"{folder}/{last_file.name}"
+        # Two exports of a step may differ only in their weights: one that is new is copied.
+        is_old = last_file.stat().st_mtime < self._copied_at.get(last_file, self._began)
+        if is_old and client.is_file(last) and client.read(last) == read_file(last_file):
+            return
+        self._check_owner(client, root)
+        self._copied_at[last_file] = time.time()
+        _remove(client, folder, last_file.name)
+        for file in sorted(last_file.parent.iterdir(), key=lambda file: file == last_file):
+            client.upload_file(f"{folder}/{file.name}", str(file))
+
+    def _check_owner(self, client: Any, root: str) -> None:
+        """Raise OtherOwner if another start has written its token."""
+        if client.is_file(f"{root}/{OWNER}") and (owner := client.read(f"{root}/{OWNER}")) != self._token:
+            other = printable(owner.decode(errors="replace"))
+            fact = f"{printable(self._url)} is now the copy of {other}"
+            raise OtherOwner(f"{fact}; this run copies no more. Give each run its own address.")
+
+
+def _remove(client: Any, folder: str, last_file: str) -> None:
+    """Remove a folder of a store, first the file that makes it complete."""
+    paths = [entry.key for entry in client.list(path=f"{folder}/")]
+    for path in sorted(paths, key=lambda path: path != f"{folder}/{last_file}"):
+        client.delete(path)
