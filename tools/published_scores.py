@@ -1,6 +1,6 @@
-"""Write tests/published_scores.json: what lmms-eval and jiwer score for some answers.
+"""Write tests/published_scores.json: what lmms-eval scores for some answers.
 
-pip install --no-deps --target FOLDER lmms-eval jiwer rapidfuzz loguru
+pip install --no-deps --target FOLDER lmms-eval loguru
 PYTHONPATH=FOLDER python tools/published_scores.py
 
 `tests/core/test_scores.py` compares the package's formulas with this table, without these packages.
@@ -29,14 +29,6 @@ ANSWERS = (
     "0.12|0.1249|1,200|1200|1 200|-3|0|0.0|nan|yes|Yes, it is.|no|it isnt|isn't|won't|wont|oclock|"
     "a/b|ab|a - b|3.5 m|the quick brown fox|the quik brown fox|quick brown|brown fox quick the|état|"
     "etat|3.5 m|[x]|x;y|12,5 kg|e.g. this|one|ten|none|couldnt've|somebody'd|don't know"
-).split("|")
-OPTIONS = {"A": "a red car", "B": "a blue car", "C": "two bicycles", "D": "none of these"}
-CHOICES = (
-    "A|B.|(C)|(A) or (B)|The answer is C|The answer is (D).|A red car|It is a blue car|"
-    "It is a blue car|I think that there are two bicycles here|"
-    "a red car and then a blue car are seen here|B and C|E|A. a red car|Answer: B|C: two bicycles|"
-    "no idea|I would say none of these, to be honest|E||D,|'B'|b|BC|The (B) one, not the (A) one|"
-    "A is wrong, so it must be C "
 ).split("|")
 
 
@@ -72,52 +64,9 @@ def function(module: str, name: str) -> Callable:
 
 
 def texts() -> list[list]:
-    """[answer, reference, relaxed, anls, [word errors, words], [character errors, characters]]"""
-    import jiwer
-
-    relaxed = function("tasks.chartqa.utils", "relaxed_correctness")
+    """[answer, reference, anls]"""
     anls = function("api.metrics", "anls")
-    rows = []
-    for answer, reference in text_pairs():
-        rates = []
-        for process in (jiwer.process_words, jiwer.process_characters):
-            if not reference.strip():
-                rates.append(None)
-                continue
-            out = process(reference, answer)
-            errors = out.substitutions + out.deletions + out.insertions
-            rates.append([errors, out.hits + out.substitutions + out.deletions])
-        rows.append(
-            [answer, reference, relaxed(answer, reference), anls([reference], [answer])["anls"], *rates]
-        )
-    return rows
-
-
-def vqa() -> list[list]:
-    """[answer, references, accuracy]"""
-    results = function("tasks.vqav2.utils", "vqav2_process_results")
-    results.__globals__["EvalAIAnswerProcessor"] = function(
-        "tasks._task_utils.vqa_eval_metric", "EvalAIAnswerProcessor"
-    )
-    rng = random.Random(1)
-    rows = []
-    for _ in range(300):
-        few = rng.sample(ANSWERS, 3)
-        references = [rng.choice(few) for _ in range(10)]
-        answer = rng.choice([*few, *ANSWERS])
-        listed = [{"answer": text, "answer_id": number} for number, text in enumerate(references)]
-        score = results({"answers": listed, "question_id": 0}, [answer])["exact_match"]
-        rows.append([answer, references, score])
-    return rows
-
-
-def choices() -> list[list]:
-    """[answer, letter]; None where one is drawn"""
-    parse = function("tasks._task_utils.mmmu_mcq_utils", "parse_mmmu_multi_choice_response")
-    drawn = object()
-    parse.__globals__["random"] = type("Random", (), {"choice": staticmethod(lambda letters: drawn)})
-    letters = [(answer, parse(answer, list(OPTIONS), OPTIONS)) for answer in CHOICES]
-    return [[answer, None if letter is drawn else letter] for answer, letter in letters]
+    return [[answer, reference, anls([reference], [answer])["anls"]] for answer, reference in text_pairs()]
 
 
 def boxes() -> list[list]:
@@ -135,8 +84,7 @@ def boxes() -> list[list]:
 
 
 def main() -> None:
-    table = {"versions": {name: version(name) for name in ("lmms-eval", "jiwer")}, "options": OPTIONS}
-    table |= {"texts": texts(), "vqa": vqa(), "choices": choices(), "boxes": boxes()}
+    table = {"versions": {"lmms-eval": version("lmms-eval")}, "texts": texts(), "boxes": boxes()}
     lines = []
     for key, value in table.items():
         rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, list) else ""

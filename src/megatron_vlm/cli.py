@@ -13,8 +13,8 @@ from megatron_vlm.commands.program import PLAIN, Commands, processes, run, start
 from megatron_vlm.extras.compose.command import compose
 from megatron_vlm.extras.evaluate.command import evaluate
 from megatron_vlm.extras.plan.command import plan
-from megatron_vlm.extras.preview.command import preview, replay, stats
-from megatron_vlm.extras.report.command import report, runs
+from megatron_vlm.extras.preview.command import preview, replay
+from megatron_vlm.extras.report.command import report
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.messages import printable_lines
 
@@ -103,13 +103,11 @@ def recipes() -> None:
 
 app.command()(plan)
 app.command()(preview)
-app.command()(stats)
 app.command()(replay)
 app.command()(prepare)
 app.command()(compose)
 app.command()(evaluate)
 app.command()(report)
-app.command()(runs)
 
 
 @app.command("import")

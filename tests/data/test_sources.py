@@ -48,7 +48,7 @@ from megatron_vlm.data.records import hub
 from megatron_vlm.data.records.blends import blend_tables
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_notes, sample_sources
-from megatron_vlm.extras.evaluate.formulas import anls
+from megatron_vlm.extras.evaluate.metrics import Judged, anls
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 
@@ -727,7 +727,7 @@ def test_evaluation_compares_with_all_answers(answers, reply, references):
     assert conversation.messages[-1]["content"] == [{"type": "text", "text": reply}]
     for message in (conversation.messages[-1], parse_record(conversation.stored()).messages[-1]):
         assert references_of(message) == references
-    assert all(anls(answer, references) == 1 for answer in references)
+    assert all(anls(Judged("", answer, references, None)) == 1 for answer in references)
 
 
 @pytest.mark.parametrize(

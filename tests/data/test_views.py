@@ -10,7 +10,6 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
-from prepared_shards import prepare
 from samples import sample_of
 from sources import write_hf_folder, write_sharegpt
 
@@ -20,8 +19,8 @@ from megatron_vlm.commands.runs import draw_answer
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.extras.preview.measures import preview_page, stats_text, training_data
-from megatron_vlm.extras.preview.page import TRAINED, VISUAL, pictures_of
+from megatron_vlm.extras.preview.preview import preview_page, training_data
+from megatron_vlm.extras.preview.rows import TRAINED, VISUAL, pictures_of
 from megatron_vlm.models.families import load
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import load_recipe
@@ -132,7 +131,8 @@ def packed_page(dataset, tmp_path_factory):
     settings = {"data.packing": "stream", "data.packing_buffer_size": 19, "data.seq_length": 512}
     run = config_of("gemma3", dataset, tmp_path_factory, **settings)
     path = tmp_path_factory.mktemp("page") / "preview.html"
-    path.write_text(preview_page(run, rows=100, shown=100), encoding="utf-8")
+    page, _ = preview_page(run, count=100, shown=100)
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -156,18 +156,21 @@ def test_the_page_opens_in_a_browser(packed_page):
         assert page.complaints == []
 
 
-def test_stats_count_the_samples_and_propose_settings(config):
-    text = stats_text(config, 100)
-    assert text.startswith("19 samples")
-    assert re.search(r"^tokens +\d+", text, re.MULTILINE)
-    assert re.search(r"^images +0 .* 2 +1$", text, re.MULTILINE)
-    assert "data.packing=stream data.seq_length=" in text and "data.max_patches=" in text
-    assert "dropped: 1 placeholder_mismatch" in text
-
-
-def test_stats_of_an_energon_dataset_count_an_epoch(tmp_path, tmp_path_factory):
-    """Smaller than its shuffle buffer, which would mix its epochs."""
-    source = write_sharegpt(tmp_path / "source", 40)
-    prepare(source, tmp_path / "energon", splits={"train": 1})
-    config = config_of("gemma3", tmp_path / "energon", tmp_path_factory, **{"data.dataset_type": "energon"})
-    assert stats_text(config, 100).startswith("40 samples")
+def test_the_figures_are_of_all_samples(config):
+    with training_data(config) as (data, read):
+        rows = [row for _ in range(19) for row in read(next(data.train_batches()))]
+    _, (heads, *table) = preview_page(config, count=100, shown=1)
+    assert heads == ["19 samples in 19 rows", "least", "half", "95 %", "99 %", "most", "mean"]
+    figures = {line[0]: [int(cell.replace(",", "")) for cell in line[1:]] for line in table}
+    tokens = sorted(row.tokens for row in rows)
+    assert figures["tokens of a sample"] == [
+        tokens[0],
+        tokens[9],
+        *tokens[-2:-1],
+        tokens[-1],
+        tokens[-1],
+        round(np.mean(tokens)),
+    ]
+    assert figures["of them trained"][0] == min(row.documents[0].trained for row in rows) > 0
+    assert figures["of them of images"][0] == 0 < figures["of them of images"][1]
+    assert figures["padding of a row"][0] == 0 and figures["patches of a row"][-2] > 0

@@ -56,14 +56,14 @@ def train_on_energon(root: str, checkpoint: str) -> None:
     from megatron_vlm.train import train
 
     settings = ["steps=2", "tp=1", "micro_batch_size=1", "global_batch_size=4", "num_workers=0"]
-    settings += ["train.score_every=2", "train.score_samples=5", "train.score_metric=cer"]
+    settings += ["train.score_every=2", "train.score_samples=5", "train.score_metric=anls"]
     paths = {"run_dir": f"{root}/on_energon", "hf_path": checkpoint, "train_data_path": f"{root}/energon"}
     train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
 
 
 def scored_settings(root: Path) -> list[str]:
     scored = [f"data.score_path={root}/data.jsonl", "train.score_every=2", "train.score_samples=5"]
-    scored += [f"train.score_metric=[{root}/metric.py:worse,cer]", "train.score_tokens=3"]
+    scored += [f"train.score_metric=[{root}/metric.py:worse,contained]", "train.score_tokens=3"]
     scored += ["train.save_every=2", "train.keep_checkpoints=1", "train.keep_best=true"]
     scored += ["train.best_by=score/worse"]
     return [*scored, "train.export_every=2", f"train.on_export=sh {root}/export.sh"]
@@ -95,17 +95,18 @@ def test_a_run_on_energon_data_is_scored_on_what_it_validates_on(folder, tiny_ge
     lines = (folder / "on_energon/scores/step_00000002.jsonl").read_text().splitlines()
     keys = [json.loads(line)["key"] for line in lines]
     assert len(set(keys)) == 5 and all(key.startswith("val-") for key in keys)
-    assert any("score/cer" in row for row in read_rows(folder / "on_energon/metrics.jsonl"))
+    assert any("score/anls" in row for row in read_rows(folder / "on_energon/metrics.jsonl"))
 
 
 def test_each_metric_of_a_list_scores_the_same_answers(folder):
     rows = [row for row in read_rows(folder / "scored/metrics.jsonl") if "score/worse" in row]
-    assert [set(row) for row in rows] == [{"step", "score/worse", "score/cer"}] * 2
+    assert [set(row) for row in rows] == [{"step", "score/worse", "score/contained"}] * 2
     for row in rows:
         file = folder / f"scored/scores/step_{row['step']:08d}.jsonl"
         records = [json.loads(line) for line in file.read_text().splitlines()]
         assert len(records) == 5 and all(record["references"] for record in records)
-        assert row["score/cer"] == scored(records, {"cer": metric_of("cer")}, None).scores["cer"].score > 0
+        metrics = {"contained": metric_of("contained")}
+        assert row["score/contained"] == scored(records, metrics, None).scores["contained"].score
 
 
 def test_the_same_questions_are_asked_each_time(folder):
@@ -137,8 +138,9 @@ def test_a_command_is_told_of_an_export_and_may_fail(folder):
 def test_what_a_command_prints_is_a_score_on_the_page(folder):
     history = read_history(folder / "scored")
     assert [row for row in history.rows if "on_export/files" in row] == [{"step": 2, "on_export/files": 7.0}]
-    [scores] = [chart for chart in charts_of([history]) if chart.title == "Scores"]
-    assert [one.label for one in scores.series] == ["on_export/files", "score/cer", "score/worse"]
+    [scores] = [chart for chart in charts_of([history]) if chart["title"] == "Scores"]
+    names = ["on_export/files", "score/contained", "score/worse"]
+    assert [series["label"] for series in scores["series"]] == names
 
 
 @pytest.mark.parametrize(

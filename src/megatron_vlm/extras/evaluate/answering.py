@@ -1,100 +1,154 @@
-"""A model's answers to questions, in their order, and what metrics say of them."""
+"""Held-out conversations as questions to a model, its answers in their order, and their scores."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import batched
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed as dist
+from torch.utils.data import Dataset
 
-from megatron_vlm.data.encode.questions import Question
+from megatron_vlm.config import ConfigError, DataConfig
+from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.encode.questions import Question, QuestionEncoder
 from megatron_vlm.data.encode.replies import between_thinking
 from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.grounding.boxes import Boxes
+from megatron_vlm.data.load.energon import EnergonProvider, EnergonSamples
+from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.limits import close_loader
-from megatron_vlm.data.load.rows import loader_of
-from megatron_vlm.extras.evaluate.metrics import Judged, Metric, Parts, Score, parts_of, scores_of
-from megatron_vlm.extras.evaluate.questions import Problem, Questions
+from megatron_vlm.data.load.rows import EncodedRows, loader_of
+from megatron_vlm.extras.evaluate.metrics import Judged, Metric, Score
 from megatron_vlm.generation.generate import generate, reply_text
 from megatron_vlm.job import watchdog
+from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 
+ANY_LENGTH = 2**20  # tokens; only the model's own limit counts
+AT_ONCE = 32  # questions of each copy of the model
 Record = dict[str, Any]  # of an answer, or of a question that could not be asked; JSON data
 
 
-@dataclass(frozen=True)
-class Asking:
-    """How questions are answered; `batch_size` of them at a time by each data-parallel rank."""
+class Questions(Dataset):
+    """Questions by their place: the chosen `rows` of a source.
 
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    batch_size: int = 32
+    One that cannot be asked is its record, with the `problem`. `fingerprint` says what decides the questions.
+    """
+
+    def __init__(
+        self, rows: EncodedRows | EnergonSamples, chosen: Sequence[int], name: str, longest: int | None
+    ):
+        self.name = name
+        self.rows = rows
+        self.chosen = chosen
+        self._longest = longest
+        self.boxes = rows.encoder.documents.boxes
+        self.fingerprint = {"data": rows.fingerprint, "rows": digest(chosen)} | encoder_settings(rows.encoder)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def notes(self) -> list[str]:
+        """Return a line if the first row is a preference pair, whose rejected answer is not read."""
+        line = "the questions are of preference pairs: answers are scored against the chosen"
+        try:
+            is_pair = len(self) > 0 and self.rows.sample(self.chosen[0]).rejected is not None
+        except BadSample:
+            return []
+        return [line] if is_pair else []
+
+    def __getitem__(self, place: int) -> Question | Record:
+        key = f"sample {self.chosen[place]}"
+        try:
+            sample = self.rows.sample(self.chosen[place])  # Energon's split.yaml may exclude it
+            key = sample.__key__
+            question = self.rows.encoder.documents.question(sample)
+            last = int(question.prompt["position_ids"].max())
+            if self._longest is not None and last >= self._longest:
+                raise BadSample("over_length", f"position {last}, and the model knows {self._longest}")
+            return question
+        except BadSample as bad:
+            return {"key": key, "problem": f"{bad.reason}: {bad.detail}"}
+
+
+def of_any_length(data: DataConfig) -> DataConfig:
+    """The settings with which questions are encoded: as in training, but whole and in one size."""
+    return replace(data, seq_length=ANY_LENGTH, over_length="drop", max_drop_share=1.0, resize_jitter=0)
+
+
+def open_questions(
+    data: DataConfig, source: Source, max_new_tokens: int, samples: int | None = None, seed: int = 0
+) -> Questions:
+    """The rows that `data` holds out for validation; `samples` of them (None: all), which the seed chooses.
+
+    Raises ConfigError if there are none.
+    """
+    data = of_any_length(data)
+    encoder = HFEncoderVLMTaskEncoder(source.processor, data, source.needs)
+    encoder.documents = QuestionEncoder(source.processor, data, source.needs)
+    if data.dataset_type == "energon":
+        rows = EnergonProvider(data).valid_samples(encoder)
+        name = rows and rows.name
+        places = np.arange(len(rows or ()))
+    else:
+        name, rows = HFProvider(data).valid_rows(encoder) or (None, None)
+        places = np.sort(rows.table.rows_of(0, 0)) if rows else None
+    if rows is None:
+        raise ConfigError(
+            f"evaluate: {printable(data.train_data_path)} has no rows that are held out; give DATA, or set "
+            "data.valid_data_path or data.validation_share."
+        )
+    if samples is not None and samples < len(places):
+        places = np.sort(np.random.default_rng(seed).choice(places, samples, replace=False))
+    most = source.description.architecture.get("most_positions")
+    return Questions(rows, places.tolist(), name, most and most - max_new_tokens + 1)
 
 
 def answers(
     chunks: list[torch.nn.Module],
     source: Source,
     questions: Questions,
-    how: Asking,
+    max_new_tokens: int,
     first: int = 0,
     num_workers: int = 0,
 ) -> Iterator[list[Record]]:
     """The records of the questions from `first` on, some at a time, in order and the same on every rank.
 
-    Collective. Each rank encodes its share of the questions. Sampled answers depend on a question's place,
-    not on what else is asked, so it does not matter where an evaluation goes on.
+    Collective. Each rank encodes its share of the questions.
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    places = range(first, len(questions))
-    wanted = how.batch_size * setup.data_parallel_place()[1]
-    at_once = -(-wanted // ranks) * ranks
     stop = stop_tokens(source.folder, source.description.hf_config)
+    places = range(first, len(questions))
+    wanted = AT_ONCE * setup.data_parallel_place()[1]
+    at_once = -(-wanted // ranks) * ranks
     loader = loader_of(questions, places[rank::ranks], num_workers)
     encoded = iter(loader)
     try:
         for some in batched(places, at_once):
             watchdog.beat(f"answering question {some[0]} of {len(questions)}")
-            own = [next(encoded) for _ in some[rank::ranks]]
-            everyone = setup.from_all_ranks(own) if ranks > 1 else [own]
-            asked = [everyone[n % ranks][n // ranks] for n in range(len(some))]
-            yield _answered(chunks, source, questions.boxes, asked, some, how, stop)
+            shares = setup.from_all_ranks([next(encoded) for _ in some[rank::ranks]])
+            asked = [shares[n % ranks][n // ranks] for n in range(len(some))]
+            prompts = [question.prompt for question in asked if isinstance(question, Question)]
+            replies = iter(generate(chunks, prompts, max_new_tokens, stop=stop))
+            records = []
+            for question in asked:
+                if not isinstance(question, Question):
+                    records.append(question)
+                    continue
+                [reply] = next(replies)
+                text = reply_text(source.processor, reply.reply, questions.boxes.tokens)
+                about = {"tokens": reply.tokens, "finish_reason": reply.finish_reason}
+                records.append(record_of(question, text) | about)
+            yield records
     finally:
         close_loader(loader)
-
-
-def _answered(
-    chunks: list[torch.nn.Module],
-    source: Source,
-    boxes: Boxes,
-    asked: Sequence[Question | Problem],
-    places: Sequence[int],
-    how: Asking,
-    stop: list[int],
-) -> list[Record]:
-    open_ones = [(place, one) for place, one in zip(places, asked, strict=True) if isinstance(one, Question)]
-    replies = generate(
-        chunks,
-        [question.prompt for _, question in open_ones],
-        how.max_new_tokens,
-        temperature=how.temperature,
-        top_p=how.top_p,
-        seed=how.seed,
-        stop=stop,
-        numbers=[place for place, _ in open_ones],
-    )
-    records = {}
-    for (place, question), [reply] in zip(open_ones, replies, strict=True):
-        text = reply_text(source.processor, reply.reply, boxes.tokens)
-        said = {"tokens": reply.tokens, "finish_reason": reply.finish_reason}
-        records[place] = record_of(question, text) | said
-    return [records.get(place, one) for place, one in zip(places, asked, strict=True)]
 
 
 def record_of(question: Question, answer: str) -> Record:
@@ -107,59 +161,52 @@ def record_of(question: Question, answer: str) -> Record:
 class Scored:
     """The scores of records: of each figure over all, and each record's own.
 
-    `problems` are the questions that could not be asked, by reason, and `missing` the answers that a metric
-    does not score, by metric and reason; each with the key of an example.
+    `unscored` has reasons without a score, each with how many records have it and the key of the first.
     """
 
-    scores: dict[str, Score]
-    of_records: list[Parts]
-    problems: dict[str, list] = field(default_factory=dict)
-    missing: dict[str, list] = field(default_factory=dict)
+    scores: dict[str, Score] = field(default_factory=dict)
+    of_records: list[dict[str, float]] = field(default_factory=list)
+    unscored: dict[str, list] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
         """A line for each score, and for what has none."""
         for name, score in self.scores.items():
-            yield f"{name} {score}"
-        for reason, (count, key) in {**self.problems, **self.missing}.items():
+            yield f"{name} {score.score:.4f} ({score.samples} samples)"
+        for reason, (count, key) in self.unscored.items():
             yield f"without a score: {count}, {reason}; such as {key}"
 
+    def count(self, reason: str, key: str) -> None:
+        """Count a record without a score."""
+        self.unscored.setdefault(reason, [0, key])[0] += 1
 
-def scored(records: Sequence[Record], metrics: Mapping[str, Metric], boxes: Boxes, seed: int = 0) -> Scored:
+
+def scored(records: Sequence[Record], metrics: Mapping[str, Metric], boxes: Boxes) -> Scored:
     """The scores of records by metrics, over those with an answer. Thinking in an answer does not count."""
-    higher: dict[str, bool] = {}
-    of_records: list[Parts] = []
-    reasons: list[tuple[bool, str, str]] = []  # whether there is an answer, the reason, the key
+    result = Scored()
+    higher_is_better: dict[str, bool] = {}
     for record in records:
+        result.of_records.append({})
         if "problem" in record:
-            of_records.append({})
-            reasons.append((False, record["problem"].partition(":")[0], record["key"]))
+            result.count(record["problem"].partition(":")[0], record["key"])
             continue
-        answer = without_thought(record["answer"])
-        given = Judged(record["question"], answer, record["references"], partial(_boxes_in, boxes))
-        parts, missing, better = parts_of(metrics, given)
-        of_records.append(parts)
-        higher |= better
-        reasons += [(True, f"{name}: {why}", record["key"]) for name, why in missing.items()]
-    problems, missing = (
-        _counted((reason, key) for asked, reason, key in reasons if asked is wanted)
-        for wanted in (False, True)
-    )
-    return Scored(scores_of(of_records, higher, seed), of_records, problems, missing)
-
-
-def without_thought(answer: str) -> str:
-    """The answer without what the model thought before it."""
-    return "".join(answer[start:stop] for start, stop in between_thinking(answer, 0, len(answer))).strip()
+        text = record["answer"]
+        answer = "".join(text[start:stop] for start, stop in between_thinking(text, 0, len(text))).strip()
+        judged = Judged(record["question"], answer, record["references"], partial(_boxes_in, boxes))
+        for name, metric in metrics.items():
+            try:
+                figures = metric(judged)
+            except BadSample as bad:
+                result.count(f"{name}: {bad.detail}", record["key"])
+                continue
+            figures = figures if isinstance(figures, Mapping) else {name: figures}
+            result.of_records[-1].update(figures)
+            higher_is_better |= dict.fromkeys(figures, getattr(metric, "higher_is_better", True))
+    for name, is_better in higher_is_better.items():
+        values = [figures[name] for figures in result.of_records if name in figures]
+        result.scores[name] = Score(sum(values) / len(values), len(values), is_better)
+    return result
 
 
 def _boxes_in(boxes: Boxes, text: str) -> list[list[float]]:
     """The boxes of a text, in shares of a picture."""
     return [shape.numbers for shape in boxes.seen(text, (1, 1)) if len(shape.numbers) == 4]
-
-
-def _counted(reasons: Iterator[tuple[str, str]]) -> dict[str, list]:
-    """[how many, the first key] by reason."""
-    listed = list(reasons)
-    counts = Counter(reason for reason, _ in listed)
-    firsts = dict(reversed(listed))
-    return {reason: [count, firsts[reason]] for reason, count in counts.items()}

@@ -1,5 +1,6 @@
-"""`megatron-vlm evaluate`: the command around `evaluation`."""
+"""`megatron-vlm evaluate`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +11,9 @@ from megatron_vlm.checks.model_on_disk import is_energon
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.program import on_disk, start_ranks
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
-from megatron_vlm.extras.evaluate import NAMES, files
+from megatron_vlm.extras.evaluate import NAMES
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable_lines
+from megatron_vlm.messages import printable, printable_lines
 from megatron_vlm.overrides import apply_overrides
 
 
@@ -27,50 +28,39 @@ def evaluate(
         list[str] | None,
         typer.Option(help=f"{', '.join(NAMES)}, or file.py:function; again for more. Default: exact_match."),
     ] = None,
-    output: Annotated[
-        Path,
-        typer.Option(help="The folder to write; answers that are there are kept.", callback=on_disk),
-    ] = Path("evaluation"),
-    samples: Annotated[int | None, typer.Option(min=1, help="Ask so many, drawn by --seed.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder to write.", callback=on_disk)] = Path("evaluation"),
+    samples: Annotated[int | None, typer.Option(min=1, help="Ask so many, drawn at random.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token, else sampled.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="As for `generate`.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of samples, sampled answers and intervals.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Questions at a time, of each model copy.")] = 32,
-    shown: Annotated[int, typer.Option(min=0, help="Worst answers on the page.")] = 20,
     nproc: arguments.Processes = None,
 ) -> None:
     """Answer the last turn of held-out conversations, and score the answers against the replies there.
 
-    Writes into --output: answers.jsonl, as they come, so that a killed evaluation goes on; scores.json, with
-    95 % intervals; and answers.html, a page of the worst answers with their images.
+    Writes into --output: answers.jsonl, as they come, so that a killed evaluation goes on; scores.json; and
+    answers.html, a page of the worst answers with their images.
     """
     if data and data.partition("=")[0] in {*setting_types(), *arguments.recipe_table.ARGUMENTS}:
         settings = [data, *(settings or ())]
         data = None
-    arguments.check_sampling(temperature, top_p)
     settings = settings or []
-    names = [name for text in metric or ["exact_match"] for name in text.split(",")]
 
     from megatron_vlm.extras.evaluate.metrics import metric_of
 
-    metrics = {name: metric_of(name) for name in names}
+    metrics = {name: metric_of(name) for name in metric or ["exact_match"]}
     config = _with_data(arguments.config_of_model(model, True, settings, nproc), data)
-    files.check_folder(output)
+    names = set(os.listdir(output)) if output.exists() else set()
+    if names - {"errors"} and "settings.json" not in names:
+        raise ConfigError(f"--output: {printable(output)} holds no evaluation; give a new folder.")
     arguments.prepare_cuda(config.parallel)
     if nproc:
         flags = {"output": output, "samples": samples, "max-new-tokens": max_new_tokens}
-        flags |= {"temperature": temperature, "top-p": top_p, "seed": seed, "batch-size": batch_size}
-        flags |= {"shown": shown, "metric": names}
+        flags["metric"] = list(metrics)
         words = [model, *([data] if data else [])]
         raise typer.Exit(start_ranks(nproc, "evaluate", flags, [*words, *settings]))
 
-    from megatron_vlm.extras.evaluate.answering import Asking
     from megatron_vlm.extras.evaluate.evaluating import evaluate_model
 
-    how = Asking(max_new_tokens, temperature, top_p, seed, batch_size)
     with watchdog.watching(output, config.train.hang_seconds):
-        for line in evaluate_model(config, metrics, how, output, samples, shown):
+        for line in evaluate_model(config, metrics, output, samples, max_new_tokens):
             typer.echo(printable_lines(line))
 
 
@@ -81,9 +71,9 @@ def _with_data(config: RunConfig, data: str | None) -> RunConfig:
         if config.data.train_data_path == arguments.NO_DATA:
             raise ConfigError("evaluate: give DATA, conversations to answer: a file, a folder or a hub name.")
         return config
-    theirs = {"data.valid_data_path": data, "data.validation_share": 0.0, "data.streaming": False}
-    kind = "energon" if is_energon(data) else "hf"
-    config = apply_overrides(config, {**theirs, "data.dataset_type": kind})
+    held_out = {"data.valid_data_path": data, "data.validation_share": 0.0, "data.streaming": False}
+    held_out["data.dataset_type"] = "energon" if is_energon(data) else "hf"
+    config = apply_overrides(config, held_out)
     if problems := list(data_problems(config.data, "DATA", data)):
         raise ConfigError("\n".join(problems))
     return config

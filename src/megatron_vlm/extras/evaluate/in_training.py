@@ -12,9 +12,14 @@ from torch.nn import Module
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.encode.questions import Question
 from megatron_vlm.data.on_disk.paths import items_of
-from megatron_vlm.extras.evaluate.answering import Asking, Record, answers, record_of, scored
+from megatron_vlm.extras.evaluate.answering import (
+    Record,
+    answers,
+    open_questions,
+    record_of,
+    scored,
+)
 from megatron_vlm.extras.evaluate.metrics import Score, metric_of
-from megatron_vlm.extras.evaluate.questions import open_questions
 from megatron_vlm.feed import Feed
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
@@ -123,9 +128,9 @@ class Scoring:
         Raises ConfigError if there is none, though `train.best_by` asks for one.
         """
         watchdog.beat(f"scoring answers after step {step}")
-        how = Asking(self._config.train.score_tokens)
+        longest = self._config.train.score_tokens
         workers = self._config.data.num_workers
-        asked = answers(model, self._source, self._questions, how, num_workers=workers)
+        asked = answers(model, self._source, self._questions, longest, num_workers=workers)
         records: list[Record] = [record for some in asked for record in some]
         return setup.on_first_rank(self._judged, records, step)  # a user's metric may differ by process
 

@@ -1,27 +1,25 @@
-"""Metrics by name: what a sample's answer scores, and the score of all samples with its interval."""
+"""Metrics by name: the formulas of published benchmarks, each with its source, and a user's own function.
+
+A metric takes an answer as `Judged` and returns a number, or several by name. More is better, unless the
+function has `higher_is_better = False`. tests/core/test_scores.py compares with lmms-eval.
+"""
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.extras.evaluate import formulas
-from megatron_vlm.extras.evaluate.formulas import Box, NotScored
+from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.files import calling, object_of
 from megatron_vlm.messages import printable, suggestion
 
-RESAMPLES = 1000
-NUMBERS_AT_ONCE = 1 << 22
-INTERVAL = (2.5, 97.5)  # percentiles
+ANLS_THRESHOLD = 0.5
 BOX_IS_RIGHT = 0.5
-
-# name -> (points or errors, what they are a share of): a score is a sum of the first over one of the second
-Parts = dict[str, tuple[float, float]]
+Box = Sequence[float]  # x and y of two corners
 
 
 @dataclass(frozen=True)
@@ -34,142 +32,127 @@ class Judged:
     boxes: Callable[[str], list[Box]]
 
 
+Metric = Callable[[Judged], float | Mapping[str, float]]
+
+
 @dataclass(frozen=True)
-class Metric:
-    """A way to score an answer. `parts` gives one figure or several, and raises NotScored."""
+class Score:
+    """The mean of a figure over the samples that have it."""
 
-    parts: Callable[[Judged], Parts]
-    higher_is_better: bool = True
-
-
-def _of_texts(name: str, formula: Callable[[str, Sequence[str]], float]) -> Metric:
-    return Metric(lambda given: {name: (formula(given.answer, given.references), 1.0)})
+    score: float
+    samples: int
+    higher_is_better: bool
 
 
-def _multiple_choice(given: Judged) -> Parts:
-    score = formulas.multiple_choice(given.answer, given.references, given.question)
-    return {"multiple_choice": (score, 1.0)}
+def exact_match(judged: Judged) -> float:
+    """1 if the answer is one of the references, character by character, without white space around it.
+
+    The exact match of the Hugging Face metric `exact_match` with its default settings.
+    """
+    return float(judged.answer.strip() in [reference.strip() for reference in judged.references])
 
 
-def _boxes(given: Judged) -> Parts:
-    """Also of several references: they are boxes of one answer, which must have them all."""
-    wanted = [box for reference in given.references for box in given.boxes(reference)]
-    if not wanted:
-        raise NotScored("its reference has no box")
-    shares = formulas.overlaps(given.boxes(given.answer), wanted)
+def contained(judged: Judged) -> float:
+    """1 if the answer contains a reference, in lower case and with newlines as spaces.
+
+    OCRBench, arXiv 2305.07895: all its tasks but handwritten formulas.
+    """
+
+    def plain(text: str) -> str:
+        return text.lower().strip().replace("\n", " ")
+
+    return float(any(plain(reference) in plain(judged.answer) for reference in judged.references))
+
+
+def anls(judged: Judged) -> float:
+    """1 - edit distance / longer length for the nearest reference, 0 below 0.5.
+
+    Average normalized Levenshtein similarity, arXiv 1905.13648, as DocVQA's own code computes it: distance in
+    lower case with single spaces, lengths of the texts as they stand.
+    """
+
+    def plain(text: str) -> str:
+        return " ".join(text.lower().split())
+
+    def similarity(reference: str) -> float:
+        longer = max(len(judged.answer), len(reference))
+        return 1 - edit_distance(plain(judged.answer), plain(reference)) / longer if longer else 1.0
+
+    best = max(map(similarity, judged.references))
+    return best if best >= ANLS_THRESHOLD else 0.0
+
+
+def edit_distance(text: str, other: str) -> int:
+    """The fewest letters to insert, delete and replace that make `other` of `text` (Levenshtein)."""
+    letters = np.array([ord(letter) for letter in other], int)
+    steps = np.arange(len(other) + 1)
+    distances = steps.copy()
+    for row, letter in enumerate(text, start=1):
+        best = np.minimum(distances[1:] + 1, distances[:-1] + (letters != ord(letter)))
+        # an insertion costs 1 for each place, so the best start of insertions is a running minimum
+        distances = np.minimum.accumulate(np.concatenate([[row], best]) - steps) + steps
+    return int(distances[-1])
+
+
+def boxes(judged: Judged) -> dict[str, float]:
+    """The mean overlap of an answer's and the references' boxes, and the share of at least 0.5.
+
+    Several references are boxes of one answer, which must have them all. One box of each is RefCOCO's case,
+    arXiv 1608.00272. Raises BadSample if a reference has no box.
+    """
+    expected = [box for reference in judged.references for box in judged.boxes(reference)]
+    if not expected:
+        raise BadSample("no_box", "its reference has no box")
+    shares = overlaps(judged.boxes(judged.answer), expected)
     right = sum(share >= BOX_IS_RIGHT for share in shares)
-    return {"iou": (sum(shares) / len(shares), 1.0), "iou_at_0.5": (right / len(shares), 1.0)}
+    return {"iou": sum(shares) / len(shares), "iou_at_0.5": right / len(shares)}
 
 
-def _error_rate(name: str, cut: Callable[[str], Sequence[str]]) -> Metric:
-    def parts(given: Judged) -> Parts:
-        return {name: formulas.errors_and_length(cut(given.answer), list(map(cut, given.references)))}
+def overlaps(boxes: Sequence[Box], expected: Sequence[Box]) -> list[float]:
+    """The intersection over union of each pair of an answer's and an expected box, 0 for a box left over.
 
-    return Metric(parts, higher_is_better=False)
+    Each box is in one pair, and the pairs are as good as they can be.
+    """
+    import torch
+    from scipy.optimize import linear_sum_assignment
+    from torchvision.ops import box_iou
+
+    def corners(boxes: Sequence[Box]) -> torch.Tensor:  # (N, 4) fp64, the upper left corner first
+        tensor = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 2, 2)
+        return tensor.sort(dim=1).values.flatten(1)
+
+    table = box_iou(corners(boxes), corners(expected)).nan_to_num().numpy()
+    paired = table[linear_sum_assignment(table, maximize=True)].tolist()
+    return paired + [0.0] * (max(table.shape) - len(paired))
 
 
-METRICS = {
-    "exact_match": _of_texts("exact_match", formulas.exact_match),
-    "contained": _of_texts("contained", formulas.contained),
-    "relaxed": _of_texts("relaxed", formulas.relaxed_match),
-    "anls": _of_texts("anls", formulas.anls),
-    "vqa": _of_texts("vqa", formulas.vqa_accuracy),
-    "multiple_choice": Metric(_multiple_choice),
-    "boxes": Metric(_boxes),
-    "wer": _error_rate("wer", str.split),
-    "cer": _error_rate("cer", str.strip),
-}
+METRICS = {"exact_match": exact_match, "contained": contained, "anls": anls, "boxes": boxes}
 
 
 def metric_of(name: str) -> Metric:
     """The metric of a name, or the function of a user's Python file, `file.py:name`. Raises ConfigError."""
-    if found := re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", name):
-        return _users_metric(Path(found[1]), found[2])
+    if match := re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", name):
+        return _users_metric(Path(match[1]), match[2])
     if name not in METRICS:
         raise ConfigError(f"metric {printable(name)}: there is none{suggestion(name, METRICS)}")
     return METRICS[name]
 
 
 def _users_metric(file: Path, name: str) -> Metric:
-    """A metric that calls `name(answer, references, question)`, which returns a number, or numbers by name.
-    More is better, unless the function has `higher_is_better = False`."""
+    """A metric that calls `name(answer, references, question)`, which returns what a metric returns."""
     place = f"metric {printable(file)}:{name}"
-    if not file.is_file():
-        raise ConfigError(f"{place}: there is no such file; give its path.")
     function = object_of(place, file, name)
     if not callable(function):
         raise ConfigError(f"{place}: the file has no function of this name.")
 
-    def parts(given: Judged) -> Parts:
+    def metric(judged: Judged) -> dict[str, float]:
         with calling(place, file):
-            score = function(given.answer, list(given.references), given.question)
-        scores = score if isinstance(score, Mapping) else {name: score}
-        try:
-            numbers = {str(figure): float(value) for figure, value in scores.items()}
-        except (TypeError, ValueError, OverflowError):
-            numbers = {"": math.nan}
+            result = function(judged.answer, list(judged.references), judged.question)
+            figures = result if isinstance(result, Mapping) else {name: result}
+            numbers = {figure: float(value) for figure, value in figures.items()}
         if not all(map(math.isfinite, numbers.values())):
-            said = f"{printable(repr(score))} for the answer {printable(repr(given.answer))}"
-            raise ConfigError(f"{place}: it returned {said}; return a finite number, or a dict of them.")
-        return {figure: (number, 1.0) for figure, number in numbers.items()}
+            raise ConfigError(f"{place}: it returned {printable(repr(result))}; return finite numbers.")
+        return numbers
 
-    return Metric(parts, getattr(function, "higher_is_better", True))
-
-
-@dataclass(frozen=True)
-class Score:
-    """A score over samples, and the bounds of its 95 % interval."""
-
-    score: float
-    low: float
-    high: float
-    samples: int
-    higher_is_better: bool
-
-    def __str__(self) -> str:
-        return f"{self.score:.4f} ({self.low:.4f} to {self.high:.4f}, {self.samples} samples)"
-
-
-def scores_of(samples: Sequence[Parts], higher: Mapping[str, bool], seed: int = 0) -> dict[str, Score]:
-    """The score of each figure over the samples that have it; `higher` says for each whether more is better.
-
-    The interval is the bootstrap's (Efron 1979): percentiles of the score over samples drawn with
-    replacement. The same seed gives the same interval. A score without a sum to divide by is left out.
-    """
-    scores = {}
-    for name, better in higher.items():
-        pairs = np.array([parts[name] for parts in samples if name in parts]).reshape(-1, 2)
-        points, lengths = pairs.T
-        if lengths.sum() <= 0:
-            continue
-        drawn = np.concatenate(list(_resampled(pairs, np.random.default_rng(seed))))
-        low, high = np.percentile(drawn, INTERVAL)
-        score = points.sum() / lengths.sum()
-        scores[name] = Score(float(score), float(low), float(high), len(pairs), better)
-    return scores
-
-
-def _resampled(pairs: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """The scores of RESAMPLES draws, some at a time."""
-    count = len(pairs)
-    at_once = max(1, NUMBERS_AT_ONCE // count)
-    for first in range(0, RESAMPLES, at_once):
-        draws = rng.integers(0, count, (min(at_once, RESAMPLES - first), count))
-        points, lengths = pairs[draws].sum(1).T
-        yield points / np.where(lengths > 0, lengths, 1)
-
-
-def parts_of(metrics: Mapping[str, Metric], given: Judged) -> tuple[Parts, dict[str, str], dict[str, Any]]:
-    """(parts of all figures, why a metric gives none, whether more is better of each figure)."""
-    parts: Parts = {}
-    missing: dict[str, str] = {}
-    higher: dict[str, bool] = {}
-    for name, metric in metrics.items():
-        try:
-            of_metric = metric.parts(given)
-        except NotScored as why:
-            missing[name] = str(why)
-            continue
-        parts |= of_metric
-        higher |= dict.fromkeys(of_metric, metric.higher_is_better)
-    return parts, missing, higher
+    metric.higher_is_better = getattr(function, "higher_is_better", True)
+    return metric

@@ -1,4 +1,4 @@
-"""`megatron-vlm preview`, `stats` and `replay`: training data as the model sees it."""
+"""`megatron-vlm preview` and `replay`: training data as the model sees it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from megatron_vlm.commands import arguments
 from megatron_vlm.files import write_output
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import aligned, printable
 
 
 def preview(
@@ -21,35 +21,18 @@ def preview(
     shown: Annotated[int, typer.Option(min=0, help="Rows to show whole.")] = 10,
     output: arguments.HtmlFile = Path("preview.html"),
 ) -> None:
-    """Write a page that shows the training data as the model will see it.
+    """Write a page that shows the training data as the model will see it, and print how long its samples are.
 
     Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
     """
     flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
     config = arguments.config_of_data(recipe, file, settings, flags)
 
-    from megatron_vlm.extras.preview.measures import preview_page
+    from megatron_vlm.extras.preview.preview import preview_page
 
-    write_output(output, preview_page(config, rows, shown))
-    typer.echo(f"wrote {output}")
-
-
-def stats(
-    settings: arguments.Settings = None,
-    recipe: arguments.Recipe = None,
-    file: arguments.ConfigFile = None,
-    dataset_type: arguments.DatasetType = None,
-    train_data_path: arguments.TrainData = None,
-    hf_path: arguments.Checkpoint = None,
-    samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = 1000,
-) -> None:
-    """Print how long the training data's samples are, and propose seq_length and max_patches."""
-    flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
-    config = arguments.config_of_data(recipe, file, settings, flags)
-
-    from megatron_vlm.extras.preview.measures import stats_text
-
-    typer.echo(stats_text(config, samples))
+    page, figures = preview_page(config, rows, shown)
+    write_output(output, page)
+    typer.echo("\n".join([*aligned(figures), f"wrote {output}"]))
 
 
 def replay(
@@ -71,8 +54,7 @@ def replay(
     if output is None:
         return
 
-    from megatron_vlm.extras.preview.measures import replay_page
+    from megatron_vlm.extras.preview.preview import replay_page
 
-    shown, changed = replay_page(config, step, logged)
-    write_output(output, shown)
-    typer.echo(f"wrote {output}" + (f"; {changed}" if changed else ""))
+    write_output(output, replay_page(config, step, logged))
+    typer.echo(f"wrote {output}")

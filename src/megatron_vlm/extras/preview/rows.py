@@ -1,25 +1,20 @@
-"""An HTML page that shows rows of a run's data."""
+"""Batches of a run's data → what a page shows of their rows."""
 
-import base64
-import io
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import ProcessorMixin
 
 from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
 from megatron_vlm.data.grounding.boxes import Boxes, Found
 from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Kind
-from megatron_vlm.extras.report.pages import render
 from megatron_vlm.models.hf import Source
 
-SHOWN_EDGE = 360  # pixels of the longer side of a picture on the page
 READ = "read"
 TRAINED = "trained"
 VISUAL = "visual"
@@ -39,6 +34,7 @@ class TokenRun:
 class ShownDocument:
     key: str
     tokens: int
+    trained: int
     positions: str
     runs: list[TokenRun]
 
@@ -47,7 +43,6 @@ class ShownDocument:
 class Row:
     documents: list[ShownDocument]
     tokens: int  # without padding
-    trained: int
     length: int
 
 
@@ -73,10 +68,9 @@ class RowReader:
             span = slice(int(places[0]), int(places[-1]) + 1)
             runs = self._drawn(list(self._runs(batch["input_ids"][row, span], marks_S[span], pictures)))
             positions = _positions(batch["position_ids"][..., row, span])
-            documents.append(ShownDocument(key, span.stop - span.start, positions, runs))
-        tokens = int((numbers_S > 0).sum())
-        trained = int((batch["loss_mask"][row] > 0).sum())
-        return Row(documents, tokens, trained, len(numbers_S))
+            trained = int((batch["loss_mask"][row, span] > 0).sum())
+            documents.append(ShownDocument(key, span.stop - span.start, trained, positions, runs))
+        return Row(documents, int((numbers_S > 0).sum()), len(numbers_S))
 
     def _drawn(self, runs: list[TokenRun]) -> list[TokenRun]:
         """The runs, with the boxes of their text on the picture that shows the whole of their only image."""
@@ -88,7 +82,7 @@ class RowReader:
         pictures = list(runs[shown].pictures)
         picture = pictures[self._kind.whole]
         found = self._boxes.seen("".join(run.text for run in runs), picture.size)
-        pictures[self._kind.whole] = draw(picture, (scaled(shape, picture.size) for shape in found))
+        pictures[self._kind.whole] = with_shapes(picture, found)
         runs[shown] = replace(runs[shown], pictures=tuple(pictures))
         return runs
 
@@ -134,9 +128,6 @@ def _positions(position_ids: Tensor) -> str:
     return " · ".join(f"{name} {r}" for name, r in zip("thw", ranges, strict=True))
 
 
-# --- pictures --------------------------------------------------------------------------------------------
-
-
 def pictures_of(item: GenericVisualInputs, kind: Kind) -> list[Image.Image]:
     """The image, or every frame of the video, as the model sees it."""
     frames_TCHW = kind.frames(item)
@@ -147,95 +138,20 @@ def pictures_of(item: GenericVisualInputs, kind: Kind) -> list[Image.Image]:
     return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in frames_TCHW]
 
 
-def scaled(shape: Found, size: tuple[int, int]) -> Found:
-    """A shape in shares of a picture of `size` in its pixels."""
-    numbers = [share * size[place % 2] for place, share in enumerate(shape.numbers)]
-    return replace(shape, numbers=numbers)
+def seen_pictures(visual: GenericVisualInputs | None, processor: ProcessorMixin) -> list[Image.Image]:
+    """The images of a prompt whole as the model sees them, and of each video the frames."""
+    kind = kind_of(processor)
+    pictures = []
+    for item in visual.items() if visual is not None else ():
+        parts = pictures_of(item, kind)
+        pictures += [parts[kind.whole]] if item.pixel_values is not None else parts
+    return pictures
 
 
-def data_url(picture: Image.Image) -> str:
-    """A data URL of the picture as JPEG, at most SHOWN_EDGE pixels wide and high."""
-    picture = picture.copy()
-    picture.thumbnail((SHOWN_EDGE, SHOWN_EDGE))
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-# --- the page --------------------------------------------------------------------------------------------
-
-
-def page(title: str, settings: str, rows: list[Row], shown: int, drops: list[dict]) -> str:
-    """One HTML document without references to others: counts of all rows, and the first `shown` of them.
-
-    `drops` have `key`, `reason` and `detail` each. All text of records is escaped.
-    """
-    return rendered(
-        TEMPLATE,
-        title=title,
-        settings=settings,
-        rows=rows[:shown],
-        totals={
-            "rows": len(rows),
-            "documents": sum(len(row.documents) for row in rows),
-            "tokens": sum(row.tokens for row in rows),
-            "trained tokens": sum(row.trained for row in rows),
-            "padding": sum(row.length - row.tokens for row in rows),
-        },
-        drops=drops,
-        reasons=Counter(drop["reason"] for drop in drops),
-    )
-
-
-def rendered(template: str, **values: Any) -> str:
-    """A page of a template, which `{% include "head" %}` begins. All text is escaped."""
-    return render(template, {"url": data_url}, {"head": HEAD}, **values)
-
-
-HEAD = """<!doctype html>
-<meta name="generator" content="megatron_vlm">
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-{{ style }}
-article { border: 1px solid #8885; margin: 1.5rem 0; padding: 1rem; }
-section + section { border-top: 3px double #8885; }
-.text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
-.trained { background: #2a9d4a44; }
-.visual { display: inline-block; background: #4a6ad033; padding: 4px; white-space: normal; }
-.visual small { display: block; }
-</style></head><body>
-<h1>{{ title }}</h1>
-"""
-
-TEMPLATE = """{% include "head" %}
-<p class="totals">{% for name, count in totals.items() %}
-<span><b>{{ "{:,}".format(count) }}</b>{{ name }}</span>
-{% endfor %}</p>
-{% if drops %}
-<h2>Dropped</h2>
-<table><tr><th>reason</th><th>samples</th></tr>
-{% for reason, count in reasons.items() %}<tr><td>{{ reason }}</td><td>{{ count }}</td></tr>
-{% endfor %}</table>
-<details><summary>which</summary><table><tr><th>sample</th><th>reason</th><th>detail</th></tr>
-{% for drop in drops %}<tr><td>{{ drop.key }}</td><td>{{ drop.reason }}</td><td>{{ drop.detail }}</td></tr>
-{% endfor %}</table></details>
-{% else %}<p>No sample was dropped.</p>{% endif %}
-<h2>Rows</h2>
-<p><span class="text"><span class="trained">trained</span></span> tokens count in the loss; the others are
-only read. A double line parts documents, which do not see each other.</p>
-{% for row in rows %}
-<article><header>row {{ loop.index }}: {{ row.tokens }} of {{ row.length }} tokens, {{ row.trained }} trained
-</header>
-{% for document in row.documents %}
-<section><header>{{ document.key }}: {{ document.tokens }} tokens, positions {{ document.positions }}</header>
-<div class="text">{% for run in document.runs %}{% if run.kind == "visual" %}<span class="visual">
-{%- for picture in run.pictures %}<img alt="as processed" src="{{ picture | url }}">{% endfor -%}
-<small>{{ run.tokens }} tokens</small></span>{% else %}<span class="{{ run.kind }}">{{ run.text }}</span>
-{%- endif %}{% endfor %}</div></section>
-{% endfor %}
-</article>
-{% endfor %}
-<details><summary>settings</summary><pre>{{ settings }}</pre></details>
-</body></html>
-"""
+def with_shapes(picture: Image.Image, shapes: Iterable[Found], label: str | None = None) -> Image.Image:
+    """The picture with shapes, which are in shares of it, and their labels or the one given."""
+    scaled = []
+    for shape in shapes:
+        numbers = [share * picture.size[place % 2] for place, share in enumerate(shape.numbers)]
+        scaled.append(Found(numbers, label or shape.label))
+    return draw(picture, scaled)
