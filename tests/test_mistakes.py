@@ -147,7 +147,6 @@ def make_everything(folder: Path) -> None:
             "rows.db": b"SQLite format 3\0" + bytes(99),
             "list.jsonl": "- messages:\n  - role: user\n",
             "column.csv": "text\nhello\nthere\n",
-            "columns.json": '{"images": ["a", "b"], "conversations": [[], []]}',
             "project/train.py": "",
             "project/checkpoints/model.pt": b"PK",
             "others/checkpoints/model.pt": b"PK",

@@ -38,7 +38,6 @@ LEFT_OUT = {
     "data.on_disk": "how files of rows are opened",
     "data.grounding": "samples without boxes do not enter it",
     "data.chatml.objects": "as data.grounding",
-    "data.chatml.grounded": "as data.grounding",
     "data.preferences": "a second objective",
     "rl": "a second objective",
     "generation": "as scoring",

@@ -181,8 +181,6 @@ class DataConfig:
     thinking: Literal["keep", "mask", "drop"] = "keep"
     # how boxes of a record's `objects` are written; None: as the model's family does (docs/boxes.md)
     box_format: BoxFormat | None = None
-    # asks for boxes of COCO and RefCOCO, with {} for what is sought; None: see docs/data.md
-    box_question: Name | None = None
     over_length: Literal["drop", "truncate"] = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: FromOne | None = None
     max_pixels: FromOne | None = None

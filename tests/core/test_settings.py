@@ -174,7 +174,6 @@ def test_limits_of_pixels_that_no_image_meets_are_refused():
     "settings, said",
     [
         ({"data.resize_jitter": "2"}, "it draws between data.min_pixels and data.max_pixels; set both"),
-        ({"data.box_question": "Where is it?"}, "data.box_question: has no {} where what is sought stands"),
     ],
 )
 def test_sizes_and_questions_that_cannot_be_are_refused(settings, said):

@@ -35,14 +35,13 @@ LAYOUTS = [
         "image": "a.jpg",
         "objects": {"bbox": [[1, 2, 3, 4]]},
     },
-    {"bbox": [1, 2, 3, 4], "sentence": "the cat", "image": "a.jpg", "width": 9, "height": 9},
 ]
 
 
 def read(record):
     """What a record says, and the keys that are named as unread; None if it is dropped."""
     try:
-        conversation = parse_record(Columns(has_corners=True)(record))
+        conversation = parse_record(Columns()(record))
         counts = [len(conversation.media[kind]) for kind in ("image", "video")]
         make_sample(conversation, [b""] * counts[0], [b""] * counts[1], __key__="", __restore_key__=())
     except BadSample:

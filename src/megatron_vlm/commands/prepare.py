@@ -38,9 +38,6 @@ def prepare(
     dataset: Annotated[
         list[str] | None, typer.Option(help="A name in a meta file; repeat. Default: all.")
     ] = None,
-    box_question: Annotated[
-        str | None, typer.Option(help="Asks for boxes of COCO and RefCOCO; {} is what is sought.")
-    ] = None,
     max_skip_share: Annotated[
         float, typer.Option(min=0, max=1, help="Exit with 1 when more of the records than this are skipped.")
     ] = 0.5,
@@ -72,7 +69,6 @@ def prepare(
         seed=seed,
         columns=columns,
         datasets=dataset or [],
-        box_question=box_question,
         engine=engine,
     )
     typer.echo(str(summary))

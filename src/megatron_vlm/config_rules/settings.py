@@ -123,14 +123,12 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
         yield from _item_problems(data, f"data.{key}", sources_of(getattr(data, key)))
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
         yield f"data.min_pixels: {data.min_pixels} is over data.max_pixels {data.max_pixels}; lower it."
-    if data.box_question and "{}" not in data.box_question:
-        yield "data.box_question: has no {} where what is sought stands; write, say, 'Where is the {}?'"
     if data.resize_jitter and not (data.min_pixels and data.max_pixels):
         yield "data.resize_jitter: it draws between data.min_pixels and data.max_pixels; set both."
     if data.validation_share and data.valid_data_path is not None:
         yield "data.validation_share: data.valid_data_path is given, too; drop one of them."
     if data.dataset_type == "energon":
-        for name in ("columns", "datasets", "media_dir", "streaming", "validation_share", "box_question"):
+        for name in ("columns", "datasets", "media_dir", "streaming", "validation_share"):
             if getattr(data, name):
                 yield f"data.{name}: is for dataset_type hf; an energon dataset has it settled when prepared."
     if len(sources_of(data.train_data_path)) > 1:

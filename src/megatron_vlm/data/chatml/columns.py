@@ -1,11 +1,10 @@
 """The settings that bring the names of a source to the names that are read, `data.on_disk.fields`."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.chatml.grounded import asking, corners_in
 from megatron_vlm.data.on_disk.fields import (
     CHOSEN,
     EXCHANGE,
@@ -29,15 +28,12 @@ class Columns:
     names     ours → the source's, such as {"conversations": "chat", "images": "pictures"}; if a column of one
               kind (turns, images, ...) is mapped, other columns of that kind are ignored
     tags      how turns are written, by LLaMA-Factory's names (`role_tag`, `content_tag`, `user_tag`, ...)
-    question, has_corners   see `chatml.grounded.asking`
 
     Raises ValueError for a name that does not exist here.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
-    question: str | None = None
-    has_corners: bool | None = None
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -56,17 +52,12 @@ class Columns:
             raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
         record = self._renamed(record) if self.names else record
         tagged = [name for name in TAGGED if record.get(name)] if self.tags else ()
-        record = record | {name: self._tagged(record[name]) for name in tagged}
-        return asking(record, self.question, self.has_corners)
+        return record | {name: self._tagged(record[name]) for name in tagged}
 
     def of_arrow(self, row: dict) -> dict:
         """The record of a row of `datasets`, without the keys that hold None: Arrow gives every struct all
         keys of its column. Raises BadSample."""
         return self(_without_nulls(row))
-
-    def for_source(self, records: Iterable[dict], place: Any) -> "Columns":
-        """The same, and how a `bbox` of a source with these first records is read. Raises ValueError."""
-        return replace(self, has_corners=corners_in(map(self._renamed, records), place))
 
     def check(self, present: list[str], place: str) -> None:
         """Raises ValueError if a mapped column is not among those `present`."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.on_disk.coco import FAR
 from megatron_vlm.data.on_disk.fields import THINKING_KEYS
 
 REASON = "bad_objects"
@@ -22,6 +21,7 @@ LABELS = ("ref-object", "ref", "label", "caption")
 OF_AN_OBJECT = {*SHAPES, *LABELS, "image", "image_id", "name", "bbox_type"}
 OF_ALL = {"bbox", "ref", "image_id", "name", "bbox_type", "size"}
 PLACEHOLDER = re.compile(r"<(?:(bbox|box|point|polygon)(?::([^<>\s]+))?|(ref-object|ref)|objects)>")
+FAR = 1e9  # no number is as far from an image; NaN is not below it either
 POINT, BOX = 2, 4  # how many numbers each has; a polygon has more
 _KINDS = {POINT: "point", BOX: "box"}
 

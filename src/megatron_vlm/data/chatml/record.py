@@ -57,14 +57,13 @@ from megatron_vlm.data.chatml.turns import (
 )
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk import fields
-from megatron_vlm.data.on_disk.coco import NOTES
 from megatron_vlm.data.on_disk.named import in_order
 from megatron_vlm.data.on_disk.paths import PICTURES
 from megatron_vlm.messages import listed, printable
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
-NAMELESS = {"id", NOTES}  # nothing is lost if these are not read
+NAMELESS = {"id"}  # nothing is lost if this is not read
 # Where an entry of images or videos names its medium, the first one first
 ENTRY = ("bytes", "path", "image", "video", "image_url", "video_url", "source", "url", "data")
 ENTRY_FACTS = ("type", "media_type", "frames", *fields.TIMES)  # what else it may say

@@ -26,7 +26,7 @@ def order_settings(data: DataConfig, micro_batch_size: int, seed: int) -> dict:
         "micro_batch_size": micro_batch_size,
         "seed": seed,
         "resize_jitter": data.resize_jitter or None,
-        "box_question": data.box_question,
+        "box_question": None,  # a setting that older states name
         "packing": data.packing,
         "packing_buffer_size": data.packing_buffer_size if data.packing == "stream" else None,
         "repetitions": shares if any(shares) else None,

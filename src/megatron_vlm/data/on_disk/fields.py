@@ -18,12 +18,10 @@ MEDIA = {"image": ("images", "image"), "video": ("videos", "video")}
 MAY_BE_TURNS = {*TURNS, "conversation", *PROMPTS, *REPLIES, CHOSEN, *REJECTIONS}  # also in JSON text
 AUDIO = ("audios", "audio")  # no model is trained on it
 TOOLS = ("tools", "functions")  # OpenAI's name, and its older one
-BOXES = ("bbox", "bbox_xyxy", "bbox_xywh")  # what the numbers of the first are, `chatml.grounded` finds out
-EXPRESSIONS = ("sentences", "sentence", "sents", "sent", "expressions", "expression", "phrase")
 # Names of one kind; a column that is mapped to one of them hides the others
 WHOLE = (*TURNS, "texts", "caption", "text")  # each is a conversation without any of EXCHANGE
 GROUPS = (WHOLE, ("history",), PROMPTS, QUERIES, REPLIES, *MEDIA.values(), ("system",), TOOLS, ("objects",))
-GROUPS += (BOXES, EXPRESSIONS, (CHOSEN,), REJECTIONS)
+GROUPS += ((CHOSEN,), REJECTIONS)
 FIELDS = tuple(name for group in GROUPS for name in group)
 
 # -- a turn

@@ -1,28 +1,22 @@
 """A file of records as lines: other JSON is written as JSON Lines into the cache, once."""
 
 import json
-import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_vlm.data.on_disk.coco import coco_records
-from megatron_vlm.data.on_disk.descriptions import damaged
-from megatron_vlm.data.on_disk.fields import FIELDS, PROMPTS, TURNS
-from megatron_vlm.data.on_disk.meta import read_meta
+from megatron_vlm.data.on_disk.descriptions import damaged, read_meta
+from megatron_vlm.data.on_disk.fields import FIELDS
 from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of, tabular_kind
-from megatron_vlm.files import open_file
+from megatron_vlm.files import open_file, open_to_write
 from megatron_vlm.messages import printable
 from megatron_vlm.signatures import explain_file
 
 FIRST_RECORDS = 1000  # among which the first valid ones lie
 REPAIR = "write one JSON object on each line, in UTF-8"
 TRIED = 100  # lines that tell whether lines are records
-# What stands before a value: a comma, and the key in a mapping
-_BEFORE = re.compile(r'[\s,]*+(?:("(?:[^"\\]++|\\.)*+")\s*+:\s*+)?', re.DOTALL)
-_CLOSING = {"[": "]", "{": "}"}
-Values = list[tuple[str | None, int, int]]  # key, start and stop of each
 
 
 def lines_file(path: str | Path) -> Path:
@@ -32,7 +26,7 @@ def lines_file(path: str | Path) -> Path:
     """
     plain = plain_file(path)
     try:
-        return plain if _is_lines(plain) else in_cache(plain, _write_lines)
+        return plain if _is_lines(plain) else in_cache(plain, partial(_write_lines, plain))
     except (ValueError, RecursionError) as error:
         if explanation := explain_file(plain):
             raise ValueError(f"data: {path}: is {explanation}.") from error
@@ -89,70 +83,31 @@ def _value(text: bytes) -> Any:
     return {"messages": value} if isinstance(value, list) and value and is_turn(value[0]) else value
 
 
-def _write_lines(plain: BinaryIO, lines: BinaryIO) -> None:
-    text = plain.read().decode("utf-8-sig")
-    if (records := coco_records(text)) is not None:
-        lines.writelines(json.dumps(record).encode() + b"\n" for record in records)
-        return
-    for start, stop in _records_in(text):
-        # no text in JSON holds an end of line as it is
-        lines.write(text[start:stop].replace("\n", " ").replace("\r", " ").encode() + b"\n")
+def _write_lines(plain: Path, target: Path) -> None:
+    with open_file(plain) as file, open_to_write(target, new=True) as lines:
+        for record in _records_in(file.read().decode("utf-8-sig")):
+            lines.write(json.dumps(record).encode() + b"\n")
 
 
-def _records_in(text: str) -> list[tuple[int, int]]:
-    """Where the records of a JSON text stand: in an array, in an object's only array, or as the text itself.
+def _records_in(text: str) -> list:
+    """The records of a JSON text: of an array, of an object's only list of objects, or the text itself.
 
     Raises ValueError for what is not JSON, and for an object from which records cannot be taken.
     """
-    at = _BEFORE.match(text).end()
-    values, end = _values_within(text, at)
-    if _BEFORE.match(text, end).end() < len(text):
-        line = text.count("\n", 0, end) + 1
-        raise ValueError(f"there is more after the JSON value that ends in line {line}")
-    if text[at] == "[":
-        return [(at, end)] if _holds_turn(text, values) else [value[1:] for value in values]
-    return _in_object(text, values) or [(at, end)]
-
-
-def _in_object(text: str, values: Values) -> list[tuple[int, int]]:
-    """Where the records stand in the only array of an object; empty for an object that is a record."""
-    starts = {json.loads(key): start for key, start, _ in values}
-    if starts.keys() & set(FIELDS):
-        turns = [start for name, start in starts.items() if name in (*TURNS, *PROMPTS)]
-        if len(starts) > 1 and all(text[start] == "[" for start in starts.values()) and turns:
-            elements = _values_within(text, turns[0])[0]
-            if elements and text[elements[0][1]] != "{":  # the turns of one record would be objects
-                raise ValueError("it holds a list for each column; write an object for each record")
-        return []
-    arrays = {name: _values_within(text, start)[0] for name, start in starts.items() if text[start] == "["}
-    lists = {
-        name: array
-        for name, array in arrays.items()
-        if array and text[array[0][1]] == "{" and not _holds_turn(text, array)
-    }
-    if len(lists) > 1:
-        raise ValueError(
-            f"it holds several lists of records, {printable(', '.join(lists))}; write each to its own file"
-        )
-    if not lists and values and all(text[start] == "{" for _, start, _ in values):
-        raise ValueError("it holds an object of objects; write these as a list")
-    return [place[1:] for array in lists.values() for place in array]
-
-
-def _holds_turn(text: str, values: Values) -> bool:
-    return bool(values) and is_turn(json.loads(text[slice(*values[0][1:])]))
-
-
-def _values_within(text: str, at: int) -> tuple[Values, int]:
-    """The values of the array or object that begins at a place, and where it ends. Each is parsed but not
-    kept, so that a large file fits into memory."""
-    if text[at : at + 1] not in _CLOSING:
-        line = printable(repr(text[at : at + 60].partition("\n")[0]))
+    if not text.lstrip().startswith(("[", "{")):
+        line = printable(repr(text[:60].partition("\n")[0]))
         raise ValueError(f"its first line, {line}, is neither JSON nor a header of two columns or more")
-    decoder, values, end = json.JSONDecoder(), [], at + 1
-    while (before := _BEFORE.match(text, end)).end() < len(text) and text[before.end()] not in "]}":
-        end = decoder.raw_decode(text, before.end())[1]
-        values.append((before[1], before.end(), end))
-    if text[before.end() : before.end() + 1] != _CLOSING[text[at]]:
-        raise json.JSONDecodeError(f"Expecting ',' or '{_CLOSING[text[at]]}'", text, before.end())
-    return values, before.end() + 1
+    content = json.loads(text)
+    if isinstance(content, list):
+        return [content] if content and is_turn(content[0]) else content
+    if content.keys() & set(FIELDS):
+        return [content]
+    lists = {name: value for name, value in content.items() if _is_records(value)}
+    if len(lists) != 1:
+        names = printable(", ".join(lists))
+        raise ValueError(f"it is an object with {len(lists)} lists of records ({names}), and one is read")
+    return next(iter(lists.values()))
+
+
+def _is_records(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and not is_turn(value[0])

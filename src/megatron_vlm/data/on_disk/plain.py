@@ -4,33 +4,31 @@ Rows are read by number, which packed files do not allow: what they hold is writ
 `datasets`, and takes as much disk there. So is a file in a store.
 """
 
-import bz2
 import csv
-import gzip
 import hashlib
 import io
 import lzma
 import re
+import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megatron_vlm import stores
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
-from megatron_vlm.files import MOST_TEXT, folder_aside, free_bytes, open_file, open_to_write
-from megatron_vlm.messages import readable_size
+from megatron_vlm.files import MOST_TEXT, folder_aside, open_file, open_to_write
 
 # What is raised on a packed file that is damaged
 DAMAGED = (EOFError, ValueError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 # How packed and tabular files begin, in bytes that no text has.
 PACKINGS = {
     rb"\x1f\x8b": "gzip",
-    rb"BZh[1-9]1AY&SY": "bzip2",
+    rb"BZh[1-9]1AY&SY": "bz2",
     rb"\xfd7zXZ\0": "xz",
     rb"\x28\xb5\x2f\xfd": "zstd",
     rb"PK\x03\x04": "zip",
@@ -55,7 +53,7 @@ def plain_file(path: str | Path) -> Path:
     if (packing := _kind(plain, PACKINGS)) is None:
         return plain
     try:
-        return in_cache(plain, partial(_unpack, PACKED[packing]))
+        return in_cache(plain, partial(_unpack, plain, packing))
     except (*DAMAGED, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # one of the disk
             raise
@@ -74,13 +72,8 @@ def _kind(path: Path, starts: dict[bytes, str]) -> str | None:
     return next((kind for magic, kind in starts.items() if re.match(magic, start, re.DOTALL)), None)
 
 
-def in_cache(path: Path, write: Callable[[BinaryIO, BinaryIO], None]) -> Path:
-    """The file in the cache to which `write` has written what it made of the opened file."""
-
-    def make(target: Path) -> None:
-        with open_file(path) as file, open_to_write(target) as rows, io.BufferedWriter(rows) as buffered:
-            write(file, buffered)
-
+def in_cache(path: Path, make: Callable[[Path], None]) -> Path:
+    """The file in the cache that `make` writes once for this version of a file."""
     stat = path.stat()
     return _made_once(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}", "rows", make)
 
@@ -115,42 +108,25 @@ def _cache() -> Path:
     return Path(config.HF_DATASETS_CACHE, "unpacked")
 
 
-def _unpack(opened: Callable[[BinaryIO], Any], packed: BinaryIO, file: BinaryIO) -> None:
-    most = free_bytes(_cache()) * 9 // 10
-    with opened(packed) as content:
-        while block := content.read(1 << 20):
-            if file.tell() > most:
-                raise ValueError(f"it holds over {readable_size(most)}, and no more is free in {_cache()}")
-            file.write(block)
+def _unpack(path: Path, packing: str, target: Path) -> None:
+    """Write what a packed file holds. Raises ValueError for a zip of several files."""
+    if packing == "zstd":  # `datasets` would need a package more
+        import pyarrow
 
+        with pyarrow.input_stream(path, compression="zstd") as rows, open_to_write(target) as file:
+            file.writelines(iter(partial(rows.read, 1 << 20), b""))
+            return
+    from datasets.utils.extract import Extractor
 
-def _zstd(packed: BinaryIO) -> Any:
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, "r"), "zstd")
-
-
-def _only_member(packed: BinaryIO) -> Any:
-    archive = zipfile.ZipFile(packed)
-    # macOS adds a folder of its own and files whose names begin with a dot
-    names = [
-        entry.filename
-        for entry in archive.infolist()
-        if not (entry.is_dir() or entry.filename.startswith("__MACOSX/"))
-        and not Path(entry.filename).name.startswith(".")
-    ]
-    if len(names) != 1:
-        raise ValueError(f"it holds {len(names)} files, and one is read; save an Excel table as CSV")
-    return archive.open(names[0])
-
-
-PACKED: dict[str, Callable[[BinaryIO], Any]] = {
-    "gzip": gzip.open,
-    "bzip2": bz2.open,
-    "xz": lzma.open,
-    "zstd": _zstd,
-    "zip": _only_member,
-}
+    Extractor.extractors[packing].extract(path, target)
+    if packing == "zip":
+        members = target.rename(target.with_name("members"))
+        # macOS adds a folder of its own, and files whose names begin with a dot.
+        files = [file for file in members.rglob("[!.]*") if file.is_file() and "__MACOSX" not in file.parts]
+        if len(files) != 1:
+            raise ValueError(f"it holds {len(files)} files, and one is read; save an Excel table as CSV")
+        files[0].rename(target)
+        shutil.rmtree(members)
 
 
 def table_of(plain: Path) -> tuple[str, list[list[str]]] | None:

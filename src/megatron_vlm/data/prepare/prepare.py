@@ -78,7 +78,6 @@ def prepare_energon_dataset(
     seed: int = 1234,
     columns: Mapping[str, str] | None = None,
     datasets: Sequence[str] = (),
-    box_question: str | None = None,
     engine: str = "local",
     progress: bool = True,
 ) -> PrepareSummary:
@@ -88,10 +87,9 @@ def prepare_energon_dataset(
     `seed`), or a mapping from split name to file or folder. With `splits` None, a Hugging Face source with
     several splits keeps them ("validation" becomes "val"); any other source gets DEFAULT_SPLITS. Image paths
     are relative to `image_root`, by default the source's folder, and may not leave it. `columns` and
-    `datasets` are as in `open_table`, `box_question` is as in `config.DataConfig`. `workers` None means one
-    process for few records and one per core for more; a script that asks for several needs the usual
-    `if __name__ == "__main__"`. `engine` "ray" writes the same files on a Ray cluster whose machines share
-    source and output.
+    `datasets` are as in `open_table`. `workers` None means one process for few records and one per core for
+    more; a script that asks for several needs the usual `if __name__ == "__main__"`. `engine` "ray" writes
+    the same files on a Ray cluster whose machines share source and output.
 
     Raises FileExistsError if `output` holds anything, ValueError for bad arguments or if every record was
     skipped. On any error or interrupt nothing is left behind.
@@ -111,7 +109,6 @@ def prepare_energon_dataset(
         columns=tuple((columns or {}).items()),
         datasets=tuple(datasets),
         kind=FORMATS[format],
-        question=box_question,
     )
     parts = _plan(source, options, splits, seed)
     with folder_aside(output) as aside:

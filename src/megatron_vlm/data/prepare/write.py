@@ -29,7 +29,6 @@ class RecordSource:
     columns: tuple[tuple[str, str], ...] = ()
     datasets: tuple[str, ...] = ()
     kind: str | None = None
-    question: str | None = None
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  a process opens few sources
     def open(self) -> Any:
@@ -39,7 +38,7 @@ class RecordSource:
         return open_table(
             self.path,
             self.split,
-            columns=Columns(dict(self.columns), question=self.question),
+            columns=Columns(dict(self.columns)),
             media_dir=self.media_dir,
             datasets=self.datasets,
             kind=self.kind,

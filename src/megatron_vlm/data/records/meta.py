@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.on_disk.descriptions import check_fields, damaged
-from megatron_vlm.data.on_disk.meta import FIELDS, META_KEYS, META_SOURCES, NUMBERS, read_meta
+from megatron_vlm.data.on_disk.descriptions import (
+    META_FIELDS,
+    META_KEYS,
+    META_NUMBERS,
+    META_SOURCES,
+    check_fields,
+    damaged,
+    read_meta,
+)
 from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.messages import suggestion
 
@@ -37,20 +44,17 @@ def entries_of(path: Path, columns: Columns, root: Path | None, datasets: Sequen
         if name not in entries:
             raise ValueError(f"data.datasets: {path} has no dataset {name}{suggestion(name, entries)}")
     names = datasets or entries
-    return {
-        name: _entry(path.parent, f"{path}, dataset {name}", entries[name], root, columns.question)
-        for name in names
-    }
+    return {name: _entry(path.parent, f"{path}, dataset {name}", entries[name], root) for name in names}
 
 
-def _entry(folder: Path, place: str, entry: dict, root: Path | None, question: str | None) -> Entry:
-    check_fields(place, entry, FIELDS, "correct it")
+def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
+    check_fields(place, entry, META_FIELDS, "correct it")
     if not any(key in entry for key in META_SOURCES):
         raise damaged(place, f"names none of {', '.join(META_SOURCES)}", "say where its records are")
     for key in entry.keys() - META_KEYS:
         raise ValueError(f"{place}: {key} is no setting that is read{suggestion(key, sorted(META_KEYS))}")
     try:
-        columns = Columns(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}), question)
+        columns = Columns(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     path = entry.get("hf_hub_url") or folder / entry["file_name"]
@@ -63,11 +67,13 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None, question: s
 
 
 def _rows_and_share(place: str, entry: dict) -> tuple[int | None, float | None]:
-    named = {name: entry[name] for name in NUMBERS if entry.get(name) is not None}
+    named = {name: entry[name] for name in META_NUMBERS if entry.get(name) is not None}
     for name, value in named.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and value > 0) or len(named) > 1:
-            raise ValueError(f"{place}: {name} is {value!r}; give one of {' and '.join(NUMBERS)}, above 0.")
+            raise ValueError(
+                f"{place}: {name} is {value!r}; give one of {' and '.join(META_NUMBERS)}, above 0."
+            )
     count, ratio = named.get("num_samples"), named.get("sample_ratio")
     if count is not None and count != int(count):
         raise ValueError(f"{place}: num_samples {count!r} is no whole number; a share is a sample_ratio.")

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,17 +19,14 @@ import numpy as np
 from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.on_disk.descriptions import damaged
-from megatron_vlm.data.on_disk.fields import BOXES, EXPRESSIONS, TURNS
+from megatron_vlm.data.on_disk.descriptions import damaged, read_meta
 from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
-from megatron_vlm.data.on_disk.meta import read_meta
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
 from megatron_vlm.data.on_disk.plain import on_disk, plain_file, table_of, tabular_kind
 from megatron_vlm.data.records.blends import Table, blend_tables, path_names
 from megatron_vlm.data.records.meta import Entry, entries_of
 from megatron_vlm.files import check_file, open_file
 
-OF_BOXES = (*BOXES, *EXPRESSIONS, *TURNS)  # what tells how a box is written
 CHECKED_RECORDS = 1000  # the first ones: one must be there, and every mapped column must occur
 
 
@@ -44,9 +41,6 @@ class HFTable(Table):
 
     def __post_init__(self) -> None:
         self.columns.check(self.rows.column_names, self.name)
-        plain = [name for name in self.rows.column_names if name in {*OF_BOXES, *self.columns.names.values()}]
-        first = self.rows.select_columns(plain).select(range(min(len(self), CHECKED_RECORDS)))
-        self.columns = self.columns.for_source(first, self.name)
         self.identity = f"{self.rows._fingerprint} {self.columns}"
 
     def __len__(self) -> int:
@@ -80,16 +74,10 @@ class JsonTable(Table):
         self._numbers, self._starts, self._stops = (
             np.array(array("q", chain.from_iterable(record_places(self._file)))).reshape(-1, 3).T
         )
-        present: set[str] = set()
-
-        def first() -> Iterator[dict]:  # one at a time: they may hold images
-            for record in first_records(path, CHECKED_RECORDS):
-                present.update(map(str, record))
-                yield record
-
-        self.columns = columns.for_source(first(), path)
+        self.columns = columns
         media = root if isinstance(root, str) else root.resolve()
         self.identity = f"{path.resolve()} {_version(path.stat())} {media} {self.columns}"
+        present = {str(name) for record in first_records(path, CHECKED_RECORDS) for name in record}
         if not present:
             raise damaged(
                 path, f"holds no record: not one of its first {CHECKED_RECORDS} is a JSON object", REPAIR

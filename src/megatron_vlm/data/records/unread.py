@@ -11,7 +11,6 @@ import numpy as np
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.placeholders import foreign_placeholders, spellings, stand_for
 from megatron_vlm.data.chatml.record import Conversation, parse_record
-from megatron_vlm.data.on_disk.coco import NOTES
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.streams import StreamedRows
@@ -60,8 +59,8 @@ def first_notes(samples: list[SourceSample]) -> Iterator[str]:
     """Lines about each source: media in columns that are not read, placeholders in another form."""
     for sample in samples:
         notes, unread = Counter(), Counter()
-        for record, conversation in zip(sample.records, sample.conversations, strict=True):
-            notes.update(dict.fromkeys((*_placeholders(conversation), *record.get(NOTES, ())), 1))
+        for conversation in sample.conversations:
+            notes.update(dict.fromkeys(_placeholders(conversation), 1))
             unread.update(conversation.unread)
         has_media = any(any(conversation.media.values()) for conversation in sample.conversations)
         lines = list(_unread_keys(unread))

@@ -1,0 +1,102 @@
+"""The examples that write COCO's JSON, and records in the manner of RefCOCO, as conversations about boxes."""
+
+import json
+import sys
+
+import pytest
+from loaders import arguments_of
+from PIL import Image
+from places import ROOT
+from programs import run_program
+
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.load.hf import HFProvider
+from tiny.checkpoints import build_tiny_checkpoint
+
+sys.path.append(str(ROOT / "examples"))
+from convert_coco import QUESTION, conversations  # noqa: E402
+from convert_refcoco import conversation  # noqa: E402
+
+WIDTH, HEIGHT = 128, 96
+SIZE = {"width": WIDTH, "height": HEIGHT}
+SHOP = {
+    "images": [
+        {"id": 7, "file_name": "a.png", **SIZE},
+        {"id": 3, "file_name": "b.png", **SIZE},
+        {"id": 5, "file_name": "empty.png", **SIZE},
+    ],
+    "annotations": [
+        {"image_id": 7, "category_id": 18, "bbox": [10, 20, 30, 40], "iscrowd": 0},
+        {"image_id": 3, "category_id": 1, "bbox": [0, 0, 64, 48.0], "iscrowd": 0},
+        {"image_id": 7, "category_id": 1, "bbox": [100.5, 50, 27.9, 46.3], "iscrowd": 0},
+        {"image_id": 7, "category_id": 18, "bbox": [64, 48, 32, 24]},
+        {"image_id": 7, "category_id": 18, "bbox": [0, 0, 90, 90], "iscrowd": 1},
+        {"image_id": 3, "category_id": 18, "bbox": [5, 5, 0, 9], "iscrowd": 0},
+    ],
+    "categories": [{"id": 1, "name": "person"}, {"id": 18, "name": "dog"}],
+}
+
+
+def turns(record):
+    return [turn["content"] for turn in record["messages"]]
+
+
+def test_an_image_of_coco_is_a_question_about_all_that_is_in_it():
+    (first, second), left_out = conversations(SHOP)
+    assert turns(first) == ["<image>" + QUESTION.format("dog, person"), "<objects>"]
+    assert first["images"] == ["a.png"] and second["images"] == ["b.png"]
+    # The second box ends at the image's edges, a third of a pixel inside of what is written.
+    boxes = [[10, 20, 40, 60], [100.5, 50, 128, 96], [64, 48, 96, 72]]
+    assert first["objects"] == {"ref": ["dog", "person", "dog"], "bbox": boxes, "size": [WIDTH, HEIGHT]}
+    assert second["objects"] == {"ref": ["person"], "bbox": [[0, 0, 64, 48]], "size": [WIDTH, HEIGHT]}
+    assert left_out == {
+        "annotations of crowds (iscrowd)": 1,
+        "annotations whose box has no area": 1,
+        "images without boxes": 1,
+    }
+
+
+def test_ids_of_coco_are_of_one_image_and_one_category():
+    with pytest.raises(ValueError, match="two of the images have one id"):
+        conversations(SHOP | {"images": SHOP["images"] + SHOP["images"][:1]})
+    with pytest.raises(ValueError, match="annotation None is of no image or category"):
+        conversations(SHOP | {"images": SHOP["images"][:1]})
+
+
+@pytest.mark.parametrize("boxes, box", [("xyxy", [60, 30, 80, 40]), ("xywh", [60, 30, 20, 10])])
+def test_each_expression_of_a_record_of_refcoco_is_asked_for(boxes, box):
+    """Records of REFER have sentences that are objects."""
+    sentences = [{"sent": "left dog", "raw": "Left dog!"}, {"sent": "brown dog"}]
+    record = conversation({"sentences": sentences, "file_name": "a.png", "bbox": box}, boxes, "Where is {}?")
+    assert turns(record) == ["<image>Where is left dog?", "<bbox>", "Where is brown dog?", "<bbox>"]
+    assert record["images"] == ["a.png"] and record["objects"] == {"bbox": [[60, 30, 80, 40]] * 2}
+
+
+def test_a_unit_beside_a_box_of_refcoco_is_kept():
+    record = {"sent": "a dog", "bbox": [1, 2, 1000, 1000], "image": "a.png", "bbox_type": "norm1000"}
+    objects = conversation(record | {"width": 10, "height": 10}, "xyxy")["objects"]
+    assert objects == {"bbox": [[1, 2, 1000, 1000]], "bbox_type": "norm1000"}
+
+
+def test_a_model_trains_on_what_is_written(tmp_path):
+    for name in "ab":
+        Image.new("RGB", (WIDTH, HEIGHT), "grey").save(tmp_path / f"{name}.png")
+    (tmp_path / "shop.json").write_text(json.dumps(SHOP))
+    record = {"sent": "the dog", "image": "a.png", "bbox": [64, 48, 32, 24]}
+    (tmp_path / "refs.jsonl").write_text(f"{json.dumps(record)}\n" * 2)
+    for script, words in {"coco": ["shop.json"], "refcoco": ["refs.jsonl", "--boxes=xywh"]}.items():
+        source, *options = words
+        path = ROOT / f"examples/convert_{script}.py"
+        ended = run_program(path, source, f"{script}.jsonl", *options, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        assert "wrote 2 conversations" in ended.stdout
+    arguments = arguments_of("qwen3_vl", build_tiny_checkpoint("qwen3_vl", tmp_path / "qwen"))
+    encoder = HFEncoderVLMTaskEncoder(data=DataConfig(seq_length=1024), **arguments)
+    data = DataConfig(train_data_path=[str(tmp_path / f"{name}.jsonl") for name in ("coco", "refcoco")])
+    data.num_workers = 0
+    loader = HFProvider(data).train_loader(encoder, micro_batch_size=4, rank=0, world_size=1, seed=0)
+    text = "".join(encoder.processor.tokenizer.batch_decode(next(loader)["input_ids"]))
+    loader.close()
+    assert '{"bbox_2d": [78, 208, 312, 625], "label": "dog"}' in text  # thousandths
+    assert "[500, 500, 750, 750]" in text and not encoder.drops.examples()
