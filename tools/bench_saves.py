@@ -44,8 +44,8 @@ def main() -> None:
 
 def blocked(folder: str) -> dict[str, float]:
     """Medians of the seconds for which a save holds training up, in both ways, and of a copy alone."""
+    from megatron_vlm.callbacks.checkpoints import CheckpointWriter
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training.checkpoint import CheckpointWriter
 
     setup.init_distributed(ParallelConfig(), seed=1)
     run = RunConfig(run_dir=folder)

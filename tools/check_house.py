@@ -43,7 +43,7 @@ LEFT_OUT = {
     "generation": "as scoring",
     "data.encode.questions": "as scoring",
     "job": "how a run ends, not what it does",
-    "training.exports": "what a run writes besides its checkpoints",
+    "callbacks.exports": "what a run writes besides its checkpoints",
     "run_folder": "names and locks of files",
     "extras": "scores of answers and pages of a run, without which it trains as well",
     "files": "how files are opened and written whole, not what is in them",
@@ -54,7 +54,7 @@ LEFT_OUT = {
     "supported": "what config.json must say so that a checkpoint can be trained",
     "weight_files": "which safetensors a checkpoint has, and whether they can be read",
     "training.figures": "what a run says of itself, with profile",
-    "training.profile": "as training.figures",
+    "callbacks.profiler": "as training.figures",
     "parallel.overlapped": "a run without tp_comm_overlap does not enter it",
     "parallel.cpu": "Megatron on a machine without a GPU",
 }

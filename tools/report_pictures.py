@@ -11,19 +11,23 @@ import io
 import json
 import math
 import random
+import sys
 import tempfile
 from pathlib import Path
 
 from PIL import Image
 
-from browser import browser
-from megatron_vlm.config import RunConfig
-from megatron_vlm.extras.report.history import read_history
-from megatron_vlm.extras.report.page import report_page
-from megatron_vlm.files import write_whole
-from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.run_folder.batch_log import BatchLog
-from megatron_vlm.run_folder.run_log import RunLogger
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/helpers"))
+
+from logged_runs import begun_run, log_step, validate  # noqa: E402
+
+from browser import browser  # noqa: E402
+from megatron_vlm.callbacks.samples import BatchLog  # noqa: E402
+from megatron_vlm.config import RunConfig  # noqa: E402
+from megatron_vlm.extras.report.history import read_history  # noqa: E402
+from megatron_vlm.extras.report.page import report_page  # noqa: E402
+from megatron_vlm.files import write_whole  # noqa: E402
+from megatron_vlm.overrides import apply_overrides  # noqa: E402
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 STEPS = 400
@@ -46,7 +50,7 @@ def made_up_run(folder: Path, lr: float, seed: int = 0) -> Path:
     }
     settings |= {"train.steps": STEPS, "logging.tensorboard": False}
     config = apply_overrides(RunConfig(), settings)
-    log = RunLogger(folder, config, STEPS)
+    run = begun_run(config, STEPS)
     batches = BatchLog(folder, 0, 1, first_step=1)
     for step in range(1, STEPS + 1):
         loss = 0.8 + 1.6 * math.exp(-step * lr * 1e3) + chance.gauss(0, 0.03)
@@ -57,11 +61,11 @@ def made_up_run(folder: Path, lr: float, seed: int = 0) -> Path:
         figures |= {"trained_tokens/captions": 9000, "trained_tokens/charts": 3000, "samples/captions": 60}
         figures |= {"samples/charts": 24}
         numbers = {"loss": loss, "lr": rate, "grad_norm": 1 + chance.random(), "trained_tokens": 12_000}
-        log.log_step(step, **numbers, seconds=2.9 + chance.random() / 5, dropped=step // 90, figures=figures)
+        log_step(run, dropped=step // 90, seconds=2.9 + chance.random() / 5, **numbers, **figures)
         batches.write(step, [{"__key__": [["a", "b"], ["c"]], "__restore_key__": step}])
         if step % 50 == 0:
-            log.log_eval(step, 0.85 + 1.6 * math.exp(-step * lr * 1e3))
-    log.close()
+            validate(run, 0.85 + 1.6 * math.exp(-step * lr * 1e3))
+    run.callbacks.close()
     batches.close()
     (folder / "drops").mkdir()
     drop = {"key": "charts-000381", "reason": "over_length", "detail": "4630 tokens, seq_length = 4096"}

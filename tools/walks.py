@@ -90,7 +90,7 @@ def run_config():
         data=DataConfig(
             dataset_type="hf", train_data_path=str(WORK / "data.jsonl"), num_workers=0, seq_length=256
         ),
-        train=TrainConfig(steps=2, global_batch_size=1, micro_batch_size=1),
+        train=TrainConfig(steps=3, global_batch_size=1, micro_batch_size=1),
     )
 
 
@@ -142,21 +142,21 @@ def walk_step(config) -> None:
     import megatron_vlm.models.opened as opened
     import megatron_vlm.train as training
 
-    real_step, real_import = training.Run.train, opened.import_hf
+    real_step, real_import = training.train_one_step, opened.import_hf
     steps = [0]
 
-    def traced_step(run, step):
+    def traced_step(run):
         steps[0] += 1
-        if steps[0] != 2:
-            return real_step(run, step)
+        if steps[0] != 2:  # the first imports, and the last saves
+            return real_step(run)
         with Walk("one step with its sample"):
-            return real_step(run, step)
+            return real_step(run)
 
     def traced_import(*arguments, **named):
         with Walk("import a checkpoint"):
             return real_import(*arguments, **named)
 
-    training.Run.train, opened.import_hf = traced_step, traced_import
+    training.train_one_step, opened.import_hf = traced_step, traced_import
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29677")
     training.train(config)
 

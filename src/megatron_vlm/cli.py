@@ -40,6 +40,7 @@ def train(
     data: arguments.Data = None,
     nproc: arguments.Processes = None,
     restarts: arguments.Restarts = 0,
+    callbacks: arguments.OwnCallbacks = None,
     profile: arguments.ProfiledSteps = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the configuration and stop.")] = False,
 ) -> None:
@@ -54,6 +55,7 @@ def train(
         valid_data_path=valid_data_path,
         hf_path=hf_path,
         run_dir=run_dir,
+        callbacks=callbacks,
     )
     if model or data:
         from megatron_vlm.extras.plan.proposing import recipe_for
@@ -88,7 +90,12 @@ def train(
     with watchdog.watching(config.run_dir, config.train.hang_seconds):
         from megatron_vlm.train import train as run
 
-        run(config, profile)
+        if not profile:
+            run(config)
+            return
+        from megatron_vlm.callbacks.profiler import Profiler
+
+        run(config, [Profiler(profile)])
 
 
 @app.command()

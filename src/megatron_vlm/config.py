@@ -267,8 +267,10 @@ class TrainConfig:
     hang_seconds: Seconds = 480.0
     # when the command has run for so long, it saves and ends with exit code 75; the same command goes on
     stop_after: Time | None = None
-    # what to do when loss or gradient norm jump (`job.spikes`): say it, leave out the step, or end the run
+    # what to do when loss or gradient norm jump (see `Spikes`): say it, leave out the step, or end the run
     on_spike: Literal["warn", "skip", "stop"] | None = None
+    # FILE.py:CLASS of your own, see docs/reports.md
+    callbacks: Annotated[Name | list[Name], "a name or a list of names"] = field(default_factory=list)
     objective: str = "tokens"  # one of `objectives.OBJECTIVES`; "dpo": preference pairs, see docs/rl.md
     dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
 
@@ -288,7 +290,7 @@ class LoggingConfig:
     log_every: FromOne = 1
     tensorboard: bool = True
     wandb_project: Name | None = None
-    trackers: list[Name] = field(default_factory=list)  # further ones: csv, mlflow, FILE.py:CLASS
+    trackers: list[Literal["csv", "mlflow"]] = field(default_factory=list)  # further ones
     report: bool = True  # write run_dir/report.html, again and again while the run goes on
 
 

@@ -21,12 +21,10 @@ from megatron_vlm.data.generation_prompt import vocabulary_notes
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.errors import closing
 from megatron_vlm.job.milestones import Epochs, Milestones, check_validation, milestones, validation_notes
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
-from megatron_vlm.run_folder.batch_log import BatchLog
 from megatron_vlm.training.checkpoint import Saved
 
 HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.validation_share` holds out
@@ -35,8 +33,8 @@ HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.
 class Feed:
     """The micro batches of a run. Every rank creates one, and all ranks call its methods together.
 
-    `saved` says how much of the data the run's last checkpoint has trained. Its `milestones` are known at
-    once; `resume` must come before the first `train`.
+    `saved` says how much of the data the run's last checkpoint has trained. `resume` must come before the
+    first `train`.
     """
 
     def __init__(self, config: RunConfig, source: Source, saved: Saved):
@@ -55,7 +53,6 @@ class Feed:
             self._submit(partial(self._open, source))()
         rows_in = self._data.train_loader.rows_in if setup.is_first_rank() else None
         self._epochs = Epochs(rows_in) if rows_in and rows_in(1) else None  # None also where it is not known
-        self.milestones: Milestones = setup.on_first_rank(self._milestones)
         # of which the log says what was trained, and validated; none unless there are several
         self.sources, self.valid_sources = setup.on_first_rank(lambda: self._data.sources)
 
@@ -70,7 +67,13 @@ class Feed:
             lines = [json.dumps({"key": key}) + "\n" for key in self._data.valid_loader.keys()]
             write_whole(Path(self._config.run_dir, HELD_OUT), "".join(lines))
 
-    def _milestones(self) -> Milestones:
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads data, and does not only receive it."""
+        return self._data is not None
+
+    def milestones(self) -> Milestones:
+        """The steps of the run, counted by its data; on the first rank alone."""
         has_questions = self._config.data.score_path is not None
         check_validation(
             self._train, self._data.valid_loader is not None, self._data.sources[1], has_questions
@@ -87,21 +90,21 @@ class Feed:
     def _begin(self, resumed: Saved | None) -> None:
         if resumed and not self._config.data.restart:
             self._data.train_loader.load_states(resumed.loader_states)
-        rank, ranks = setup.data_parallel_place()
-        self._log = BatchLog(self._config.run_dir, rank, ranks, resumed.step + 1 if resumed else 1)
         self._batches = self._data.train_batches()
 
     @record_function("data")
-    def train(self, step: int) -> list[Batch]:
-        """The micro batches of a step. Raises ReadFailed on every rank if any rank could not read."""
+    def train(self, step: int, read_ahead: bool) -> list[Batch]:
+        """The micro batches of a step; with `read_ahead`, the next step's are read meanwhile.
+
+        Raises ReadFailed on every rank if any rank could not read.
+        """
         watchdog.beat(f"waiting for the data of step {step}")
         take = partial(self._broadcaster.take, self._batches, self._count, self._data and self._data.drops)
         coming = self._coming or self._submit(take)
         micro_batches, self._coming = coming(), None
         if self._data:
             self._dropped = self._data.drops.arrived_everywhere()
-            self._log.write(step, micro_batches)
-        if self._reader is not None and self.milestones.goes_on_after(step):
+        if self._reader is not None and read_ahead:
             self._coming = self._submit(take)
         return micro_batches
 
@@ -120,7 +123,7 @@ class Feed:
         known, and on all ranks but the first."""
         return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
 
-    def notes(self) -> Iterator[str]:
+    def notes(self, milestones: Milestones) -> Iterator[str]:
         """Lines that a user should know about where the run begins, and its data, before the first step."""
         if self._resumed:
             yield f"resumed after step {self._resumed.step} from {self._resumed.path}"
@@ -129,10 +132,10 @@ class Feed:
         if self._data:
             yield from (*self._data.notes, *self._unknown, *self._data.train_loader.notes)
             yield from validation_notes(self._train, self._data.valid_loader is not None)
-        last = self.milestones.steps
+        last = milestones.steps
         if self._epochs:
             yield from self._epochs.notes(self._config, last, self.rows_after(last))
-        yield from self.milestones.notes(self._begun[0])
+        yield from milestones.notes(self._begun[0])
 
     def valid(self, step: int) -> Callable[[int], list[Batch]]:
         """One pass over the validation split after a step: a function (count) -> the next batches, fewer at
@@ -149,6 +152,10 @@ class Feed:
         """The number of samples that all ranks dropped up to the last step; on the first rank alone."""
         return self._dropped_before.total() + self._dropped
 
+    def progress(self, step: int) -> dict[str, Any]:
+        """Rows trained and samples dropped, for a checkpoint of `step`. Every rank calls it."""
+        return {"rows": self.rows_after(step), "dropped": self.dropped_by_reason()}
+
     def dropped_by_reason(self) -> dict[str, int]:
         """The same until now by reason. Every rank calls it; a checkpoint holds it as `dropped`."""
         arrived = self._data.drops.arrived if self._data else {}
@@ -157,8 +164,7 @@ class Feed:
     def close(self) -> None:
         """End the data workers at once."""
         if self._data:
-            with closing(self._log, self._data):
-                pass
+            self._data.close()
         if self._reader is not None:
             self._reader.close()  # after the workers, which it began
 

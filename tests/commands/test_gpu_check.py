@@ -120,7 +120,7 @@ sys.modules["boto3"] = None  # as where it is not installed: where it is, accele
 for name in {modules!r}:
     importlib.import_module(name)
 """
-MODEL_SIDE = "models.opened training.step training.checkpoint rl.policy generation.generate training.exports"
+MODEL_SIDE = "models.opened training.step training.checkpoint rl.policy generation.generate callbacks.exports"
 
 
 @pytest.mark.long

@@ -70,6 +70,7 @@ def run_of(path: str, layout: ParallelConfig, adapter: AdapterConfig | None = No
 def trained(config: RunConfig, case: dict, goes_on: bool, judged: bool = False) -> dict[str, Any]:
     """Losses of the steps, before the last that of a forward pass alone, and a digest of what came out.
     `on their way` are buckets that had not arrived when the last layer of this rank began."""
+    from megatron_vlm.callbacks.spikes import Spikes
     from megatron_vlm.training.figures import StepFigures
     from megatron_vlm.training.losses.tokens import token_losses
     from megatron_vlm.training.step import mean_loss, train_step
@@ -81,11 +82,13 @@ def trained(config: RunConfig, case: dict, goes_on: bool, judged: bool = False) 
         found["on their way"] += sum(each.param_gather_handle is not None for each in groups)
 
     run.chunks[-1].language_model.decoder.layers[-1].register_forward_pre_hook(count, prepend=True)
-    config.train.on_spike = "skip" if judged else None
+    spikes = Spikes("skip")
+    judge = spikes.trains if judged else None
     figures = StepFigures(config, run.source.description, run.chunks)
     parts, mine = (run.model, run.optimizer, run.scheduler), run.micro_batches(case)
     for step in range(STEPS):
-        found["losses"].append(train_step(*parts, mine, figures, goes_on and step < STEPS - 1)[0])
+        is_followed = goes_on and step < STEPS - 1
+        found["losses"].append(train_step(*parts, mine, figures, is_followed, judge=judge)[0])
         if step == STEPS - 2:
             found["losses"].append(mean_loss(token_losses(run.model, mine, forward_only=True)[0])[0])
     assert all(each.param_gather_handle is None for each in groups)

@@ -1,32 +1,32 @@
 import json
 
 import pytest
+from logged_runs import begun_run, log_step, saved, validate
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from contact_sheet import contact_sheet
+from megatron_vlm.callbacks import Run
+from megatron_vlm.callbacks.run_log import draw_losses
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides, from_yaml
-from megatron_vlm.run_folder.run_log import RunLogger, draw_losses
 
 
-def config(*overrides: str) -> RunConfig:
-    return apply_overrides(RunConfig(), ["run_dir=x", "logging.tensorboard=false", *overrides])
+def config(folder, *overrides: str) -> RunConfig:
+    return apply_overrides(RunConfig(), [f"run_dir={folder}", "logging.tensorboard=false", *overrides])
 
 
-def log_steps(logger: RunLogger, first: int, last: int, loss: float = 1.0) -> None:
+def log_steps(run: Run, first: int, last: int, loss: float = 1.0) -> None:
     for step in range(first, last + 1):
-        numbers = {"loss": loss / step, "lr": 0.1, "grad_norm": 2.0, "trained_tokens": 10, "seconds": 0.5}
-        of_source = {"trained_tokens/a": 4, "loss/a": 2.0}
-        logger.log_step(step, **numbers, dropped=step, figures=of_source)
+        log_step(run, loss / step, dropped=step, **{"trained_tokens/a": 4, "loss/a": 2.0})
 
 
 def test_a_step_is_a_row_with_its_numbers(tmp_path):
-    logger = RunLogger(tmp_path, config(), total_steps=2)
-    logger.log_step(1, 3.0, 0.1, 2.0, 10, 0.5, dropped=3)
-    logger.log_step(2, float("nan"), 0.2, 2.0, 30, 0.5)
-    logger.close()
+    run = begun_run(config(tmp_path), 2)
+    log_step(run, 3.0, dropped=3)
+    log_step(run, float("nan"), trained_tokens=30)
+    run.callbacks.close()
     first, second = list(read_rows(tmp_path / "metrics.jsonl"))
     assert first == {
         "step": 1,
@@ -46,9 +46,9 @@ def test_figures_are_in_the_row_the_events_and_the_bar(tmp_path, capsys):
     figures |= {"images_per_second_per_device": 12.0, "padding": 0.257, "data_seconds": 0.25}
     figures |= {"peak_memory_gb": 61.24, "expert_balance": 1.5, "expert_balance_worst": 2.5}
     figures |= {"epoch": 1.5, "lr_tower": 2e-6}
-    logger = RunLogger(tmp_path, config("logging.tensorboard=true"), total_steps=1)
-    logger.log_step(1, 3.0, 0.1, 2.0, 10, 0.5, figures=figures)
-    logger.close()
+    run = begun_run(config(tmp_path, "logging.tensorboard=true"), 1)
+    log_step(run, 3.0, **figures)
+    run.callbacks.close()
     assert figures.items() <= list(read_rows(tmp_path / "metrics.jsonl"))[0].items()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("mfu")[0].value == pytest.approx(0.4127)
@@ -58,14 +58,15 @@ def test_figures_are_in_the_row_the_events_and_the_bar(tmp_path, capsys):
 
 
 def test_resume_keeps_each_step_once_and_goes_on_counting(tmp_path):
-    first = RunLogger(tmp_path, config(), total_steps=6)
-    log_steps(first, 1, 4)
-    first.log_eval(2, 0.7)
-    first.log_eval(4, 0.6)
-    first.close()
-    resumed = RunLogger(tmp_path, config(), total_steps=6, start_step=3, totals={"trained_tokens": 20})
+    first = begun_run(config(tmp_path), 6)
+    log_steps(first, 1, 2)
+    validate(first, 0.7)
+    log_steps(first, 3, 4)
+    validate(first, 0.6)
+    first.callbacks.close()
+    resumed = begun_run(config(tmp_path), 6, done=2, state={"trained_tokens": 20})
     log_steps(resumed, 3, 6, loss=2.0)
-    resumed.close()
+    resumed.callbacks.close()
     rows = list(read_rows(tmp_path / "metrics.jsonl"))
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["valid_loss"] for row in rows if "valid_loss" in row] == [0.7]
@@ -74,18 +75,18 @@ def test_resume_keeps_each_step_once_and_goes_on_counting(tmp_path):
 
 
 def test_totals_of_steps_without_a_row_are_known_after_a_resume(tmp_path):
-    first = RunLogger(tmp_path, config("logging.log_every=3"), total_steps=9)
+    first = begun_run(config(tmp_path, "logging.log_every=3"), 9)
     log_steps(first, 1, 5)
-    first.close()
-    assert first.totals["trained_tokens/a"] == 20
-    totals = dict(first.totals) | {"rows": 7}  # as a checkpoint of step 5 holds them
-    resumed = RunLogger(tmp_path, config("logging.log_every=3"), 9, start_step=6, totals=totals)
+    first.callbacks.close()
+    state = first.callbacks.state_dict()["RunLog"]
+    assert state["trained_tokens/a"] == 20
+    resumed = begun_run(config(tmp_path, "logging.log_every=3"), 9, done=5, state=state)
     log_steps(resumed, 6, 9)
-    resumed.close()
+    resumed.callbacks.close()
     rows = list(read_rows(tmp_path / "metrics.jsonl"))
     assert [(row["step"], row["trained_tokens"]) for row in rows] == [(1, 10), (3, 30), (6, 60), (9, 90)]
     assert [row["dropped_samples"] for row in rows] == [1, 3, 6, 9]
-    assert [row["trained_tokens/a"] for row in rows] == [4, 12, 24, 36] and "rows" not in rows[-1]
+    assert [row["trained_tokens/a"] for row in rows] == [4, 12, 24, 36]
 
 
 @pytest.mark.parametrize(
@@ -94,39 +95,38 @@ def test_totals_of_steps_without_a_row_are_known_after_a_resume(tmp_path):
 def test_a_line_that_no_run_wrote_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'{"step": 2}\n')
     with pytest.raises(ConfigError, match="metrics.jsonl: line 2 is not what a run wrote; take the line out"):
-        RunLogger(tmp_path, config(), total_steps=3, start_step=3)
+        begun_run(config(tmp_path), 3, done=2)
 
 
 def test_a_row_cut_short_by_a_kill_does_not_stop_a_resume(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "trained_tokens": 5}\n{"step": 2, "lo')
-    logger = RunLogger(tmp_path, config(), total_steps=2, start_step=2)
-    log_steps(logger, 2, 2)
-    logger.close()
+    run = begun_run(config(tmp_path), 2, done=1)
+    log_steps(run, 2, 2)
+    run.callbacks.close()
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_logged(tmp_path):
-    logger = RunLogger(tmp_path, config(), total_steps=9)
-    log_steps(logger, 1, 1)
+    run = begun_run(config(tmp_path), 9)
+    log_steps(run, 1, 1)
     assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 1
-    logger.close()
+    run.callbacks.close()
 
 
 def test_log_every_leaves_steps_out_but_not_their_tokens(tmp_path):
-    logger = RunLogger(tmp_path, config("logging.log_every=3"), total_steps=7)
-    log_steps(logger, 1, 7)
-    logger.close()
+    run = begun_run(config(tmp_path, "logging.log_every=3"), 7)
+    log_steps(run, 1, 7)
+    run.callbacks.close()
     rows = list(read_rows(tmp_path / "metrics.jsonl"))
     assert [(row["step"], row["trained_tokens"]) for row in rows] == [(1, 10), (3, 30), (6, 60), (7, 70)]
 
 
 def test_the_run_folder_holds_config_events_and_picture(tmp_path):
-    run_config = config("logging.tensorboard=true", "train.steps=3")
-    logger = RunLogger(tmp_path, run_config, total_steps=3)
-    log_steps(logger, 1, 3)
-    logger.log_eval(3, 0.5)
-    logger.close()
-    logger.close()  # a second time does no harm
+    run_config = config(tmp_path, "logging.tensorboard=true", "train.steps=3")
+    run = begun_run(run_config, 3)
+    log_steps(run, 1, 3)
+    validate(run, 0.5)
+    run.callbacks.close()
     assert from_yaml((tmp_path / "config.yaml").read_text()) == run_config
     assert Image.open(tmp_path / "loss.png").format == "PNG"
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -135,19 +135,19 @@ def test_the_run_folder_holds_config_events_and_picture(tmp_path):
 
 
 def test_ranks_that_do_not_write_leave_nothing(tmp_path):
-    logger = RunLogger(tmp_path / "run", config(), total_steps=3, is_writer=False)
-    log_steps(logger, 1, 3)
-    logger.log_eval(3, 0.5)
-    logger.message("hello")
-    logger.save()
-    logger.close()
+    run = begun_run(config(tmp_path / "run"), 3, is_first_rank=False)
+    log_steps(run, 1, 3)
+    validate(run, 0.5)
+    run.message("hello")
+    saved(run)
+    run.callbacks.close()
     assert not (tmp_path / "run").exists()
 
 
 def test_without_a_terminal_a_long_run_prints_a_line_now_and_then(tmp_path, capsys):
-    logger = RunLogger(tmp_path, config(), total_steps=200)
-    log_steps(logger, 1, 200)
-    logger.close()
+    run = begun_run(config(tmp_path), 200)
+    log_steps(run, 1, 200)
+    run.callbacks.close()
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert 20 <= len(lines) <= 22 and printed.err == ""

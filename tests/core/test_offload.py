@@ -31,8 +31,8 @@ def run_of(folder: str, dtype: str, offload: bool, name: str) -> RunConfig:
 
 def trained(folder: str, dtype: str) -> dict[str, list]:
     """Losses and the exported files' bytes: of whole runs, and of runs that went on the other way."""
+    from megatron_vlm.callbacks.exports import export_step
     from megatron_vlm.training import offloaded_adam
-    from megatron_vlm.training.exports import export_step
 
     offloaded_adam.PIECE = 1000  # most parameters have several
     case = saved_cases.read(f"{folder}/case.pt")

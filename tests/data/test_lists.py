@@ -12,6 +12,7 @@ from pairs import pairwise
 from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.callbacks.samples import read_step
 from megatron_vlm.checks.data_on_disk import data_problems
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
@@ -24,7 +25,6 @@ from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose
-from megatron_vlm.run_folder.batch_log import read_step
 from tiny.distributed import run_distributed
 
 SIZES = {"a": 12, "b": 8}  # rows; both count theirs from 0

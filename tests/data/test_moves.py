@@ -11,13 +11,13 @@ from prepared_shards import prepare
 from programs import COMMAND, run_program
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.callbacks.samples import read_step
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packing import pack_buffer
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.orders import RandomOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking
-from megatron_vlm.run_folder.batch_log import read_step
 
 COUNT, EPOCHS = 61, 40
 RNG = np.random.default_rng(0)

@@ -6,14 +6,14 @@ import pytest
 from logged_figures import figures
 from sources import write_sharegpt
 
+from megatron_vlm.callbacks import Callback
+from megatron_vlm.callbacks.validation import Best
 from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.report.history import read_history
-from megatron_vlm.job.best import Best
 from megatron_vlm.job.milestones import check_validation
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
-from megatron_vlm.run_folder.callbacks import Callback
 from tiny.distributed import run_distributed
 
 SAID = "valid_loss was best after step 2, and no better in the 3 times since (train.patience)"
@@ -27,8 +27,8 @@ class KilledAfter(Callback):
     def __init__(self, step: int):
         self.step = step
 
-    def on_step(self, step, figures):
-        if step > self.step:
+    def on_step_end(self, run, metrics):
+        if run.step > self.step:
             raise Killed
 
 
@@ -99,8 +99,10 @@ def test_the_best_is_known_for_each_kind_of_figure(by, name, higher, values, sav
     rated(best, values, name, higher)
     assert tuple(best.saved.values()) == (by, *saved)
     assert best.is_over == (saved[2] == 2)
-    assert Best(TrainConfig(best_by=by), best.saved).saved == best.saved
-    assert Best(TrainConfig(best_by="score/other"), best.saved).saved["step"] == 0
+    resumed, other = Best(TrainConfig(best_by=by)), Best(TrainConfig(best_by="score/other"))
+    resumed.load_state_dict(best.state_dict())
+    other.load_state_dict(best.state_dict())
+    assert resumed.saved == best.saved and other.saved["step"] == 0
 
 
 def test_a_figure_that_is_not_logged_is_refused_and_another_kind_is_not_its_time():

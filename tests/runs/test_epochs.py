@@ -16,6 +16,7 @@ from programs import COMMAND, run_program
 from safetensors.torch import load_file
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.callbacks.samples import read_step
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig, TrainConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
@@ -27,7 +28,6 @@ from megatron_vlm.files import read_rows
 from megatron_vlm.job.milestones import Epochs, milestones, validation_notes
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose
-from megatron_vlm.run_folder.batch_log import read_step
 from tiny.distributed import run_distributed
 
 ROWS = 25
@@ -358,8 +358,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_no_export_is_begun_without_room(tmp_path, tiny_gemma3, monkeypatch):
+    from megatron_vlm.callbacks import exports
     from megatron_vlm.models.weights.files import HFCheckpoint
-    from megatron_vlm.training import exports
 
     monkeypatch.setattr("megatron_vlm.files.free_bytes", lambda path: 1000)
     with pytest.raises(OSError, match="step_00000007 takes .* MB, of which .* are free; make room and start"):

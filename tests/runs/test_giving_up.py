@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.callbacks.samples import note_samples, read_step
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
-from megatron_vlm.run_folder.batch_log import naming_samples, read_step
 from tiny.distributed import run_distributed
 
 MAX_SHARE = 0.1
@@ -66,9 +66,9 @@ def _not_finite(by_rank: list[list[float]], run_dir: str) -> str:
     reports = [{"sums": torch.tensor([loss, 9.0])} for loss in by_rank[rank]]
     micro_batches = [{"__key__": [[f"rank{rank}-{number}"]]} for number in range(len(reports))]
     try:
-        with naming_samples(run_dir, 7, micro_batches):
-            raise_not_finite("the loss is nan", reports)
+        raise_not_finite("the loss is nan", reports)
     except (ValueError, RuntimeError) as error:
+        note_samples(error, run_dir, 7, micro_batches)
         return "\n".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
 
 

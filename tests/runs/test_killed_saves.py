@@ -18,6 +18,7 @@ from pathlib import Path
 import launches
 import pytest
 
+from megatron_vlm.callbacks.checkpoints import CheckpointWriter
 from megatron_vlm.config import ParallelConfig
 from tiny.distributed import run_distributed
 
@@ -79,7 +80,7 @@ def _train(run_dir: str, progress: Path, kill_at: int, last: int = STEPS + 1) ->
     run = launches._start("dp", seed=1)
     config = launches.run_config("dp")
     config.run_dir, config.train.keep_checkpoints = run_dir, 1
-    writer = checkpoint.CheckpointWriter(config, *run)  # on its thread, while the next step is trained
+    writer = CheckpointWriter(config, *run)  # on its thread, while the next step is trained
     killer = Killer(run_dir, kill_at) if kill_at >= 0 else None
     lock = checkpoint.claim(run_dir, MODEL)
     state = checkpoint.load_latest(run_dir, *run)

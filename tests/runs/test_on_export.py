@@ -9,16 +9,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from logged_runs import begun_run
 from torch import distributed as dist
 
+from megatron_vlm.callbacks import Run
+from megatron_vlm.callbacks.exports import Exports, running, scores_in
 from megatron_vlm.config import LoggingConfig, RunConfig, TrainConfig
 from megatron_vlm.files import read_rows
 from megatron_vlm.job import stops, watchdog
-from megatron_vlm.job.milestones import Milestones
-from megatron_vlm.run_folder.run_log import RunLogger
-from megatron_vlm.training.exports import Exports, running, scores_in
-
-NONE = Milestones(TrainConfig(), 10)  # exports none
 
 
 @pytest.fixture(autouse=True)
@@ -28,19 +26,26 @@ def ranks_of_one():
     dist.destroy_process_group()
 
 
-def commands_of(folder: Path, text: str, first_step: int = 9) -> Exports:
-    """Of a run in `folder` whose next step is `first_step`; `text` is what its command does with $1."""
+def commands_of(folder: Path, text: str, done: int = 8) -> tuple[Run, Exports]:
+    """Of a run in `folder` that has trained `done` steps; `text` is what its command does with $1."""
     (folder / "command.sh").write_text(text)
     train = TrainConfig(on_export=f"sh {folder}/command.sh")
     config = RunConfig(run_dir=str(folder), train=train, logging=LoggingConfig(tensorboard=False))
-    return Exports(config, None, [], RunLogger(folder, config, 10, first_step))
+    commands = Exports()
+    return begun_run(config, 10, commands, done=done), commands
 
 
-def export(commands: Exports, step: int) -> None:
+def export(run: Run, step: int) -> None:
     """As if its folder was written: only what is done then counts here."""
-    running(commands.config.run_dir, step).parent.mkdir(exist_ok=True)
-    running(commands.config.run_dir, step).touch()
-    commands.after(step, NONE)
+    running(run.config.run_dir, step).parent.mkdir(exist_ok=True)
+    running(run.config.run_dir, step).touch()
+    after(run, step)
+
+
+def after(run: Run, step: int) -> None:
+    """What the commands' callback does when a step ends."""
+    run.step = step
+    run.callbacks._callbacks[-1].on_step_end(run, {})
 
 
 def logged(folder: Path) -> list[dict]:
@@ -48,10 +53,12 @@ def logged(folder: Path) -> list[dict]:
 
 
 def test_scores_are_logged_at_the_step_of_their_export(tmp_path, capsys):
-    commands = commands_of(tmp_path, 'echo hello; case $1 in *4) echo "{\\"a/b\\": 0.5, \\"c\\": 7}"; esac')
+    run, commands = commands_of(
+        tmp_path, 'echo hello; case $1 in *4) echo "{\\"a/b\\": 0.5, \\"c\\": 7}"; esac'
+    )
     for step in (4, 8):
-        export(commands, step)
-    commands.wait()
+        export(run, step)
+    run.callbacks.on_train_end(run)
     assert logged(tmp_path) == [{"step": 4, "on_export/a/b": 0.5, "on_export/c": 7.0}]
     assert (tmp_path / "on_export/step_00000008.txt").read_text() == "hello\n"
     assert capsys.readouterr().out == "step 4: on_export/a/b 0.5000 · on_export/c 7.0000\n"
@@ -69,10 +76,10 @@ def test_scores_are_logged_at_the_step_of_their_export(tmp_path, capsys):
     ],
 )
 def test_what_goes_wrong_is_told_once_and_logs_nothing(tmp_path, capsys, does, said):
-    commands = commands_of(tmp_path, does)
-    export(commands, 4)
-    commands.wait()
-    commands.after(5, NONE)
+    run, commands = commands_of(tmp_path, does)
+    export(run, 4)
+    run.callbacks.on_train_end(run)
+    after(run, 5)
     printed = capsys.readouterr().out
     assert printed.count("train.on_export: sh ") == 1 and said in printed
     assert logged(tmp_path) == [] and len(list((tmp_path / "on_export").iterdir())) == 1
@@ -102,53 +109,51 @@ def test_lines_that_are_no_objects_of_numbers(line):
 
 def test_a_command_that_did_not_end_is_started_again_and_no_other(tmp_path):
     slow = f'echo "$1" >> {tmp_path}/begun; [ -e {tmp_path}/quick ] || sleep 60; echo "{{\\"a\\": 1}}"'
-    commands = commands_of(tmp_path, slow)
+    run, commands = commands_of(tmp_path, slow)
     for step in (4, 8):
-        export(commands, step)
+        export(run, step)
     while not (begun := tmp_path / "begun").exists() or len(begun.read_text().splitlines()) < 2:
         time.sleep(0.02)
     commands.close()
     assert [process.poll() is not None for process in commands.commands.values()] == [True, True]
     (tmp_path / "quick").touch()
-    again = commands_of(tmp_path, slow, first_step=5)  # the checkpoint is of step 4, and 8 is exported again
-    again.after(4, NONE)
-    again.wait()
+    again, _ = commands_of(tmp_path, slow, done=4)  # the checkpoint is of step 4, and 8 is exported again
+    again.callbacks.on_train_end(again)
     assert logged(tmp_path) == [{"step": 4, "on_export/a": 1.0}]
-    once_more = commands_of(tmp_path, slow, first_step=5)
-    once_more.after(7, NONE)
+    once_more, _ = commands_of(tmp_path, slow, done=4)
+    after(once_more, 7)
     export(once_more, 8)
-    once_more.wait()
+    once_more.callbacks.on_train_end(once_more)
     assert [row["step"] for row in logged(tmp_path)] == [4, 8]
     assert sorted(line[-1] for line in begun.read_text().splitlines()) == ["4", "4", "8", "8"]
 
 
 def test_a_kill_before_the_row_is_written_loses_no_figures(tmp_path, monkeypatch):
-    commands = commands_of(tmp_path, """echo '{"a": 1}'""", first_step=5)
-    export(commands, 4)
+    run, commands = commands_of(tmp_path, """echo '{"a": 1}'""", done=4)
+    export(run, 4)
     with monkeypatch.context() as patch:
-        patch.setattr(commands.log, "log_scores", lambda *arguments: sys.exit("killed"))
+        patch.setattr(run, "log", lambda *arguments: sys.exit("killed"))
         with pytest.raises(SystemExit):
-            commands.wait()
-    again = commands_of(tmp_path, """echo '{"a": 1}'""", first_step=5)
-    again.after(4, NONE)
-    again.wait()
+            run.callbacks.on_train_end(run)
+    again, _ = commands_of(tmp_path, """echo '{"a": 1}'""", done=4)
+    again.callbacks.on_train_end(again)
     assert logged(tmp_path) == [{"step": 4, "on_export/a": 1.0}]
 
 
 def test_a_command_is_no_rank_and_speaks_for_itself(tmp_path, monkeypatch):
     for name in ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", watchdog.LAUNCHER):
         monkeypatch.setenv(name, "1")
-    commands = commands_of(tmp_path, "env")
-    export(commands, 4)
-    commands.wait()
+    run, commands = commands_of(tmp_path, "env")
+    export(run, 4)
+    run.callbacks.on_train_end(run)
     names = [line.partition("=")[0] for line in (tmp_path / "on_export/step_00000004.txt").open()]
     assert "PATH" in names and not {"RANK", "TORCHELASTIC_RUN_ID", watchdog.LAUNCHER}.intersection(names)
 
 
 def run_that_is_killed(folder: Path) -> None:
-    commands = commands_of(folder, f"sleep 60 & echo $$ > {folder}/begun; wait")
+    run, commands = commands_of(folder, f"sleep 60 & echo $$ > {folder}/begun; wait")
     with watchdog.watching(folder, 60):
-        export(commands, 4)
+        export(run, 4)
         os.kill(os.getpid(), signal.SIGSTOP)  # until it is killed
 
 
@@ -166,14 +171,15 @@ def test_commands_end_with_a_run_that_is_killed(tmp_path):
 
 
 def test_the_watchdog_hears_of_the_wait_which_a_warning_ends(tmp_path, monkeypatch):
-    commands = commands_of(tmp_path, "sleep 60")
+    run, commands = commands_of(tmp_path, "sleep 60")
     with watchdog.watching(tmp_path, 60):
-        export(commands, 4)
+        export(run, 4)
         content = watchdog.watch().content
         beats = content["beats"]
         left = iter([False, False, True])
         monkeypatch.setattr(stops, "asked", lambda: [next(left), False, False])
-        assert commands.wait() == ["SIGTERM"]
+        run.callbacks.on_train_end(run)
+        assert run.stopped_by == ["SIGTERM"]
         assert content["beats"] == beats + 2 and "on_export of step 4" in content["doing"]
     commands.close()
     assert (tmp_path / "on_export/step_00000004.running").exists()

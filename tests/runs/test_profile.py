@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.profiler import profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from megatron_vlm.training.profile import seconds_by_part, table
+from megatron_vlm.callbacks.profiler import seconds_by_part, table
 
 STEPS = 5
 

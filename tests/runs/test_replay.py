@@ -13,6 +13,7 @@ from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 from typer.testing import CliRunner
 
+from megatron_vlm.callbacks.samples import BatchLog, note_samples, read_step
 from megatron_vlm.cli import app
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.extras.preview.preview import replay_page, training_data
@@ -20,7 +21,6 @@ from megatron_vlm.job.errors import explain
 from megatron_vlm.models.families import describe
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.recipes import load_recipe
-from megatron_vlm.run_folder.batch_log import BatchLog, naming_samples, read_step
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +137,9 @@ def test_a_dataset_that_gives_other_samples_now_is_said(datasets, tiny_gemma3, t
 
 
 def test_an_error_in_a_step_names_its_samples(tmp_path):
-    with pytest.raises(torch.OutOfMemoryError) as caught, naming_samples(tmp_path, 7, batches(7)):
-        raise torch.OutOfMemoryError("no memory")
-    (note,) = caught.value.__notes__
+    error = torch.OutOfMemoryError("no memory")
+    note_samples(error, tmp_path, 7, batches(7))
+    (note,) = error.__notes__
     assert note.startswith("step 7, on this rank with samples s7-0, x, s7-1, x;")
     assert f"megatron-vlm replay {tmp_path} --step 7" in note
     assert json.dumps(note)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from logged_runs import begun_run, log_step, validate
 from typer.testing import CliRunner
 
 from browser import BROWSER, browser
@@ -16,7 +17,7 @@ from megatron_vlm.cli import app
 from megatron_vlm.config import RunConfig
 from megatron_vlm.extras.report.charts import thinned
 from megatron_vlm.extras.report.history import last_words, read_history
-from megatron_vlm.extras.report.live import open_log
+from megatron_vlm.extras.report.live import LivePage
 from megatron_vlm.extras.report.page import report_page
 from megatron_vlm.files import read_rows
 from megatron_vlm.job.errors import closing
@@ -34,17 +35,17 @@ def config(folder, **settings) -> RunConfig:
 
 def logged(folder, steps=6, **settings):
     """A run of so many of its six steps, whose data and name hold HTML; its fourth loss is NaN."""
-    log = open_log(config(folder, **settings), 6, 1, True, {}, ())
+    run = begun_run(config(folder, **settings), 6, LivePage())
     for step in range(1, steps + 1):
         figures = {"padding": 0.25, "trained_tokens/b": 3, "trained_tokens/" + ATTACK: 1, "own/figure": step}
         loss = float("nan") if step == 4 else 2 / step
-        log.log_step(step, loss, 1e-5 / step, 1.0, 10, 0.5, dropped=1, figures=figures)
+        log_step(run, loss, dropped=1, lr=1e-5 / step, grad_norm=1.0, **figures)
         if step == 3:
-            log.log_eval(step, 0.75)
+            validate(run, 0.75)
     (folder / "drops").mkdir(exist_ok=True)
     drops = [{"key": ATTACK, "reason": "over_length", "detail": "63 tokens"}] * 5
     (folder / "drops/rank0.jsonl").write_text("".join(json.dumps(drop) + "\n" for drop in drops))
-    return log
+    return run.callbacks
 
 
 @pytest.fixture
@@ -98,11 +99,6 @@ def test_the_last_words_are_whole_and_without_our_names(tmp_path):
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors/rank0.txt").write_text(error)
     assert last_words(tmp_path) == "too many: mend it."
-
-
-def test_the_page_can_be_left_out(tmp_path):
-    logged(tmp_path / "run", **{"logging.report": False}).close()
-    assert not (tmp_path / "run/report.html").exists()
 
 
 def test_two_runs_are_drawn_over_each_other_with_what_differs(tmp_path, finished):

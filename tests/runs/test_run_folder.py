@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.callbacks.samples import BatchLog
 from megatron_vlm.commands.arguments import check_run_folder, config_of_trained_run
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.accounts.drops import DropReport
@@ -23,7 +24,6 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
-from megatron_vlm.run_folder.batch_log import BatchLog
 from megatron_vlm.run_folder.checkpoint_files import (
     check_config,
     checksum_problems,
@@ -35,17 +35,19 @@ from megatron_vlm.run_folder.checkpoint_files import (
 MODEL = "models/tiny"
 
 
-def save(run_dir: Path, step: int, keep: int = 10, content: bytes = b"", **extra: float | None) -> Path:
+def save(run_dir: Path, step: int, keep: int = 10, content: bytes = b"", **best: float | None) -> Path:
     """A checkpoint as `training.checkpoint.save` makes it, of one small file of tensors."""
     partial = run_folder.begin(run_dir, step)
     (partial / "__0_0.distcp").write_bytes(content or b"tensors of %d" % step)
     (partial / ".metadata").write_bytes(b"names")
     (partial / "metadata.json").write_text("{}")
-    state = {"step": step, "layout": {"world": 1}, "schedule": {"lr": 0.1}, "extra": extra}
+    state = {"step": step, "layout": {"world": 1}, "schedule": {"lr": 0.1}}
+    callbacks = {"Best": {"by": "valid_loss", "last_step": step, "last": best["rated"]}} if best else {}
+    state["extra"] = {"callbacks": callbacks}
     state["ranks"] = [{"dp_rank": 0, "rng": {}, "loader": None}]
     state["files"] = checksums(partial, ["__0_0.distcp", ".metadata", "metadata.json"])
     final = run_folder.complete(partial, state)
-    run_folder.prune(run_dir, final.name, keep, keep_best=bool(extra))
+    run_folder.prune(run_dir, final.name, keep, keep_best=bool(best))
     return final
 
 
@@ -548,8 +550,10 @@ def test_an_empty_folder_and_one_with_logs_may_become_a_run(tmp_path, files):
 
 
 def test_a_run_that_failed_at_its_start_may_begin_again_in_its_folder(tmp_path):
-    with watchdog.watching(tmp_path, 60):
+    with pytest.raises(RuntimeError), watchdog.watching(tmp_path, 60):
         watchdog.watch().file.write("Traceback")
+        raise RuntimeError
+    watchdog.watch().finish()
     assert sorted(os.listdir(tmp_path)) == ["errors", "lock"]
     run_folder.check_start(tmp_path, MODEL)
 

@@ -12,23 +12,23 @@ import launches
 import torch.distributed as dist
 from sources import write_sharegpt
 
+from megatron_vlm.callbacks import Callback
+from megatron_vlm.callbacks.checkpoints import CheckpointWriter
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.parallel import setup
 from megatron_vlm.recipes import compose
-from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.train import train
 from tiny.distributed import run_distributed
 
 
 def _writer(root: str):
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import checkpoint
 
     setup.init_distributed(ParallelConfig(), 1)
     run = launches._start("dp", seed=1)
     config = launches.run_config("dp")
     config.run_dir = root
-    return run, checkpoint.CheckpointWriter(config, *run)
+    return run, CheckpointWriter(config, *run)
 
 
 def _train_meanwhile(root: str) -> dict:
@@ -109,14 +109,11 @@ class Moves(Callback):
 
     def __init__(self):
         self.saved: list[tuple[int, bool]] = []
-        self.step = 0
 
-    def on_step(self, step, figures):
-        self.step = step
-
-    def on_save(self, step, checkpoint):
+    def on_save(self, run, checkpoint):
+        step = int(checkpoint.name.removeprefix("step_"))
         self.saved.append((step, (checkpoint / "state.json").is_file()))
-        assert self.step >= step
+        assert run.step >= step
         dist.barrier()  # until every rank has looked
         setup.on_first_rank(shutil.rmtree, checkpoint)
 

@@ -13,10 +13,9 @@ from logged_figures import figures
 from sources import write_sharegpt
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_vlm.job import spikes
-from megatron_vlm.job.spikes import MOST_IN_A_ROW, WINDOW, Spikes
+from megatron_vlm.callbacks import Callback, spikes
+from megatron_vlm.callbacks.spikes import MOST_IN_A_ROW, WINDOW, Spikes
 from megatron_vlm.recipes import compose
-from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.folder import checkpoints
 from tiny.distributed import run_distributed
 
@@ -31,14 +30,16 @@ def level(steps: int = WINDOW // 2, on_spike: str = "skip") -> Spikes:
 
 def test_a_spike_is_six_deviations_above_the_steps_before():
     judge = level()
-    before = json.loads(json.dumps(judge.saved))  # as a checkpoint holds it
+    before = json.loads(json.dumps(judge.state_dict()))  # as a checkpoint holds it
     assert not judge.trains(2.4, 1.0) and judge.why.startswith(
         "the loss is 2.4, and was 2.05 ± 0.05 in the 64"
     )
     assert not judge.trains(2.0, 9.0) and judge.why.startswith("the gradient norm is 9")
     assert judge.trains(2.3, 1.0) and judge.trains(0.0, 0.0) and not judge.why
     assert judge.count == 2
-    assert not Spikes("skip", before).trains(2.4, 1.0)
+    resumed = Spikes("skip")
+    resumed.load_state_dict(before)
+    assert not resumed.trains(2.4, 1.0)
     assert level(WINDOW // 2 - 1).trains(99, 99)
 
 
@@ -67,8 +68,8 @@ class Killed(Exception):
 
 
 class KilledAfter(Callback):
-    def on_step(self, step, figures):
-        if step > STEPS // 2:
+    def on_step_end(self, run, metrics):
+        if run.step > STEPS // 2:
             raise Killed
 
 

@@ -12,50 +12,49 @@ import sys
 import urllib.request
 
 import pytest
+from logged_runs import begun_run, log_step, saved, validate
 from slurm import wait_for
 
+from megatron_vlm.callbacks import Callback, Run, callback_class
 from megatron_vlm.commands.arguments import check_run_folder
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.run_folder.callbacks import Callback
-from megatron_vlm.run_folder.run_log import RunLogger
-from megatron_vlm.run_folder.trackers import check_tracker
 
 OWN = """
-class Mine:
-    def __init__(self, config, first_step):
-        self.file = open(config.run_dir + "/mine.txt", "w")
-        self.file.write(f"from {first_step}\\n")
-    def log(self, step, numbers):
-        self.file.write(f"{step} {numbers.get('loss', numbers.get('valid_loss'))}\\n")
-    def save(self):
-        self.file.flush()
+from megatron_vlm.callbacks import Callback
+
+class Mine(Callback):
+    def on_train_begin(self, run):
+        self.file = open(run.config.run_dir + "/mine.txt", "w")
+        self.file.write(f"after {run.step}\\n")
+    def on_log(self, run, step, metrics):
+        self.file.write(f"{step} {metrics.get('loss', metrics.get('valid_loss'))}\\n")
     def close(self):
         self.file.close()
 
 class Fails(Mine):
-    def log(self, step, numbers):
+    ends_run = False
+    def on_log(self, run, step, metrics):
         raise TimeoutError("no server")
 
-class Lacks:
-    def log(self, step, numbers): ...
+class Other: ...
 """
 
 
-def logger(folder, *trackers, first=1, **more) -> RunLogger:
+def tracked(folder, *trackers, own=(), done=0, **more) -> Run:
     settings = {"run_dir": str(folder), "logging.tensorboard": False, "logging.trackers": [*trackers]}
-    return RunLogger(folder, apply_overrides(RunConfig(), settings), 3, first, **more)
+    return begun_run(apply_overrides(RunConfig(), settings), 3, *own, done=done, **more)
 
 
-def run(log: RunLogger, first=1) -> None:
-    for step in range(first, 4):
-        log.log_step(step, math.nan if step == 2 else 1 / step, 0.1, 2.0, 10, 0.5)
+def finish(run: Run) -> None:
+    for step in range(run.step + 1, 4):
+        log_step(run, math.nan if step == 2 else 1 / step)
         if step == 2:
-            log.log_eval(2, 0.7, {"loss/a": 0.9})
-            log.saved(2)
-            log.save()
-    log.close()
+            validate(run, 0.7, **{"valid_loss/a": 0.9})
+            saved(run)
+    run.callbacks.on_train_end(run)
+    run.callbacks.close()
 
 
 @pytest.fixture
@@ -65,21 +64,20 @@ def own(tmp_path):
 
 
 def test_a_class_of_a_users_file_gets_each_row(own, tmp_path):
-    run(logger(tmp_path / "run", f"{own}:Mine"))
-    assert (tmp_path / "run/mine.txt").read_text() == "from 1\n1 1.0\n2 nan\n2 0.7\n3 0.3333333333333333\n"
+    finish(tracked(tmp_path / "run", own=[callback_class(f"{own}:Mine")()]))
+    assert (tmp_path / "run/mine.txt").read_text() == "after 0\n1 1.0\n2 nan\n2 0.7\n3 0.3333333333333333\n"
 
 
-def test_one_that_fails_is_told_of_once_and_ends_nothing(own, tmp_path, capsys):
-    run(logger(tmp_path / "run", f"{own}:Fails", f"{own}:Mine"))
+def test_one_that_may_fail_is_told_of_once_and_ends_nothing(own, tmp_path, capsys):
+    finish(tracked(tmp_path / "run", own=[callback_class(f"{own}:{name}")() for name in ("Fails", "Mine")]))
     said = capsys.readouterr().out
-    assert said.count("tracker Fails failed and gets no more rows; ") == 1
-    assert "TimeoutError: no server" in said
+    assert said.count("Fails failed and is called no more: TimeoutError: no server") == 1
     assert "3 0.3333" in (tmp_path / "run/mine.txt").read_text()
 
 
 def test_csv_has_all_rows_and_columns_also_after_a_resume(tmp_path):
-    run(logger(tmp_path, "csv"))
-    run(logger(tmp_path, "csv", first=3), first=3)
+    finish(tracked(tmp_path, "csv"))
+    finish(tracked(tmp_path, "csv", done=2))
     with open(tmp_path / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["step"], row["loss"], row["valid_loss"]) for row in rows] == [
@@ -91,72 +89,80 @@ def test_csv_has_all_rows_and_columns_also_after_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mlflo", "none.py:Mine", "own.py", ":Mine"])
-def test_what_is_no_tracker_is_refused_before_the_start(name):
-    with pytest.raises(ConfigError, match="logging.trackers: .*(give csv or mlflow, or FILE|does not exist)"):
-        check_tracker(name)
+def test_what_is_no_callback_is_refused_before_the_start(name):
+    with pytest.raises(ConfigError, match="train.callbacks: .*(give FILE.py:CLASS|does not exist)"):
+        callback_class(name)
 
 
-def test_a_class_without_the_methods_is_refused(own, tmp_path):
-    with pytest.raises(ConfigError, match="Lacks has no save, close; write them"):
-        logger(tmp_path / "run", f"{own}:Lacks")
-
-
-def test_a_class_that_is_not_there_is_refused_before_the_start(own, tmp_path, monkeypatch):
+def test_a_class_that_is_not_there_or_no_callback_is_refused_before_the_start(own, tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    settings = {"run_dir": str(tmp_path / "run"), "logging.trackers": [f"{own}:Theirs"]}
-    with pytest.raises(ConfigError, match="the file has no class Theirs; give the name of one"):
-        check_run_folder(apply_overrides(RunConfig(), settings))
+    for name in ("Theirs", "Other"):
+        settings = {"run_dir": str(tmp_path / "run"), "train.callbacks": [f"{own}:{name}"]}
+        with pytest.raises(ConfigError, match=f"the file has no subclass {name} of Callback"):
+            check_run_folder(apply_overrides(RunConfig(), settings))
 
 
-def test_one_that_cannot_be_made_is_told_as_the_users(own, tmp_path):
-    own.write_text("class Odd:\n    log = save = close = print\n")
-    with pytest.raises(
-        ConfigError, match="logging.trackers: .*own.py:Odd: TypeError: .*; correct the file.$"
-    ):
-        logger(tmp_path / "run", f"{own}:Odd")
+def test_one_that_cannot_be_made_is_told_as_the_users(own):
+    own.write_text(OWN + "class Odd(Mine):\n    def __init__(self, a): ...\n")
+    with pytest.raises(ConfigError, match="train.callbacks: .*own.py:Odd: TypeError: .*; correct the file.$"):
+        callback_class(f"{own}:Odd")()
 
 
 class Notes(Callback):
     def __init__(self):
         self.heard = []
 
-    def on_step(self, step, figures):
-        self.heard.append(("step", step, figures["lr"]))
+    def on_step_end(self, run, metrics):
+        self.heard.append(("step", run.step, metrics["lr"]))
 
-    def on_validation(self, step, loss, figures):
-        self.heard.append(("validation", step, loss, dict(figures)))
+    def on_validation_end(self, run, metrics):
+        self.heard.append(("validation", run.step, dict(metrics)))
 
-    def on_save(self, step, checkpoint):
-        self.heard.append(("save", step, checkpoint.name))
+    def on_save(self, run, checkpoint):
+        self.heard.append(("save", run.step, checkpoint.name))
 
-    def on_end(self, step):
-        self.heard.append(("end", step))
+    def on_train_end(self, run):
+        self.heard.append(("end", run.step))
+
+    def state_dict(self):
+        return {"heard": len(self.heard)}
+
+    def load_state_dict(self, state):
+        self.heard.append(("loaded", state["heard"]))
 
 
-@pytest.mark.parametrize("is_writer", [True, False])
-def test_callbacks_hear_of_steps_validation_saves_and_the_end_on_every_rank(tmp_path, is_writer):
+@pytest.mark.parametrize("is_first_rank", [True, False])
+def test_callbacks_hear_of_steps_validation_saves_and_the_end_on_every_rank(tmp_path, is_first_rank):
     notes = Notes()
-    run(logger(tmp_path, callbacks=[notes], is_writer=is_writer))
+    finish(tracked(tmp_path, own=[notes], is_first_rank=is_first_rank))
     assert notes.heard == [
         ("step", 1, 0.1),
         ("step", 2, 0.1),
-        ("validation", 2, 0.7, {"valid_loss/a": 0.9}),
+        ("validation", 2, {"valid_loss": 0.7, "valid_loss/a": 0.9}),
         ("save", 2, "step_00000002"),
         ("step", 3, 0.1),
         ("end", 3),
     ]
 
 
-def test_an_end_by_an_error_is_not_the_end(tmp_path):
-    notes = Notes()
-    log = logger(tmp_path, callbacks=[notes])
-    log.log_step(3, 1.0, 0.1, 2.0, 10, 0.5)
-    with pytest.raises(ZeroDivisionError):
-        try:
-            raise ZeroDivisionError
-        finally:
-            log.close()
-    assert notes.heard == [("step", 3, 0.1)]
+def test_two_callbacks_of_one_class_have_their_own_state(tmp_path):
+    first, second = Notes(), Notes()
+    run = tracked(tmp_path, own=[first, second])
+    log_step(run)
+    second.heard.clear()
+    state = run.callbacks.state_dict()
+    assert [state["Notes"], state["Notes 2"]] == [{"heard": 1}, {"heard": 0}]
+    run.callbacks.load_state_dict(state)
+    assert first.heard[-1] == ("loaded", 1) and second.heard[-1] == ("loaded", 0)
+    run.callbacks.close()
+
+
+def test_a_callback_ends_the_run_after_the_step_that_has_begun(tmp_path):
+    run = tracked(tmp_path)
+    log_step(run)
+    run.stop("enough")
+    assert (run.milestones.last, run.milestones.why) == (2, "ended after step 2 of 3: enough")
+    run.callbacks.close()
 
 
 @pytest.fixture(params=["file", pytest.param("server", marks=pytest.mark.long)])
@@ -196,8 +202,8 @@ def is_healthy(address: str) -> bool:
 
 def test_mlflow_has_rows_settings_and_one_run_also_after_a_resume(tmp_path, mlflow_store):
     mlflow = mlflow_store
-    run(logger(tmp_path / "run", "mlflow"))
-    run(logger(tmp_path / "run", "mlflow", first=3), first=3)
+    finish(tracked(tmp_path / "run", "mlflow"))
+    finish(tracked(tmp_path / "run", "mlflow", done=2))
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("megatron-vlm").experiment_id
     (found,) = client.search_runs([experiment])

@@ -24,9 +24,11 @@ from store_server import BUCKET, KEY, SECRET, Line, forget, leaked, put, remove,
 from store_server import names as names_in  # noqa: E402
 
 from megatron_vlm import stores  # noqa: E402
+from megatron_vlm.callbacks import Callbacks, Run  # noqa: E402
 from megatron_vlm.config import ConfigError, RunConfig  # noqa: E402
 from megatron_vlm.extras.report.history import read_history  # noqa: E402
 from megatron_vlm.extras.stores import uploads  # noqa: E402
+from megatron_vlm.job.milestones import Milestones  # noqa: E402
 from megatron_vlm.run_folder.checkpoint_files import state_text  # noqa: E402
 from megatron_vlm.run_folder.folder import check_start, complete_checkpoints, latest_checkpoint  # noqa: E402
 
@@ -123,19 +125,28 @@ def through_a_line(seconds: float = 0.0) -> Iterator[Line]:
 def start_in(run_dir: Path, copy: str, files: int = 3) -> tuple[bytes, Callable[[], list[str]]]:
     """A start, with the files of a checkpoint: its mark, and what copies them and returns what was told."""
     config = config_of(run_dir, copy)
-    token = uploads.restore(config).token
+    restored = uploads.restore(config)
     (run_dir / "checkpoints/step_00000010").mkdir(parents=True)
     for name in [*(f"{number}.pt" for number in range(files)), "state.json"]:
         (run_dir / "checkpoints/step_00000010" / name).write_text(f"{name} of {run_dir}")
 
     def copied() -> list[str]:
         told: list[str] = []
-        copies = uploads.Uploads(config, token, True, told.append)
-        copies.on_save(10, run_dir / "checkpoints/step_00000010")
-        copies.wait()
+        copies, run = begun(config, restored, told)
+        copies.on_save(run, run_dir / "checkpoints/step_00000010")
+        copies.on_train_end(run)
         return told
 
-    return token, copied
+    return restored.token, copied
+
+
+def begun(config: RunConfig, restored: uploads.Restored, told: list[str]) -> tuple[uploads.Uploads, Run]:
+    """The callback of a run that has no step yet; what it says comes into `told`."""
+    run = Run(config, Milestones(config.train, 99), Callbacks([]))
+    run.message = told.append
+    copies = uploads.Uploads(restored)
+    copies.on_train_begin(run)
+    return copies, run
 
 
 def test_of_two_starts_at_once_one_copies_and_the_other_says_so(folder, tmp_path):
@@ -186,12 +197,12 @@ def test_an_export_with_other_weights_is_copied_again(folder, tmp_path):
     """Its config.json is the same."""
     copy, export = f"{AT}/exported_again", tmp_path / "run/exports/step_00000008"
     config = config_of(tmp_path / "run", copy)
-    copies = uploads.Uploads(config, uploads.restore(config).token, True, print)
+    copies, run = begun(config, uploads.restore(config), [])
     export.mkdir(parents=True)
     for weights in (b"one", b"two"):
         (export / "model.safetensors").write_bytes(weights)
         (export / "config.json").write_text("{}")
-        copies.on_save(8, export)
+        copies.on_save(run, export)
         deadline = time.monotonic() + 60
         at = f"{copy}/exports/{export.name}"
         while not (
@@ -199,7 +210,7 @@ def test_an_export_with_other_weights_is_copied_again(folder, tmp_path):
         ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    copies.wait()
+    copies.on_train_end(run)
 
 
 def test_copies_end_where_the_run_folder_cannot_be_read(folder, tmp_path):

@@ -13,8 +13,10 @@ import torch
 from gpu_check.rows import Row
 from gpu_check.sizes import ON_CUDA, About, Sizes, documents_of
 from gpu_check.stack import documents, our_step, packed
-from megatron_vlm.config import PROFILE_WARM_UP
-from megatron_vlm.training.profile import profiling
+from megatron_vlm.callbacks import Callbacks, Run
+from megatron_vlm.callbacks.profiler import Profiler
+from megatron_vlm.config import PROFILE_WARM_UP, RunConfig
+from megatron_vlm.job.milestones import Milestones
 
 STEPS = 2  # that are recorded
 
@@ -25,12 +27,15 @@ def rows(sizes: Sizes, about: About) -> Iterator[Row]:
     with recompile_limits(limits):
         step, chunks, description = our_step(sizes, tokens)
         batch = packed(documents(documents_of(tokens), description))
-        said: list[str] = []
-        with profiling(about.folder, STEPS, 1, chunks, said.append) as recorded:
-            for _ in range(PROFILE_WARM_UP + STEPS):
-                step(batch)
-                recorded()
-    for line in said[0].splitlines()[1:]:
+        config = RunConfig(run_dir=str(about.folder))
+        profiler = Profiler(STEPS)
+        run = Run(config, Milestones(config.train, STEPS), Callbacks([profiler]), model=chunks)
+        run.callbacks.on_train_begin(run)
+        for _ in range(PROFILE_WARM_UP + STEPS):
+            step(batch)
+            run.callbacks.on_step_end(run, {})
+        run.callbacks.close()
+    for line in profiler.text.splitlines()[1:]:
         *name, milliseconds, share = line.split()
         if line.startswith("trace: "):
             yield Row("profile", "the trace, for ui.perfetto.dev", line.split()[1].rstrip(","))

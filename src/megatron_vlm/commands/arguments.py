@@ -10,17 +10,18 @@ import typer
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm import stores
+from megatron_vlm.callbacks import callback_class
 from megatron_vlm.checks.model_on_disk import is_run, run_problems
 from megatron_vlm.checks.paths import validate_model, validate_paths
 from megatron_vlm.commands.program import machines, on_disk, processes, world_size
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.files import check_output, read_file, refuse_existing
 from megatron_vlm.job.watchdog import LAUNCHER
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
-from megatron_vlm.run_folder.trackers import tracker_class
 from megatron_vlm.supported import read_config
 
 NO_DATA = "none://"
@@ -75,6 +76,9 @@ Processes = Annotated[
 ]
 Restarts = Annotated[
     int, typer.Option(min=0, help="With --nproc: start again so often after a process or machine was lost.")
+]
+OwnCallbacks = Annotated[
+    list[str] | None, typer.Option(help="FILE.py:CLASS, a Callback that is called as the run goes on.")
 ]
 ProfiledSteps = Annotated[
     int, typer.Option(min=0, help="Record so many steps: a trace, and a table of where the time went.")
@@ -135,11 +139,11 @@ def is_first_process() -> bool:
 
 
 def check_run_folder(config: RunConfig) -> None:
-    """Raises ConfigError unless a run may start in its folder, with trackers that are there; torchrun's
+    """Raises ConfigError unless a run may start in its folder, with callbacks that are there; torchrun's
     processes check more together."""
-    for name in config.logging.trackers:
+    for name in items_of(config.train.callbacks):
         if is_first_process():
-            tracker_class(name)
+            callback_class(name)
     if world_size() or machines() > 1:  # those that wait for this one may hold the folder
         check_folder(config.run_dir)
     else:

@@ -7,7 +7,6 @@ from itertools import count, takewhile
 from math import ceil
 
 from megatron_vlm.config import EPOCH, ConfigError, RunConfig, TrainConfig
-from megatron_vlm.job.best import Best
 from megatron_vlm.messages import listed, printable
 
 
@@ -104,13 +103,16 @@ class Milestones:
     steps: int
     epoch_ends: frozenset[int] = frozenset()
     stop: int | None = None  # the step after which the run ends early, with a checkpoint; see `stops`
-    why: str = ""  # why `steps` are fewer than were asked for; see `best`
+    why: str = ""  # why `steps` are fewer than were asked for
+
+    @property
+    def last(self) -> int:
+        """The step after which training ends."""
+        return self.steps if self.stop is None else self.stop
 
     def notes(self, done: int) -> Iterator[str]:
         """Lines about a run that has trained so many steps, if it is at its end."""
-        if self.why:
-            yield "train.patience: none of the steps is left; to go on, raise train.patience"
-        elif done >= self.steps:
+        if done >= self.steps:
             yield (
                 f"train.steps: {done} of {self.steps} are trained, so none is left; to go on, raise "
                 "train.steps or train.epochs"
@@ -121,15 +123,12 @@ class Milestones:
         stop = step + self.goes_on_after(step) if self.stop is None else self.stop
         return replace(self, stop=stop) if stop < self.steps else self
 
-    def heeding(self, best: Best, step: int) -> "Milestones":
-        """These, with `step` as the last one if `train.patience` is then over."""
-        if not best.is_over or step >= self.steps:
+    def ending(self, step: int, why: str) -> "Milestones":
+        """These, with `step` as the last one, and why."""
+        if step >= self.steps:
             return self
-        why = f"ended after step {step} of {self.steps}: {best.why_over()}"
+        why = f"ended after step {step} of {self.steps}: {why}"
         return replace(self, steps=step, stop=None, why=why)
-
-    def ends_after(self, step: int) -> bool:
-        return step in (self.stop, self.steps)
 
     def evaluates_after(self, step: int) -> bool:
         by_loss = self.train.keep_best and not self.train.best_is_score

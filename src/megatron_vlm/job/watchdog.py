@@ -74,7 +74,8 @@ def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -
     if folder.is_dir() and not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
     folder.mkdir(parents=True, exist_ok=True)
-    open_to_write(folder / "lock", keep=True).close()  # tells the next run that errors/ is a run's
+    lock = folder / "lock"
+    open_to_write(lock, keep=True).close()  # tells the next run that errors/ is a run's
     if "TORCHELASTIC_RUN_ID" in os.environ:  # nothing else ends a rank whose torchrun was killed
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
     _watch = Watch(folder / errors, hang_seconds)
@@ -82,6 +83,8 @@ def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -
     yield
     _watch.finish()
     _watch = None
+    if not lock.stat().st_size:  # no run has taken it
+        lock.unlink()
 
 
 def end_with_parent(parent: int) -> None:

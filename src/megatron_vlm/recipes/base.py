@@ -19,7 +19,7 @@ ARGUMENTS_OF_GROUP = {
     "optimizer.": ("lr", "min_lr", "warmup_steps", "offload", "reduce_in_fp32"),
     "train.": (
         *("objective", "steps", "epochs", "micro_batch_size", "global_batch_size"),
-        *("seed", "eval_every", "save_every"),
+        *("seed", "eval_every", "save_every", "callbacks"),
     ),
     "logging.": ("wandb_project",),
 }

@@ -276,8 +276,10 @@ def best_checkpoint(run_dir: str | Path) -> str | None:
     ratings: dict[str, tuple[Any, Any]] = {}  # name: by which figure, and the value
     for name in complete_checkpoints(run_dir):
         with suppress(ValueError, OSError):  # a damaged one is not the best
-            extra = read_state(checkpoints(run_dir) / name)["extra"]
-            ratings[name] = extra.get("best", {}).get("by"), extra.get("rated")
+            state = read_state(checkpoints(run_dir) / name)
+            best = state["extra"].get("callbacks", {}).get("Best", {})
+            is_rated = best.get("last_step") == state["step"]
+            ratings[name] = best.get("by"), best["last"] if is_rated else None
     newest = ratings[max(ratings)][0] if ratings else None
     alike = {name: rated for name, (by, rated) in ratings.items() if by == newest and rated is not None}
     known = {name: rated for name, rated in alike.items() if isfinite(rated)}

@@ -8,15 +8,12 @@
 when all else is on disk. `tensor_files` writes and reads tensors. Only the run's own folder is ever read.
 """
 
-import atexit
 import base64
-import gc
 import json
 import os
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -34,7 +31,7 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.overrides import load_yaml
-from megatron_vlm.parallel.setup import device, from_all_ranks, group_beside, on_first_rank, use_device
+from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
 from megatron_vlm.run_folder import checkpoint_files
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
@@ -145,83 +142,6 @@ def begin_save(
         return final
 
     return write
-
-
-class CheckpointWriter:
-    """Writes a run's checkpoints; with `train.async_save` on a thread, while training goes on. Every rank
-    creates one, and all call its methods together.
-
-    One is written at a time. What fails on the thread is raised by the next call of any method.
-    """
-
-    def __init__(self, config: RunConfig, model_chunks: list, optimizer, scheduler):
-        beside = config.train.async_save
-        self._config = config
-        self._run = (model_chunks, optimizer, scheduler)
-        self._copies = Copies()
-        gc.collect()
-        atexit.register(gc.unfreeze)  # triton's library reports at length what is alive at the very end
-        gc.freeze()  # Megatron collects garbage in every save: half a second without what is there now
-        self._group = group_beside() if beside else None
-        self._thread = ThreadPoolExecutor(1, "checkpoints", use_device, (device(),)) if beside else None
-        self._writing: Future[Path] | None = None
-        self._unannounced: int | None = None  # the step that was saved last, until `announce`
-        self._doing = ""
-
-    def save(self, step: int, loader_state: Any, extra: dict[str, Any]) -> None:
-        """Save as `begin_save` says. When this returns, tensors may change; after `wait`, all is on disk."""
-        self.wait()
-        run_dir, train = self._config.run_dir, self._config.train
-        self._doing = f"saving step {step} in {run_dir}"
-        write = begin_save(
-            self._copies,
-            run_dir,
-            step,
-            *self._run,
-            loader_state=loader_state,
-            keep=train.keep_checkpoints,
-            extra=extra,
-            keep_best=train.keep_best,
-        )
-        if self._thread is None:
-            write(None)
-        else:
-            self._writing = self._thread.submit(write, self._group)
-        self._unannounced = step
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank's thread still writes."""
-        return self._writing is not None and not self._writing.done()
-
-    def announce(self, on_save: Callable[[int], None]) -> None:
-        """Call `on_save` with the step that was saved last, once, when its checkpoint is complete."""
-        self.wait()
-        if self._unannounced is not None:
-            step = self._unannounced
-            self._unannounced = None
-            on_save(step)
-
-    def check(self) -> None:
-        """Raises what has failed on the thread so far; it waits for nothing."""
-        if self._writing and self._writing.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until all that was saved is on disk."""
-        if self._writing:
-            watchdog.beat(self._doing, files=True)
-            writing = self._writing
-            self._writing = None
-            writing.result()
-
-    def close(self) -> None:
-        """Wait, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            if self._thread:
-                self._thread.shutdown()
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 import re
 import resource
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from torch import distributed as dist
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
 from megatron_vlm.job import stops
-from megatron_vlm.job.spikes import Spikes
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.models.work.step_work import StepWork, Work
@@ -61,12 +59,10 @@ class StepFigures:
         description: Description,
         chunks: list[torch.nn.Module],
         sources: Sequence[str] = (),
-        spikes: Mapping[str, Any] | None = None,
     ):
         self._work = StepWork(config, description) if counts_data() else None
         self._by_source = BySource(sources, objective_of(config).figures)
         self._done = Work(0, 0, 0, 0)
-        self.spikes = Spikes(config.train.on_spike, spikes)  # as a checkpoint has them
         self.sums: list[float] = []  # over all ranks, of what `of_this_rank` returned
         self.asked_to_stop: list[str] = []  # the ways in which any rank was, up to the last step
         self.is_saving = False  # whether this rank still writes a checkpoint; set before each step
@@ -118,7 +114,7 @@ class StepFigures:
             **_balance(experts.reshape(self._expert_tokens.shape)),
             **self._by_source.figures(by_source),
         }
-        return self.spikes.figures({name: value for name, value in figures.items() if value is not None})
+        return {name: value for name, value in figures.items() if value is not None}
 
 
 def counts_data() -> bool:

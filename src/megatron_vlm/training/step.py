@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward over the micro batches, one loss over all their trained tokens."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
@@ -35,13 +36,15 @@ def train_step(
     figures: StepFigures | None = None,
     goes_on: bool = False,
     step_loss: StepLoss = token_losses,
+    judge: Callable[[float, float], bool] | None = None,
 ):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
     `figures` then tell of this step. `goes_on`: the next to use the parameters is a forward pass of the
     chunks; until then the shares of other ranks may be on their way (`step_in_flight`). If loss or norm
     are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights are then unusable.
-    Spikes that the figures judge change no weights, and train no tokens (`job.spikes`).
+    `judge` gets the loss and the gradient norm, for which every step then waits, and says whether the step
+    may change the weights; one that may not trains no tokens.
     """
     for chunk in chunks:
         empty_gradients(chunk)
@@ -52,9 +55,9 @@ def train_step(
         figures.count(micro_batches, reports)
     known = None
     step = optimizer.step
-    if figures and figures.spikes.judges:
-        known = mean_loss(reports, figures)  # before the update, for which all then wait
-        step = partial(step_if, optimizer, partial(figures.spikes.trains, known[0]))
+    if judge is not None:
+        known = mean_loss(reports, figures)  # before the update
+        step = partial(step_if, optimizer, partial(judge, known[0]))
     with record_function("optimizer"):
         updated, grad_norm, _ = step_in_flight(step, chunks) if goes_on else step()
     if updated or known:
@@ -63,7 +66,7 @@ def train_step(
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0):
         what = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
         raise_not_finite(what, reports)
-    return loss, 0 if figures and figures.spikes.skipped else tokens, grad_norm
+    return loss, tokens if updated or not known else 0, grad_norm
 
 
 def mean_loss(reports: Reports, figures: StepFigures | None = None) -> tuple[float, int]:

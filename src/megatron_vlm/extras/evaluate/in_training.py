@@ -1,4 +1,4 @@
-"""Validation and scores of answers while a run trains (`train.eval_every`, `train.score_every`).
+"""Scores of answers while a run trains (`train.score_every`).
 
 <run_dir>/scores/step_00000100.jsonl   the questions of that step, with answers and references
 """
@@ -9,7 +9,9 @@ from pathlib import Path
 
 from torch.nn import Module
 
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.callbacks import Callback, Run
+from megatron_vlm.callbacks.validation import SCORE, Best
+from megatron_vlm.config import ConfigError
 from megatron_vlm.data.encode.questions import Question
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.extras.evaluate.answering import (
@@ -20,80 +22,39 @@ from megatron_vlm.extras.evaluate.answering import (
     scored,
 )
 from megatron_vlm.extras.evaluate.metrics import Score, metric_of
-from megatron_vlm.feed import Feed
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.best import SCORE, Best
 from megatron_vlm.messages import printable
-from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
-from megatron_vlm.run_folder.run_log import RunLogger
-from megatron_vlm.training.evaluate import validation_loss
-from megatron_vlm.training.losses.tokens import StepLoss
 
 
-class Evaluations:
-    """Validation and scoring of a run, between its steps.
+class Scoring(Callback):
+    """Answers the same questions each time, greedily, and scores the answers.
 
-    Raises what `Scoring` raises, if the run is scored.
+    Raises ConfigError at the start if there are no conversations to answer, or no such metric.
     """
 
-    def __init__(
-        self, config: RunConfig, source: Source, model: list[Module], step_loss: StepLoss, best: Best
-    ):
-        self.best = best
-        self._config = config
-        self._model = model
-        self._step_loss = step_loss
-        train = config.train
-        is_scored = train.score_every or (train.keep_best and train.best_is_score)
-        self._scoring = Scoring(config, source) if is_scored else None
-
-    def notes(self) -> list[str]:
-        """Return lines for the log about what answers are scored by."""
-        return self._scoring.notes() if self._scoring else []
-
-    def after(self, step: int, feed: Feed, log: RunLogger) -> float | None:
-        """Validates and scores if that is due; the step is the last one if `train.patience` is then over.
-
-        Returns `train.best_by` as a number of which less is better, None if it was not due. Collective.
-        """
-        logged: dict[str, float] = {}
-        higher: list[str] = []
-        if feed.milestones.evaluates_after(step):
-            batches = feed.valid(step)
-            loss, figures = validation_loss(
-                self._config, self._model, self._step_loss, batches, feed.valid_sources
-            )
-            logged |= log.log_eval(step, loss, figures)
-        if feed.milestones.scores_after(step):
-            scores = self._scoring.scores(self._model, step)
-            logged |= log.log_scores(step, {name: score.score for name, score in scores.items()})
-            higher = [name for name in scores if scores[name].higher_is_better]
-        rated = self.best.rate(step, logged, higher)
-        feed.milestones = feed.milestones.heeding(self.best, step)
-        log.total_steps = feed.milestones.steps
-        return rated
-
-
-class Scoring:
-    """Answers the same questions each time, greedily, and scores the answers. Every rank has one.
-
-    Raises ConfigError if there are no conversations to answer, or no such metric.
-    """
-
-    def __init__(self, config: RunConfig, source: Source):
-        self._config = config
-        self._source = source
+    def on_train_begin(self, run: Run) -> None:
+        self._config = config = run.config
+        self._source = run.source
         self._metrics = {name: metric_of(name) for name in items_of(config.train.score_metric)}
-        data = config.data
+        data, train = config.data, config.train
         if data.score_path is not None:
             own = {"validation_share": 0.0, "streaming": False, "datasets": []}
             data = replace(data, dataset_type="hf", valid_data_path=data.score_path, **own)
-        train = config.train
-        self._questions = open_questions(data, source, train.score_tokens, train.score_samples, train.seed)
-        self.notes = self._questions.notes
+        self._questions = open_questions(
+            data, run.source, train.score_tokens, train.score_samples, train.seed
+        )
         setup.on_first_rank(self._look)
+        for note in self._questions.notes():
+            run.message(note)
+
+    def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        if run.milestones.scores_after(run.step):
+            scores = self.scores(run.model, run.step)
+            run.higher_is_better |= {name for name, score in scores.items() if score.higher_is_better}
+            if scores:
+                run.callbacks.on_validation_end(run, {name: score.score for name, score in scores.items()})
 
     def _look(self) -> None:
         """Scores references as answers, until every metric gave a figure and one of them is `train.best_by`.

@@ -44,7 +44,7 @@ def replay(
     """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
     config = arguments.config_of_run(run_dir, settings, None)
 
-    from megatron_vlm.run_folder.batch_log import read_step
+    from megatron_vlm.callbacks.samples import read_step
 
     logged = read_step(run_dir, step)
     for row in logged:

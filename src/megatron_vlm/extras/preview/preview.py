@@ -36,7 +36,7 @@ def preview_page(config: RunConfig, count: int, shown: int) -> tuple[str, list[l
 
 
 def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> str:
-    """HTML that shows the rows of a step of the run, made again from what `run_folder.batch_log` kept.
+    """HTML that shows the rows of a step of the run, made again from what `callbacks.samples` kept.
 
     Raises ValueError if the data no longer gives the samples that were trained.
     """

@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.callbacks.validation import Best
 from megatron_vlm.config import ConfigError, TrainConfig
 from megatron_vlm.files import last_lines, read_rows, read_text
-from megatron_vlm.job.best import Best
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import flatten, load_yaml
 from megatron_vlm.run_folder import lock, starts
@@ -71,9 +71,13 @@ class History:
     def _best(self) -> Best:
         """The best step and `train.patience`, as the newest complete checkpoint has them."""
         names = complete_checkpoints(self.folder)
-        saved = read_state(checkpoints(self.folder) / names[-1])["extra"].get("best") if names else None
         best_by = self.settings.get("train.best_by", "valid_loss")
-        return Best(TrainConfig(best_by=best_by, patience=self.settings.get("train.patience", 0)), saved)
+        best = Best(TrainConfig(best_by=best_by, patience=self.settings.get("train.patience", 0)))
+        if names:
+            states = read_state(checkpoints(self.folder) / names[-1])["extra"].get("callbacks", {})
+            if "Best" in states:
+                best.load_state_dict(states["Best"])
+        return best
 
 
 def read_history(folder: Path, running: bool | None = None, ended_by: str = "") -> History:

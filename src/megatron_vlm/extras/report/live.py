@@ -2,49 +2,35 @@
 
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_vlm.config import RunConfig
+from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.extras.report.history import read_history
 from megatron_vlm.files import write_whole
 from megatron_vlm.messages import printable
-from megatron_vlm.run_folder.callbacks import Callback
-from megatron_vlm.run_folder.run_log import RunLogger
 
 FILE = "report.html"
 OFTEN = 10.0  # seconds between two pages, at least
 SHARE = 0.01  # of a run's time that its pages may take
 
 
-def open_log(
-    config: RunConfig,
-    total_steps: int,
-    first_step: int,
-    is_writer: bool,
-    totals: dict[str, int],
-    callbacks: Iterable[Callback],
-) -> RunLogger:
-    """The log of a run, which also writes its page unless `logging.report` is false."""
-    trackers = [LivePage] if config.logging.report else []
-    return RunLogger(config.run_dir, config, total_steps, first_step, is_writer, totals, trackers, callbacks)
-
-
-class LivePage:
-    """Writes the page of the run in this process, as a tracker (`run_folder.trackers`).
+class LivePage(Callback):
+    """Writes the page of the run in this process, on the first rank.
 
     A long run's page takes longer to write, so it is then written less often.
     """
 
-    def __init__(self, config: RunConfig, first_step: int):
-        self._folder = Path(config.run_dir)
+    ends_run = False
+
+    def on_train_begin(self, run: Run) -> None:
+        self._folder = Path(run.config.run_dir)
         self._next = 0.0
 
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        if time.monotonic() >= self._next or "valid_loss" in numbers:
+    def on_log(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        if time.monotonic() >= self._next or "valid_loss" in metrics:
             self._write(running=True)
 
-    def save(self) -> None:
+    def on_save(self, run: Run, checkpoint: Path) -> None:
         self._write(running=True)
 
     def close(self) -> None:

@@ -11,18 +11,18 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm import stores
+from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import naming, read_file, sync, write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
+from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
-from megatron_vlm.run_folder.callbacks import Callback
 from megatron_vlm.run_folder.checkpoint_files import STATE
 
 STARTS = "starts.jsonl"
@@ -122,31 +122,41 @@ class Uploads(Callback):
     token in the store stops to copy.
     """
 
-    def __init__(self, config: RunConfig, token: bytes, is_writer: bool, log: Callable[[str], None]):
-        self._run_dir = Path(config.run_dir)
-        self._url = str(stores.folder(config.train.upload_to or ""))
-        self._keep = max(config.train.keep_checkpoints, 1)
-        self._token = token
-        self._log = log
+    def __init__(self, restored: Restored | None = None):
+        self._restored = restored or Restored()
+
+    def before_resume(self, config: RunConfig) -> None:
+        """Fetch the newest checkpoint of the store, if the run folder has none."""
+        self._restored = setup.on_first_rank(restore, config)
+
+    def on_train_begin(self, run: Run) -> None:
+        if self._restored.note:
+            run.message(self._restored.note)
+        self._run_dir = Path(run.config.run_dir)
+        self._url = str(stores.folder(run.config.train.upload_to))
+        self._keep = max(run.config.train.keep_checkpoints, 1)
+        self._log = run.message
         self._began = time.time()
         self._copied_at: dict[Path, float] = {}
         self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
-        if is_writer and config.train.upload_to:
+        self._thread = threading.Thread(target=self._copy_saves, name="uploads", daemon=True)
+        if run.is_first_rank:
             self._thread.start()
+        if run.step:
+            self._steps.put(run.step)
 
-    def on_save(self, step: int, checkpoint: Path) -> None:
-        """Copy what is complete up to `step`."""
-        self._steps.put(step)
+    def on_save(self, run: Run, checkpoint: Path) -> None:
+        """Copy what is complete up to this checkpoint."""
+        self._steps.put(int(checkpoint.name.removeprefix("step_")))
 
-    def wait(self) -> None:
-        """Wait until all is in the store, or the last try has failed. Not collective."""
+    def on_train_end(self, run: Run) -> None:
+        """Wait until all is in the store, or the last try has failed."""
         self._steps.put(None)
         while self._thread.is_alive():
             watchdog.beat(f"copying to {printable(self._url)}")
             self._thread.join(1)
 
-    def _run(self) -> None:
+    def _copy_saves(self) -> None:
         saved_step = -1
         last_message = ""
         is_last = False
@@ -199,7 +209,10 @@ class Uploads(Callback):
 
     def _check_owner(self, client: Any, root: str) -> None:
         """Raise OtherOwner if another start has written its token."""
-        if client.is_file(f"{root}/{OWNER}") and (owner := client.read(f"{root}/{OWNER}")) != self._token:
+        if not client.is_file(f"{root}/{OWNER}"):
+            return
+        owner = client.read(f"{root}/{OWNER}")
+        if owner != self._restored.token:
             other = printable(owner.decode(errors="replace"))
             fact = f"{printable(self._url)} is now the copy of {other}"
             raise OtherOwner(f"{fact}; this run copies no more. Give each run its own address.")

@@ -3,8 +3,6 @@
 import os
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import PROFILE_WARM_UP
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
@@ -22,7 +21,6 @@ from megatron_vlm.models.language_model import LanguageModel
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.moe import MoE
 from megatron_vlm.models.vlm import VLMModel
-from megatron_vlm.parallel import setup
 
 MODULES = {CoreAttention: "attention", MoE: "experts", LanguageModel: "language model"}
 # Ranges that the code itself names, each where it is; all other time of a step is "other".
@@ -34,51 +32,57 @@ OPERATIONS = {  # names of operations begin with, on any thread
 }
 
 
-@contextmanager
-def profiling(
-    run_dir: str | Path,
-    steps: int,
-    first: int,
-    chunks: list[torch.nn.Module],
-    say: Callable[[str], None],
-) -> Iterator[Callable[[], None]]:
-    """Records `steps` steps of a run that begins with `first`, after a warm-up; if 0, it does nothing.
+class Profiler(Callback):
+    """Records `steps` steps of a run, after a warm-up.
 
-    Yields a function to call after each step. One rank of each pipeline stage records. Its trace and its
-    table go into `run_dir`/profile, and `say` gets the first rank's table. It changes no number of the run.
-    Nothing is written of steps that do not come.
+    One rank of each pipeline stage records. Its trace and its table go into `<run_dir>/profile`, and the
+    first rank's table is printed. It changes no number of the run, and writes nothing of steps that do not
+    come.
     """
-    sharing = (parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_and_context_parallel_rank())
-    if not steps or any(sharing):
-        yield lambda: None
-        return
-    first += PROFILE_WARM_UP
-    path = Path(run_dir, "profile", f"steps_{first}-{first + steps - 1}_rank{dist.get_rank()}")
-    hooks = name_ranges(chunks)
 
-    def write(profiler: profile) -> None:
-        watchdog.beat(f"writing the profile {path}", files=True)
-        for hook in hooks:
+    def __init__(self, steps: int):
+        self._steps = steps
+        self._profiler: profile | None = None
+
+    def on_train_begin(self, run: Run) -> None:
+        ranks = (parallel_state.get_data_parallel_rank, parallel_state.get_tensor_and_context_parallel_rank)
+        if any(rank() for rank in ranks):
+            return
+        first = run.step + 1 + PROFILE_WARM_UP
+        name = f"steps_{first}-{first + self._steps - 1}_rank{dist.get_rank()}"
+        self._path = Path(run.config.run_dir, "profile", name)
+        self._hooks = name_ranges(run.model)
+        self._run = run
+        if not torch.cuda.is_available():
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that as an error
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()],
+            schedule=schedule(wait=PROFILE_WARM_UP - 1, warmup=1, active=self._steps, repeat=1),
+            on_trace_ready=self._write,
+            acc_events=True,
+        )
+        self._profiler.start()
+
+    def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.on_trace_ready = None  # `step` has written, or not all steps are there
+            self._profiler.stop()
+
+    def _write(self, profiler: profile) -> None:
+        watchdog.beat(f"writing the profile {self._path}", files=True)
+        for hook in self._hooks:
             hook.remove()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(f"{path}.json.gz")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(f"{self._path}.json.gz")
         watchdog.beat("adding up the profile")
-        text = table(seconds_by_part(profiler.events()), steps)
-        write_whole(f"{path}.txt", text + "\n")
-        if setup.is_first_rank():
-            say(f"{text}\ntrace: {path}.json.gz, for https://ui.perfetto.dev")
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that as an error
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()]
-    plan = schedule(wait=PROFILE_WARM_UP - 1, warmup=1, active=steps, repeat=1)
-    profiler = profile(activities=activities, schedule=plan, on_trace_ready=write, acc_events=True)
-    profiler.start()
-    try:
-        yield profiler.step
-    finally:
-        profiler.on_trace_ready = None  # `step` has written, or not all steps are there
-        profiler.stop()
+        table_of_parts = table(seconds_by_part(profiler.events()), self._steps)
+        write_whole(f"{self._path}.txt", table_of_parts + "\n")
+        self.text = f"{table_of_parts}\ntrace: {self._path}.json.gz, for https://ui.perfetto.dev"
+        self._run.message(self.text)
 
 
 def name_ranges(chunks: list[torch.nn.Module]) -> list[Any]:

@@ -1,15 +1,19 @@
 """Steps whose loss or gradient norm is far above those before them, for `train.on_spike`.
 
 As in OLMo-core's SkipStepOptimizer (`optim/skip_step_optimizer.py`, its default values), a spike is more than
-SIGMAS standard deviations above the mean of the last WINDOW trained steps, once there are half as many. A
-checkpoint holds `Spikes.saved`, so a resumed run takes the same steps for spikes.
+SIGMAS standard deviations above the mean of the last WINDOW trained steps, once there are half as many.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import chain
 from statistics import fmean, stdev
 from typing import Any
+
+from megatron_vlm.callbacks import Callback, Run
+from megatron_vlm.callbacks.samples import how_to_look, keys_of, named
+from megatron_vlm.parallel import setup
 
 WINDOW = 128  # steps
 SIGMAS = 6
@@ -17,28 +21,44 @@ LEAST_SPREAD = 1e-3  # of a mean: of steps that are alike, rounding is no spike
 MOST_IN_A_ROW = 10  # skipped steps, after which it is no spike but the model
 
 
-class Spikes:
-    """Judges each step once, in order, by its loss and gradient norm, which are the same on every rank.
+class Spikes(Callback):
+    """Judges each step by its loss and gradient norm, which are the same on every rank.
 
     `why` says why the last step is a spike, and is empty if it is none; `skipped`: it was not trained.
     """
 
-    def __init__(self, on_spike: str | None, saved: Mapping[str, Any] | None = None):
+    def __init__(self, on_spike: str):
         self._on_spike = on_spike
-        self.judges = on_spike is not None
-        saved = saved or {"before": [], "spikes": 0, "in_a_row": 0}
-        self._before = deque(map(tuple, saved["before"]), maxlen=WINDOW)
-        self.count = saved["spikes"]
-        self._in_a_row = saved["in_a_row"]
+        self._before: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self.count = 0
+        self._in_a_row = 0
         self.why = ""
         self.skipped = False
 
-    @property
-    def saved(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"before": [*self._before], "spikes": self.count, "in_a_row": self._in_a_row}
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before.extend(map(tuple, state["before"]))
+        self.count = state["spikes"]
+        self._in_a_row = state["in_a_row"]
+
+    def before_optimizer_step(self, run: Run, loss: float, grad_norm: float) -> bool:
+        return self.trains(loss, grad_norm)
+
+    def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        """Add the count of spikes and say the spike; a skipped step keeps no sums of sources."""
+        if self.skipped:
+            for name in [name for name in metrics if "/" in name]:
+                del metrics[name]
+        metrics["spikes"] = self.count
+        if self.why:
+            keys = dict.fromkeys(chain(*setup.from_all_ranks(keys_of(run.micro_batches))))
+            look = how_to_look(run.config.run_dir, run.step)
+            run.message(f"step {run.step}: {self.why}; {named(keys)}; {look}")
+
     def trains(self, loss: float, norm: float) -> bool:
-        """Whether a step of this loss and gradient norm is to change the weights.
+        """Whether a step of this loss and gradient norm is to change the weights. Call it once a step.
 
         Raises ValueError for a spike with `on_spike` "stop", and with "skip" after MOST_IN_A_ROW of them.
         """
@@ -56,13 +76,6 @@ class Spikes:
         if not self.skipped:
             self._before.append((loss, norm))
         return not self.skipped
-
-    def figures(self, of_step: Mapping[str, float]) -> dict[str, float]:
-        """The figures of the last step, without the sums of its sources if it was not trained."""
-        if not self.judges:
-            return dict(of_step)
-        kept = {name: value for name, value in of_step.items() if not (self.skipped and "/" in name)}
-        return kept | {"spikes": self.count}
 
     def _high(self, names: tuple[str, ...], values: tuple[float, ...]) -> Iterator[str]:
         if len(self._before) < WINDOW // 2:

@@ -13,16 +13,15 @@ import shlex
 import signal
 import subprocess
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 
 from torch.nn import Module
 
+from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import RunConfig
 from megatron_vlm.files import beside, last_lines, naming, need_room, open_to_write
 from megatron_vlm.job import stops, watchdog
-from megatron_vlm.job.milestones import Milestones
 from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.hf import Source
@@ -30,7 +29,6 @@ from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder.folder import remove_leftovers
-from megatron_vlm.run_folder.run_log import RunLogger
 
 # what would make a program take itself for a rank of this job, beside what begins with TORCHELASTIC_
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,38 +38,49 @@ _ENDS_WITH_US = 'exec 3<&0 </dev/null; ((read _ <&3 || kill -KILL 0) &); exec 3<
 PATIENCE = 3.0  # seconds for a command to end in when it is asked to
 
 
-@dataclass
-class Exports:
-    """Writes the exports of a run, and starts `train.on_export` for each on the one rank that logs.
+class Exports(Callback):
+    """Writes the exports of a run, and starts `train.on_export` for each on the first rank.
 
     If the last line that a command printed is a JSON object of numbers, they are logged at the step of its
     export. What goes wrong is told and does not end the run. A command that did not end is started again by
     the next run in the folder; one that has ended is not.
     """
 
-    config: RunConfig
-    source: Source
-    model: list[Module]
-    log: RunLogger
-    commands: dict[int, subprocess.Popen] = field(default_factory=dict)  # by the step of the export
+    def __init__(self) -> None:
+        self.commands: dict[int, subprocess.Popen] = {}  # by the step of the export
 
-    def after(self, step: int, milestones: Milestones, replace: bool = True) -> None:
-        """Exports the model if that is due; logs what has ended, and starts the commands that are due."""
-        if step and milestones.exports_after(step):
-            export_step(self.config, self.source, self.model, step, replace)
+    def on_train_begin(self, run: Run) -> None:
+        self._run = run
+        if run.step and run.milestones.exports_after(run.step):
+            self._export(replace=False)  # an export that a kill interrupted
+        self._start_due()
+
+    def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        if run.milestones.exports_after(run.step):
+            self._export()
         self._log_ended()
-        starts = self.config.train.on_export and self.log.is_writer
-        due = running(self.config.run_dir, 0).parent.glob("step_*.running") if starts else ()
-        for exported in sorted(int(file.stem[5:]) for file in due):
-            if exported <= step and exported not in self.commands:
-                self._start(exported)
+        self._start_due()
 
-    def wait(self) -> list[str]:
-        """Wait until all commands have ended, or a rank is asked to stop. Collective.
+    def on_train_end(self, run: Run) -> None:
+        """Wait for the commands, unless the run was asked to stop."""
+        if not run.stopped_by:
+            run.stopped_by = self._wait()
 
-        Returns:
-            The ways (`stops.WAYS`) in which ranks were asked to stop before that.
-        """
+    def close(self) -> None:
+        """Ends the commands that still run."""
+        for process in self.commands.values():
+            self._tell(process.args[-1], "ended with the run, and started again with it")
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(PATIENCE)
+
+    def _export(self, replace: bool = True) -> None:
+        run = self._run
+        export_step(run.config, run.source, run.model, run.step, replace)
+
+    def _wait(self) -> list[str]:
+        """Wait until all commands have ended, or a rank is asked to stop; return how it was asked then."""
         while True:
             self._log_ended()
             states = setup.from_all_ranks((list(self.commands), stops.asked()))
@@ -84,19 +93,18 @@ class Exports:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(1)
 
-    def close(self) -> None:
-        """Ends the commands that still run."""
-        for process in self.commands.values():
-            self._tell(process.args[-1], "ended with the run, and started again with it")
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, number)
-                    process.wait(PATIENCE)
+    def _start_due(self) -> None:
+        if not (self._run.config.train.on_export and self._run.is_first_rank):
+            return
+        due = running(self._run.config.run_dir, 0).parent.glob("step_*.running")
+        for exported in sorted(int(file.stem[5:]) for file in due):
+            if exported <= self._run.step and exported not in self.commands:
+                self._start(exported)
 
     def _start(self, step: int) -> None:
-        output = running(self.config.run_dir, step)
-        folder = Path(self.config.run_dir, "exports", output.stem).resolve()
-        words = f"{self.config.train.on_export} {shlex.quote(str(folder))}"
+        output = running(self._run.config.run_dir, step)
+        folder = Path(self._run.config.run_dir, "exports", output.stem).resolve()
+        words = f"{self._run.config.train.on_export} {shlex.quote(str(folder))}"
         how = {"stdin": subprocess.PIPE, "start_new_session": True}
         mine = {name for name in os.environ if name in OF_RANKS or name.startswith("TORCHELASTIC_")}
         how["env"] = {name: value for name, value in os.environ.items() if name not in mine}
@@ -113,21 +121,27 @@ class Exports:
             process = self.commands.pop(step)
             with suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(b"\n")  # what the command left running may go on
-            output = running(self.config.run_dir, step).with_suffix(".txt")
+            output = running(self._run.config.run_dir, step).with_suffix(".txt")
             try:
                 if process.returncode:
                     raise ValueError(f"exit code {process.returncode}")
                 lines = last_lines(output.with_suffix(".running"))
                 scores = scores_in(next(filter(str.strip, reversed(lines)), ""))
-                self.log.log_scores(step, {f"on_export/{name}": scores[name] for name in scores})
+                if scores:
+                    self._log(step, {f"on_export/{name}": scores[name] for name in scores})
             except (OSError, ValueError) as error:
                 self._tell(process.args[-1], f"{error}; its output is in {output}")
             # Only now, so that the next run starts the command again after a kill before this line.
             with suppress(OSError):
                 os.replace(output.with_suffix(".running"), output)
 
+    def _log(self, step: int, scores: dict[str, float]) -> None:
+        self._run.log(scores, step)
+        words = [f"{name} {score:.4f}" for name, score in scores.items()]
+        self._run.message(f"step {step}: {' · '.join(words)}")
+
     def _tell(self, words: str, problem: str) -> None:
-        self.log.message(f"train.on_export: {printable(words)}: {printable(problem)}")
+        self._run.message(f"train.on_export: {printable(words)}: {printable(problem)}")
 
 
 def scores_in(line: str) -> dict[str, float]:

@@ -4,17 +4,43 @@ R is the data-parallel rank. A line holds `step`, `micro_batch`, `keys` (of each
 `restore_key`, from which the loader makes the same micro batch again.
 """
 
+from __future__ import annotations
+
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.files import keep_rows_before, open_to_write, read_rows
 from megatron_vlm.job.errors import is_anothers_end, is_worker_death
 from megatron_vlm.messages import listed, printable, reading
 
 FOLDER = "batches"
+
+
+class Samples(Callback):
+    """Writes `<run_dir>/batches` on ranks that read, for `megatron-vlm replay`."""
+
+    log: BatchLog | None = None
+
+    def on_train_begin(self, run: Run) -> None:
+        from megatron_vlm.parallel import setup  # readers of the log need no torch
+
+        if run.feed.reads:
+            rank, ranks = setup.data_parallel_place()
+            self.log = BatchLog(run.config.run_dir, rank, ranks, run.step + 1)
+
+    def on_step_begin(self, run: Run) -> None:
+        if self.log is not None:
+            self.log.write(run.step, run.micro_batches)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        note_samples(error, run.config.run_dir, run.step, run.micro_batches)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
 
 
 class BatchLog:
@@ -60,27 +86,20 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
     return of_step
 
 
-@contextmanager
-def naming_samples(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> Iterator[None]:
-    """Adds to an error from inside the step, its samples on this rank, and how to look at them.
+def note_samples(
+    error: BaseException, run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]
+) -> None:
+    """Add to the error of a step its samples on this rank, and how to look at them.
 
     It adds nothing if no sample can be the cause, as of a full disk, another rank's end or a killed worker.
     `micro_batches` of the error are the indices of those whose samples are named.
     """
-    try:
-        yield
-    except Exception as error:
-        no_samples = isinstance(error, OSError) or is_anothers_end(error) or is_worker_death(error)
-        if not no_samples:
-            numbers = getattr(error, "micro_batches", range(len(micro_batches)))
-            error.add_note(_describe(run_dir, step, [micro_batches[number] for number in numbers]))
-        raise
-
-
-def _describe(run_dir: str | Path, step: int, micro_batches: list[dict[str, Any]]) -> str:
-    keys = keys_of(micro_batches)
+    if isinstance(error, OSError) or is_anothers_end(error) or is_worker_death(error):
+        return
+    numbers = getattr(error, "micro_batches", range(len(micro_batches)))
+    keys = keys_of([micro_batches[number] for number in numbers])
     here = f", on this rank with {named(keys)}" if keys else ""
-    return f"step {step}{here}; {how_to_look(run_dir, step)}"
+    error.add_note(f"step {step}{here}; {how_to_look(run_dir, step)}")
 
 
 def keys_of(micro_batches: list[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,239 @@
+"""Hooks of a training run: metrics, validation, checkpoints, and whatever a user adds.
+
+`train` calls callbacks and names none. `built_in` lists the package's; a user's own come from
+`train(config, callbacks=[...])` or, as `file.py:Class`, from `train.callbacks`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.files import calling, object_of
+from megatron_vlm.job.errors import closing
+from megatron_vlm.messages import mask_addresses, printable
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from megatron_vlm.batch import Batch
+    from megatron_vlm.feed import Feed
+    from megatron_vlm.job.milestones import Milestones
+    from megatron_vlm.models.hf import Source
+    from megatron_vlm.training.figures import StepFigures
+    from megatron_vlm.training.losses.tokens import StepLoss
+
+
+@dataclass
+class Run:
+    """The parts of a run, and where it is. Every rank has one."""
+
+    config: RunConfig
+    milestones: Milestones  # the last step, and what is due after each
+    callbacks: Callbacks
+    is_first_rank: bool = True
+    step: int = 0  # the one that is trained, or was trained last
+    micro_batches: list[Batch] = field(default_factory=list)  # of the step, on this rank
+    # The ways (`stops.WAYS`) in which the run was asked to stop, when that has ended it.
+    stopped_by: list[str] = field(default_factory=list)
+    higher_is_better: set[str] = field(default_factory=set)  # metrics of which more is better
+    notes: list[str] = field(default_factory=list)  # lines for the user about the start
+
+    source: Source = None
+    feed: Feed = None
+    model: list[Module] = field(default_factory=list)  # this rank's chunks
+    optimizer: Any = None  # Megatron's, like the scheduler
+    scheduler: Any = None
+    step_loss: StepLoss = None
+    figures: StepFigures = None
+
+    def stop(self, why: str) -> None:
+        """End the run after this step as if it were its last; after the next if that has begun already.
+
+        The run then validates, scores, saves and exports as at its end, and `why` is its last line.
+        """
+        last = self.step + self.milestones.goes_on_after(self.step)
+        self.milestones = self.milestones.ending(last, why)
+
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write a row to metrics.jsonl and to trackers; of this step, unless an earlier one is given."""
+        self.callbacks.on_log(self, self.step if step is None else step, dict(metrics))
+
+    def message(self, text: str) -> None:
+        """Print a line, above the progress bar, on the first rank."""
+        if self.is_first_rank:
+            tqdm.write(mask_addresses(text), file=sys.stdout)
+            sys.stdout.flush()
+
+
+class Callback:
+    """Override what you need. Every method is called on every rank, so it may use collectives.
+
+    An error in one ends the run. One that waits keeps the run waiting, and a rank that takes much longer than
+    `train.hang_seconds` is taken for hanging. `run.stop(why)` ends the run early.
+    """
+
+    ends_run = True  # whether an error in it does; else it is logged once, and the callback called no more
+
+    def before_resume(self, config: RunConfig) -> None:
+        """When the run folder belongs to this run, before its newest checkpoint is looked for."""
+
+    def on_train_begin(self, run: Run) -> None:
+        """Before the first step, when weights, optimizer and data are as the checkpoint has them."""
+
+    def on_step_begin(self, run: Run) -> None:
+        """Before a step is trained; `run.micro_batches` are this rank's."""
+
+    def before_optimizer_step(self, run: Run, loss: float, grad_norm: float) -> bool:
+        """Return whether the step may change the weights. Overriding it makes each step wait for its loss."""
+        return True
+
+    def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        """After a step, with the metrics of docs/metrics.md, `trained_tokens` and `samples` of this step.
+
+        With `parallel.overlap_param_gather` the weights may still be on their way from other ranks.
+        """
+
+    def on_validation_end(self, run: Run, metrics: dict[str, float]) -> None:
+        """After a validation or scoring, with `valid_loss`, `valid_…` of each source, or `score/…`."""
+
+    def on_log(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        """A row was written to metrics.jsonl; numbers may be NaN or infinite."""
+
+    def on_save(self, run: Run, checkpoint: Path) -> None:
+        """When a checkpoint is complete in its folder: before the next step or, with `train.async_save`,
+        after one of the next steps, or at the end.
+
+        All ranks call it after the same step, but do not wait for each other: call
+        `torch.distributed.barrier()` before one of them moves or removes the checkpoint.
+        """
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """A step failed; a note may be added to the error, which is raised afterwards."""
+
+    def on_train_end(self, run: Run) -> None:
+        """After the last step, also one that `run.stop` or a signal made the last; not after an error."""
+
+    def close(self) -> None:
+        """The run ends, also after an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON data for a checkpoint; rank 0's is kept."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state of the checkpoint that the run goes on from; before `on_train_begin`."""
+
+
+class Callbacks(Callback):
+    """Several callbacks as one, called in their order and closed in the reverse order."""
+
+    def __init__(self, callbacks: Sequence[Callback]):
+        self._callbacks = list(callbacks)
+        self._begun: list[Callback] = []
+
+    @property
+    def judge_steps(self) -> bool:
+        """Whether any overrides `before_optimizer_step`."""
+        kinds = map(type, self._callbacks)
+        return any(kind.before_optimizer_step is not Callback.before_optimizer_step for kind in kinds)
+
+    def before_resume(self, config: RunConfig) -> None:
+        for callback in self._callbacks:
+            callback.before_resume(config)
+
+    def on_train_begin(self, run: Run) -> None:
+        for callback in self._callbacks:
+            callback.on_train_begin(run)
+            self._begun.append(callback)
+
+    def on_step_begin(self, run: Run) -> None:
+        self._call("on_step_begin", run)
+
+    def before_optimizer_step(self, run: Run, loss: float, grad_norm: float) -> bool:
+        """Return whether all let the step change the weights; all are asked."""
+        return all([each.before_optimizer_step(run, loss, grad_norm) for each in self._callbacks])
+
+    def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        self._call("on_step_end", run, metrics)
+
+    def on_validation_end(self, run: Run, metrics: dict[str, float]) -> None:
+        self._call("on_validation_end", run, metrics)
+
+    def on_log(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        self._call("on_log", run, step, metrics)
+
+    def on_save(self, run: Run, checkpoint: Path) -> None:
+        self._call("on_save", run, checkpoint)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._call("on_exception", run, error)
+
+    def on_train_end(self, run: Run) -> None:
+        self._call("on_train_end", run)
+
+    def close(self) -> None:
+        """Close all that have begun, also if one fails."""
+        with closing(*(callback for callback in reversed(self._begun) if callback.ends_run)):
+            for callback in reversed(self._begun):
+                if not callback.ends_run:
+                    with suppress(Exception):
+                        callback.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the states by class name: a checkpoint is written beside later steps."""
+        states = {name: deepcopy(callback.state_dict()) for name, callback in self._named()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give each its own state, if there is one."""
+        for name, callback in self._named():
+            if state.get(name):
+                callback.load_state_dict(state[name])
+
+    def _call(self, method: str, run: Run, *arguments: Any) -> None:
+        for callback in [*self._callbacks]:
+            try:
+                getattr(callback, method)(run, *arguments)
+            except Exception as error:
+                if callback.ends_run:
+                    raise
+                self._callbacks.remove(callback)
+                reason = printable(f"{type(error).__name__}: {error}")
+                run.message(f"{type(callback).__name__} failed and is called no more: {reason}")
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        """The callbacks with a name of their own, also of two of one class."""
+        seen: Counter[str] = Counter()
+        for callback in self._callbacks:
+            name = type(callback).__name__
+            seen[name] += 1
+            yield (f"{name} {seen[name]}" if seen[name] > 1 else name), callback
+
+
+def callback_class(name: str) -> Any:
+    """Return the class `file.py:Class`, whose file is run. Raises ConfigError that says what is wrong."""
+    path, _, class_name = name.rpartition(":")
+    place = f"train.callbacks: {printable(name)}"
+    if not (path.endswith(".py") and class_name.isidentifier()):
+        raise ConfigError(f"{place} is no callback; give FILE.py:CLASS.")
+    if not Path(path).is_file():
+        raise ConfigError(f"{place}: {printable(path)} does not exist; give the path of a Python file.")
+    found = object_of(place, Path(path), class_name)
+    if not (isinstance(found, type) and issubclass(found, Callback)):
+        raise ConfigError(f"{place}: the file has no subclass {class_name} of Callback; see docs/reports.md.")
+
+    def made() -> Callback:
+        with calling(place, Path(path)):
+            return found()
+
+    return made

@@ -1,0 +1,185 @@
+"""Shows a run and writes what it leaves behind: progress bar, metrics.jsonl and loss.png.
+
+Steps are counted from 1. In a run folder:
+
+    config.yaml     the full configuration
+    metrics.jsonl   one row a step, its numbers as in docs/metrics.md; validation rows hold `valid_loss`
+    starts.jsonl    when and with what the run was started, see `starts`
+    loss.png        training and validation loss over steps
+"""
+
+import io
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+from megatron_vlm.callbacks import Callback, Run
+from megatron_vlm.config import RunConfig
+from megatron_vlm.files import keep_rows_before, open_to_write, read_rows, write_whole
+from megatron_vlm.job import watchdog
+from megatron_vlm.objectives import objective_of
+from megatron_vlm.overrides import to_yaml
+from megatron_vlm.run_folder.starts import note_start
+
+PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
+IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explains them
+    "epoch": "epoch {:.2f}",
+    "mfu": "MFU {:.1%}",
+    "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
+    "images_per_second_per_device": "{:,.1f} images/s/device",
+    "padding": "padding {:.0%}",
+    "data_seconds": "data {:.2f} s",
+    "peak_memory_gb": "{:.1f} GB",
+    "expert_balance": "experts {:.2f}",
+}
+TOTALS = ("trained_tokens", "dropped_samples")  # of a run since its first step, resumes included
+OF_A_SOURCE = ("trained_tokens/", "samples/")  # so begin the names of further totals, if there are sources
+
+
+class RunLog(Callback):
+    """Writes the run's log on the first rank.
+
+    Rows of an interrupted run from the first step on are dropped, so every step appears once.
+    """
+
+    def __init__(self, config: RunConfig):
+        self._config = config  # as the user gave it
+        self._totals = dict.fromkeys(TOTALS, 0)
+        self._file: BinaryIO | None = None  # on the first rank
+        self._bar: tqdm | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._totals
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._totals |= state
+
+    def on_train_begin(self, run: Run) -> None:
+        if not run.is_first_rank:
+            return
+        watchdog.beat("opening the log and its trackers")
+        self._folder = Path(run.config.run_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._first_step = run.step + 1
+        self._started = time.monotonic()
+        self._formats = {**objective_of(run.config).figures, **IN_WORDS}
+        steps = run.milestones.steps
+        write_whole(self._folder / "config.yaml", to_yaml(self._config))
+        note_start(self._folder, self._first_step, steps)
+        keep_rows_before(self._folder / "metrics.jsonl", self._first_step)
+        self._file = open_to_write(self._folder / "metrics.jsonl", append=True)
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=steps, initial=run.step, desc=run.config.name, unit="step")
+        for note in run.notes:
+            run.message(note)
+
+    def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        if self._file is None:
+            return
+        row = dict(metrics)
+        tokens = row["trained_tokens"]
+        for name in filter(_is_total, metrics):
+            self._totals[name] = self._totals.get(name, 0) + row.pop(name)
+        self._totals["dropped_samples"] = run.feed.dropped_everywhere()
+        rate = tokens / max(metrics["seconds"], 1e-9)
+        if run.step % run.config.logging.log_every == 0 or run.step in (1, run.milestones.steps):
+            run.log({**row, "tokens_per_second": rate, **self._totals})
+        words = [f"loss {row['loss']:.4f} · lr {row['lr']:.2e} · grad {row['grad_norm']:.2f}"]
+        words += [f"{_short(rate)} trained tokens/s", *_in_words(row, self._formats)]
+        self._show(run, " · ".join(words))
+
+    def on_validation_end(self, run: Run, metrics: dict[str, float]) -> None:
+        run.log(metrics)
+        words = [f"{name} {value:.4f}" for name, value in metrics.items() if _is_shown(name)]
+        if "valid_loss" in metrics:
+            words.insert(0, f"validation loss {metrics['valid_loss']:.4f}")
+        run.message(f"step {run.step}: {' · '.join(words)}")
+
+    def on_log(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        if self._file is None:
+            return
+        # JSON knows no NaN; null keeps the row readable everywhere
+        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **row}).encode() + b"\n")
+        self._file.flush()
+
+    def on_save(self, run: Run, checkpoint: Path) -> None:
+        self._draw()
+
+    def on_train_end(self, run: Run) -> None:
+        """Say what the run dropped, and why it ended early."""
+        dropped = run.feed.dropped_by_reason()  # which all ranks add up
+        if dropped:
+            folder = Path(run.config.run_dir, "drops")
+            run.message(f"dropped samples: {dropped}; which and why: {folder}")
+        if run.milestones.why:
+            run.message(run.milestones.why)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._draw()
+        if self._file is not None:
+            self._file.close()
+
+    def _draw(self) -> None:
+        if self._file is not None:
+            draw_losses(self._folder / "metrics.jsonl", self._folder / "loss.png")
+
+    def _show(self, run: Run, text: str) -> None:
+        steps = run.milestones.steps
+        if self._bar is not None:
+            self._bar.total = steps
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(run.step - self._bar.n)
+            return
+        if run.step % max(1, steps // PLAIN_LINES) == 0 or run.step in (self._first_step, steps):
+            per_step = (time.monotonic() - self._started) / (run.step - self._first_step + 1)
+            left = tqdm.format_interval(per_step * (steps - run.step))
+            run.message(f"step {run.step}/{steps} · {text} · {left} left")
+
+
+def draw_losses(metrics: str | Path, picture: str | Path) -> None:
+    """Draw training and validation loss over steps as PNG; nothing is drawn if there are no rows."""
+    from matplotlib.figure import Figure  # it needs no display, and nothing global
+
+    rows = list(read_rows(metrics))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.add_axes((0.1, 0.13, 0.87, 0.83))  # finding these numbers takes longer than all else
+    for key, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
+        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), float)]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+    if not axes.lines:
+        return
+    axes.set(xlabel="step", ylabel="loss per trained token", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    write_whole(picture, drawn.getvalue())
+
+
+def _is_total(name: str) -> bool:
+    return name in TOTALS or name.startswith(OF_A_SOURCE)
+
+
+def _is_shown(name: str) -> bool:
+    """Whether a metric of a validation is printed: losses of sources, and scores."""
+    return name.startswith(("valid_loss/", "score/"))
+
+
+def _in_words(figures: Mapping[str, float], formats: Mapping[str, str | None]) -> list[str]:
+    rates = [f"{name} {figures[name]:.2e}" for name in figures if name.startswith("lr_")]
+    shown = [words.format(figures[name]) for name, words in formats.items() if words and name in figures]
+    return rates + shown
+
+
+def _short(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 10_000 else f"{number:.0f}"
