@@ -145,7 +145,8 @@ def ways_to_give_an_image() -> list[object]:
 
     raw = Path("a.png").read_bytes()
     opened = Image.open("a.png")
-    return ["a.png", raw, base64.b64encode(raw).decode(), Path("a.png"), opened, opened.convert("RGBA")]
+    url = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
+    return ["a.png", raw, url, Path("a.png"), opened, opened.convert("RGBA")]
 
 
 HOW = {"max_new_tokens": 6, "until": ["\n\n"], "do_sample": False}

@@ -138,7 +138,8 @@ def test_the_states_of_runs(tmp_path):
     error = 'Traceback (most recent call last):\n  File "x"\nValueError: no \x1b[31mroom\n'
     (tmp_path / "failed/errors/rank1.txt").write_text(error)
     state = {"step": 2, "layout": {"world": 1}, "schedule": {}, "extra": {}, "ranks": [], "files": {}}
-    complete(begin(tmp_path / "asked", 2), state)
+    for name in ("asked", "failed"):
+        complete(begin(tmp_path / name, 2), state)
     holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "alive")], stdout=subprocess.PIPE)
     try:
         holder.stdout.readline()

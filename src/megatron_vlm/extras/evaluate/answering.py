@@ -31,7 +31,7 @@ from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 
 ANY_LENGTH = 2**20  # tokens; only the model's own limit counts
-AT_ONCE = 32  # questions of each copy of the model
+AT_ONCE = 32  # questions; `generate` takes as many of them at a time as its caches have room for
 Record = dict[str, Any]  # of an answer, or of a question that could not be asked; JSON data
 
 
@@ -92,21 +92,21 @@ def open_questions(
     data = of_any_length(data)
     encoder = HFEncoderVLMTaskEncoder(source.processor, data, source.needs)
     encoder.documents = QuestionEncoder(source.processor, data, source.needs)
-    if data.dataset_type == "energon":
+    is_energon = data.dataset_type == "energon"
+    if is_energon:
         rows = EnergonProvider(data).valid_samples(encoder)
-        name = rows and rows.name
-        places = np.arange(len(rows or ()))
     else:
-        name, rows = HFProvider(data).valid_rows(encoder) or (None, None)
-        places = np.sort(rows.table.rows_of(0, 0)) if rows else None
+        name, rows = HFProvider(data).valid_rows(encoder) or ("", None)
     if rows is None:
         raise ConfigError(
             f"evaluate: {printable(data.train_data_path)} has no rows that are held out; give DATA, or set "
             "data.valid_data_path or data.validation_share."
         )
+    places = np.arange(len(rows)) if is_energon else np.sort(rows.table.rows_of(0, 0))
     if samples is not None and samples < len(places):
         places = np.sort(np.random.default_rng(seed).choice(places, samples, replace=False))
     most = source.description.architecture.get("most_positions")
+    name = rows.name if is_energon else name
     return Questions(rows, places.tolist(), name, most and most - max_new_tokens + 1)
 
 

@@ -57,16 +57,17 @@ def evaluate_model(
         )
     settings = {"model": _identity(config, source), "max_new_tokens": max_new_tokens}
     settings |= {"dtype": config.model.dtype, **questions.fingerprint}
-    done = setup.on_first_rank(_begin, output, settings)
+    records = setup.on_first_rank(_begin, output, settings)
+    done = len(records)
     is_first = setup.is_first_rank()
     with tqdm(total=len(questions), initial=done, unit="answer", disable=None if is_first else True) as bar:
-        for records in answers(chunks, source, questions, max_new_tokens, done, config.data.num_workers):
+        for some in answers(chunks, source, questions, max_new_tokens, done, config.data.num_workers):
+            records += some
             if is_first:
                 with open_to_write(output / "answers.jsonl", append=True) as file:
-                    file.writelines(json.dumps(record).encode() + b"\n" for record in records)
-            bar.update(len(records))
+                    file.writelines(json.dumps(record).encode() + b"\n" for record in some)
+            bar.update(len(some))
     if is_first:
-        records = [json.loads(line) for line in _lines(output)]
         result = scored(records, metrics, questions.boxes)
         title = config.name if config.run_dir != MISSING else config.model.hf_path
         _write(output, title, questions, source, records, result)
@@ -84,31 +85,26 @@ def _identity(config: RunConfig, source: Source) -> list[str]:
     return [folder.name, digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()])]
 
 
-def _begin(folder: Path, settings: dict[str, Any]) -> int:
-    """Begin in the folder, or go on in it. Return how many answers it has; a line that was cut short goes.
+def _begin(folder: Path, settings: dict[str, Any]) -> list[Record]:
+    """Begin in the folder, or go on in it. Return the answers it has; a line that was cut short goes.
 
     Raises:
         ConfigError: The folder has answers of another evaluation.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "settings.json"
+    kept = folder / "settings.json"
     text = json.dumps(settings, indent=1)
-    if file.exists() and read_text(file) != text:
+    if kept.exists() and read_text(kept) != text:
         raise ConfigError(
             f"--output: {printable(folder)} has answers of another model, to other questions or with other "
             "settings; give a new folder."
         )
-    write_whole(file, text)
-    lines = _lines(folder)
-    write_whole(folder / "answers.jsonl", lines)
-    return len(lines)
-
-
-def _lines(folder: Path) -> list[bytes]:
-    """The whole lines of answers.jsonl."""
+    write_whole(kept, text)
     file = folder / "answers.jsonl"
     lines = read_file(file, MOST_BYTES).splitlines(keepends=True) if file.exists() else []
-    return [line for line in lines if line.endswith(b"\n")]
+    whole = [line for line in lines if line.endswith(b"\n")]
+    write_whole(file, whole)
+    return [json.loads(line) for line in whole]
 
 
 def _write(
@@ -121,14 +117,12 @@ def _write(
     write_whole(output / "scores.json", json.dumps(content, indent=1) + "\n")
     worst = []
     for place in _worst(result):
+        figures = result.of_records[place]
         pictures = seen_pictures(questions[place].prompt["visual_inputs"], source.processor)[:MOST_PICTURES]
-        if "iou" in result.of_records[place] and len(pictures) == 1:
+        if "iou" in figures and len(pictures) == 1:
             pictures = [_with_boxes(pictures[0], records[place], questions)]
-        worst.append({"record": records[place], "scores": result.of_records[place], "pictures": pictures})
-    names = {"title": title, "data": questions.name}
-    page = render(
-        "evaluate/answers.html", **names, scores=result.scores, unscored=result.unscored, worst=worst
-    )
+        worst.append({"record": records[place], "scores": figures, "pictures": pictures})
+    page = render("evaluate/answers.html", title=title, data=questions.name, result=result, worst=worst)
     write_whole(output / "answers.html", page)
 
 

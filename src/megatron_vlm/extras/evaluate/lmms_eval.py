@@ -1,6 +1,7 @@
 """The model class of lmms-eval, which finds it by this package's entry point: `--model megatron_vlm`."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,26 +9,21 @@ import torch.distributed as dist
 from lmms_eval.api.instance import Instance
 from lmms_eval.api.model import lmms
 from lmms_eval.models.registry_v2 import ModelManifest
-from loguru import logger
 from tqdm import tqdm
 
 from megatron_vlm.batch import Prompt
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.runs import open_run
-from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.record import load_media, parse_record
 from megatron_vlm.data.chatml.sample import make_sample
 from megatron_vlm.data.encode.questions import QuestionEncoder
 from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.media.files import image_file
-from megatron_vlm.data.media.images import DECODE_ERRORS
-from megatron_vlm.data.on_disk.named import is_base64
-from megatron_vlm.extras.evaluate.answering import of_any_length
+from megatron_vlm.extras.evaluate.answering import AT_ONCE, of_any_length
 from megatron_vlm.generation.generate import generate, reply_text
 from megatron_vlm.messages import printable
 from megatron_vlm.parallel import setup
 
-AT_ONCE = 32  # documents of a rank; `generate` takes as many of them at a time as its caches have room for
 MOST_TOKENS = 1024  # of an answer to a task that does not say
 NO_END = ["\n\n"]  # what lmms-eval writes for a task without `until`; it would cut answers that think
 HEEDED = ("max_new_tokens", "max_gen_toks", "temperature", "top_p", "do_sample", "seed", "until", "num_beams")
@@ -94,7 +90,7 @@ class MegatronVLM(lmms):
             images, videos = load_media(conversation, Path())
             sample = make_sample(conversation, images, videos, __key__="", __restore_key__=())
             return json.dumps(kwargs), self._encoder.question(sample).prompt
-        except (BadSample, *DECODE_ERRORS) as error:
+        except Exception as error:  # noqa: BLE001 - another rank would wait for this one
             return f"lmms-eval: {task}, document {number}: {printable(error)}", None
 
     def _answers(self, kwargs: dict[str, Any], prompts: dict[int, Prompt]) -> dict[int, str]:
@@ -116,12 +112,12 @@ def generation_settings(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[st
     if kwargs.get("num_beams", 1) != 1:
         raise ValueError("lmms-eval: num_beams: answers have no beams; give --gen_kwargs num_beams=1.")
     if unused := [name for name in kwargs if name not in HEEDED]:
-        logger.warning(f"generation_kwargs without effect: {', '.join(unused)}")
+        warnings.warn(f"generation_kwargs without effect: {', '.join(unused)}", stacklevel=2)
     settings = {"max_new_tokens": kwargs.get("max_new_tokens", kwargs.get("max_gen_toks", MOST_TOKENS))}
     top_p = kwargs.get("top_p", 1.0)
     if kwargs.get("do_sample", True) and top_p:
         settings |= {"temperature": kwargs.get("temperature", 0.0), "top_p": top_p}
-        settings["seed"] = kwargs.get("seed", 0)
+        settings |= {"seed": kwargs.get("seed", 0)}
     until = kwargs.get("until", NO_END)
     until = [until] if isinstance(until, str) else until
     return settings, [] if until == NO_END else [end for end in until if end]
@@ -133,9 +129,6 @@ def _with_files(turn: dict[str, Any]) -> dict[str, Any]:
         return turn
     parts = []
     for part in turn["content"]:
-        medium = part.get("url")
-        is_text = isinstance(medium, str) and (medium.startswith("data:") or is_base64(medium))
-        if part["type"] in ("image", "video") and not is_text:
-            part = part | {"url": image_file(medium)}
-        parts.append(part)
+        is_medium = part["type"] in ("image", "video") and not str(part["url"]).startswith("data:")
+        parts.append(part | {"url": image_file(part["url"])} if is_medium else part)
     return turn | {"content": parts}

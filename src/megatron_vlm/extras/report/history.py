@@ -19,7 +19,7 @@ from megatron_vlm.run_folder.folder import checkpoints, complete_checkpoints
 
 @dataclass(frozen=True)
 class History:
-    """The files of a run, read once. Metrics are finite numbers; others are left out."""
+    """The files of a run, read once. A metric that was not finite is left out of its row."""
 
     folder: Path
     settings: dict[str, Any]  # by dotted key, as its config.yaml has them
@@ -90,16 +90,14 @@ def read_history(folder: Path, running: bool | None = None, ended_by: str = "") 
     if not file.is_file():
         raise ConfigError(f"{printable(folder)} holds no run, as it has no config.yaml; give a run folder.")
     settings = flatten(load_yaml(read_text(file), str(file)))
-    metrics = folder / "metrics.jsonl"
-    begun = folder / starts.FILE
-    return History(
-        folder,
-        settings,
-        list(read_rows(begun)) if begun.exists() else [],
-        [_finite(row) for row in read_rows(metrics)] if metrics.exists() else [],
-        lock.is_held(folder) if running is None else running,
-        ended_by,
-    )
+    metrics = _rows(folder / "metrics.jsonl")
+    rows = [{name: value for name, value in row.items() if value is not None} for row in metrics]
+    running = lock.is_held(folder) if running is None else running
+    return History(folder, settings, _rows(folder / starts.FILE), rows, running, ended_by)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return list(read_rows(file)) if file.exists() else []
 
 
 def last_words(folder: Path) -> str:
@@ -123,8 +121,3 @@ def read_drops(folder: Path) -> dict[str, list[dict[str, str]]]:
                 continue
             drops.setdefault(drop["reason"], []).append(drop)
     return dict(sorted(drops.items(), key=lambda item: -len(item[1])))
-
-
-def _finite(row: dict[str, Any]) -> dict[str, float]:
-    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-    return {name: value for name, value in numbers.items() if abs(value) < 1e99}
