@@ -14,9 +14,8 @@ from textwrap import wrap
 from PIL import Image, ImageDraw, ImageFont
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml.objects import read_objects
-from megatron_vlm.data.grounding.boxes import Boxes, Found
-from megatron_vlm.data.grounding.drawing import draw
+from megatron_vlm.extras.grounding.boxes import Boxes, Found, draw
+from megatron_vlm.extras.grounding.objects import read_objects
 from megatron_vlm.models.families import load
 
 ROOT = Path(__file__).resolve().parent.parent

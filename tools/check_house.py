@@ -15,7 +15,7 @@ from rooms import modules, uses
 KINDS_OF_IMAGES = re.compile(
     r"is_naflex|is_anyres|InternVL|LLaVA|LFM2|Pixtral|Qwen(?!.vl.utils)|GLM|Gemma", re.IGNORECASE
 )
-OWN_PLACES = ("data.kinds", "data.grounding.conventions")  # where families' ways stand under their names
+OWN_PLACES = ("data.kinds", "extras.grounding.convention")  # where families' ways stand under their names
 NEXT_STREAM = re.compile(r"next\((?:streams|data_iterator)\)")
 # What one need not read to understand a run, and why.
 LEFT_OUT = {
@@ -36,8 +36,6 @@ LEFT_OUT = {
     "data.records.unread": "as data.records.meta",
     "data.media.videos": "one of two media",
     "data.on_disk": "how files of rows are opened",
-    "data.grounding": "samples without boxes do not enter it",
-    "data.chatml.objects": "as data.grounding",
     "data.preferences": "a second objective",
     "rl": "a second objective",
     "generation": "as scoring",

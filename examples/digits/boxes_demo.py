@@ -111,7 +111,7 @@ def run_config() -> RunConfig:
 
 def boxes_of(questions: list[dict], answers: list[str]) -> list[Box | None]:
     """The box that each answer names, in pixels of its image; None if it names none."""
-    from megatron_vlm.data.grounding.boxes import Boxes
+    from megatron_vlm.extras.grounding.boxes import Boxes
     from megatron_vlm.models.hf import open_source
 
     source = open_source(str(FOLDER / "hf"))

@@ -15,8 +15,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_vlm.data.chatml.objects import Words, read_objects, with_objects
 from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.extras.grounding.objects import Words, read_objects, with_objects
 
 MAX_NEW_TOKENS = 8  # GLM begins with four tokens of empty thoughts; a sum has two digits, then the turn ends
 OF_BOX = 40  # a box has up to twelve digits, and what is around them

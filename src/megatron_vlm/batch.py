@@ -232,7 +232,7 @@ class DataNeeds:
     position_ids      computes the positions of a document
     images_or_videos  whether a sample must not hold both
     of_processor      makes them of the processor's outputs if those have another form; else changes nothing
-    box_format        names the convention in which the family writes boxes, see `data.grounding`; None: none
+    box_format        names how the family writes boxes, see `extras.grounding`; None: it publishes no way
     frames_as_images  whether the frames of videos are among `pixel_values`, and their tokens are image tokens
     misfit            says why the model cannot take a document (ids, visual inputs); None if it can
     first_items       gives the images and videos of a document that was cut to the ids, behind a whole one

@@ -65,7 +65,7 @@ DataPaths = Annotated[
 ]  # see `data.on_disk.paths`
 Every = Annotated[FromZero | Literal["epoch"], "a number of steps, or epoch"]
 ModuleNames = Annotated[Name | list[Name] | None, "a regex or a list of names"]
-BoxFormat = Literal[  # the names of `data.grounding.conventions`
+BoxFormat = Literal[  # the names of `extras.grounding.convention`
     *("bbox_2d_pixels", "bbox_2d", "box_2d", "box_tokens", "ref_box", "begin_of_box"),
     *("pixels", "thousandths", "shares"),
 ]

@@ -23,7 +23,7 @@ LOCAL = {
     "config_rules.patterns": 1,
     "data.encode.chat_template": 7,
     "data.encode.processing": 2,
-    "data.grounding.convention": 2,  # tried in tests/data/test_boxes.py
+    "extras.grounding.convention": 2,  # tried in tests/data/test_boxes.py
     "data.on_disk.plain": 1,
     "data.chatml.turns": 1,
     "job.errors": 1,

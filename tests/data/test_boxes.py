@@ -5,6 +5,8 @@ import functools
 import io
 import json
 import random
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -22,13 +24,12 @@ from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.chatml.sample import make_sample
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.grounding.boxes import Boxes
-from megatron_vlm.data.grounding.conventions import CONVENTIONS
-from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import SizedImage, decode_pixels, target_size
 from megatron_vlm.data.preferences.pairs import halves_of
 from megatron_vlm.data.shard_format import cook_record, sample_parts
+from megatron_vlm.extras.grounding.boxes import Boxes, draw
+from megatron_vlm.extras.grounding.convention import CONVENTIONS
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
@@ -296,9 +297,20 @@ def test_other_names_for_the_same():
     assert text == "cat [1, 2, 3, 4] [5, 6] dog [7, 8, 9, 10]"
     shares = {"bbox": [[0.1, 0.2, 0.3, 0.4]], "bbox_type": "norm1"}
     assert written(encoder, record_of("<bbox>", shares), size) == "[100, 200, 300, 400]"
-    polygon = [{"polygon": [[1, 2], [30, 4], [5, 60]]}]
-    plain = encoder_of("qwen3_vl", box_format="thousandths")
-    assert written(plain, record_of("<polygon>", polygon), size) == "[1, 2, 30, 4, 5, 60]"
+
+
+def test_a_record_without_objects_does_not_enter_the_extra():
+    code = """
+import sys
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import make_sample
+for text, objects in (("a", {}), ("<bbox>", {"objects": {"bbox": [[1, 2, 3, 4]]}})):
+    record = {"messages": [{"role": "user", "content": "<image>q"}, {"role": "assistant", "content": text}]}
+    conversation = parse_record(record | {"images": ["a.png"]} | objects)
+    sample = make_sample(conversation, [b""], [], __key__="", __restore_key__=())
+    assert ("megatron_vlm.extras.grounding" in sys.modules) == bool(objects) == bool(sample.objects)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_each_image_has_its_own_size_and_limits():
@@ -345,11 +357,11 @@ WRONG = {
     "below 0": ({"bbox": [[-1, 2, 30, 40]]}, "not inside the 64 x 64"),
     "outside in thousandths": ({"bbox": [[1, 2, 1001, 40]], "bbox_type": "norm1000"}, "1000 x 1000"),
     "pixels called shares": ({"bbox": [BOX], "bbox_type": "norm1"}, "1 x 1, in bbox_type norm1, of image 0"),
-    "inverted": ({"bbox": [[30, 2, 1, 40]]}, "x1 > x2"),
-    "no area": ({"bbox": [[1, 2, 1, 40]]}, "no area"),
+    "inverted": ({"bbox": [[30, 2, 1, 40]]}, "x1 < x2"),
+    "no area": ({"bbox": [[1, 2, 1, 40]]}, "x1 < x2"),
     "no number": ({"bbox": [[1, 2, float("nan"), 40]]}, "finite"),
     "text for numbers": ({"bbox": [["1", 2, 3, 40]]}, "finite"),
-    "three numbers": ({"bbox": [[1, 2, 3]]}, "pairs"),
+    "three numbers": ({"bbox": [[1, 2, 3]]}, "two or four"),
     "an image that is not there": ({"bbox": [BOX], "image_id": [1]}, "image 1 of 1"),
     "an image for each box": ({"bbox": [BOX], "image_id": [0, 0]}, "image_id is no list of 1"),
     "an unknown unit": ({"bbox": [BOX], "bbox_type": "norm"}, "norm1000"),
@@ -369,10 +381,9 @@ WRONG = {
     "a name of two": ({"bbox": [BOX, BOX], "name": ["a", "a"]}, "texts that differ"),
     "no name": ({"bbox": [BOX], "name": [["a"]]}, "texts that differ"),
     "a far number": ({"bbox": [[1, 2, 10**400, 40]]}, "finite"),
-    "a polygon on a line": ({"bbox": [[0, 0, 5, 5, 10, 10]]}, "no area"),
     "another image": ({"bbox": [BOX], "size": [128, 64]}, "of 128 x 64, and its file has 64 x 64"),
     "no object": ([], "nothing in objects is left for <bbox>"),
-    "no family words": ({"bbox": [[1, 2, 30, 4, 5, 60]]}, "no words for a polygon"),
+    "a polygon": ({"bbox": [[1, 2, 30, 4, 5, 60]]}, "no list of two or four numbers"),
 }
 
 
@@ -424,7 +435,7 @@ def test_a_record_may_have_no_objects(none):
 )
 def test_shares_without_a_unit_are_not_taken_for_pixels(objects):
     text = "<bbox>" * len(objects["bbox"] if isinstance(objects, dict) else objects)
-    with pytest.raises(BadSample, match="bad_objects.* from 0 to 1.*no bbox_type.*norm1 .*or real"):
+    with pytest.raises(BadSample, match="bad_objects.* from 0 to 1.*without a bbox_type.*norm1 .*or real"):
         written(encoder_of("qwen3_vl"), record_of(text, objects), (64, 64))
     named = [one | {"bbox_type": "real"} for one in objects] if isinstance(objects, list) else None
     written(encoder_of("qwen3_vl"), record_of(text, named or objects | {"bbox_type": "real"}), (64, 64))

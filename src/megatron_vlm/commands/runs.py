@@ -8,10 +8,8 @@ from PIL.PngImagePlugin import PngInfo
 from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.record import parse_turns
-from megatron_vlm.data.chatml.sample import place_media
+from megatron_vlm.data.chatml.sample import grounding, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
-from megatron_vlm.data.grounding.boxes import Boxes
-from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import write_output
 from megatron_vlm.generation.generate import generate, reply_text
@@ -117,7 +115,7 @@ def answers(
     stop = stop_tokens(source.folder, source.description.hf_config)
     replies = generate(chunks, prompts, max_new_tokens, stop=stop, **sampling)
     setup.shutdown()
-    spoken = Boxes(source.processor, config.data, source.needs.box_format).tokens
+    spoken = grounding().Boxes(source.processor, config.data, source.needs.box_format).tokens
     return [[reply_text(source.processor, answer.reply, spoken) for answer in of_one] for of_one in replies]
 
 
@@ -129,13 +127,14 @@ def draw_answer(config: RunConfig, answer: str, image: bytes, output: str | Path
     source = open_source(config.model.hf_path, data=config.data)
     picture = decode_image(image)
     try:
-        found = Boxes(source.processor, config.data, source.needs.box_format).parse(answer, picture.size)
+        boxes = grounding().Boxes(source.processor, config.data, source.needs.box_format)
+        found = boxes.parse(answer, picture.size)
     except BadSample as bad:
         raise ValueError(f"--draw: {bad.detail}; set data.box_format for the run") from bad
     file = io.BytesIO()
     mark = PngInfo()
     mark.add_text("Software", "megatron_vlm")  # as `files.check_output` looks for it
-    draw(picture, found).save(file, "PNG", pnginfo=mark)
+    grounding().draw(picture, found).save(file, "PNG", pnginfo=mark)
     write_output(output, file.getvalue())
     rounded = [([round(number, 1) for number in shape.numbers], shape.label or "") for shape in found]
     return [f"{numbers} {label}".strip() for numbers, label in rounded] or ["the answer has no box"]

@@ -39,7 +39,7 @@ class Description(ABC):
     clip: Any = (
         None  # a method: an image → a clip of more frames, with as many features; if the tower has such
     )
-    # how the family writes boxes: a name of `data.grounding.CONVENTIONS`; None: it publishes no way
+    # how the family writes boxes: a name of `extras.grounding.convention`; None: it publishes no way
     box_format: str | None = None
     # tokens of one image see each other in both directions; "windows": only in layers with a sliding window;
     # "whole": also those that are further apart than a layer's window

@@ -122,7 +122,7 @@ class Conversation:
     tools      as chat templates take them, or None
     media      by kind, what the record names, in order
     limits     by kind, what the record says of each of these media beside the turns; empty if nothing
-    objects    what the record has under this name, see `chatml.objects`
+    objects    what the record has under this name, see `extras.grounding`
     rejected   the messages with the other answer of a preference record, or why they cannot be read, or None
     unread     the keys that nothing reads, each with where it stands: record, turn, part, ...
     """

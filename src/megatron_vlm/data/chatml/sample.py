@@ -1,16 +1,25 @@
 """`ChatMLSample`, the one sample type of all sources, and how it is made of a conversation and its media."""
 
+from importlib import import_module
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.limits import limits_of_media
-from megatron_vlm.data.chatml.objects import NO_WORDS, Objects, read_objects, with_objects
 from megatron_vlm.data.chatml.placeholders import foreign_parts, foreign_placeholders, in_tools, stand_for
 from megatron_vlm.data.chatml.record import Conversation, decoded
 from megatron_vlm.data.chatml.turns import has_content, is_trained, join_texts
+
+
+def grounding() -> ModuleType:
+    """Return the extra for boxes: `objects_of` a record, and `Boxes`, which writes them as a family does.
+
+    It is the one hook for boxes. Samples whose records have no `objects` do not enter the extra.
+    """
+    return import_module("megatron_vlm.extras.grounding")
 
 
 @edataclass
@@ -20,7 +29,7 @@ class ChatMLSample(Sample):
     messages   as chat templates take them, with a part for each medium
     tools      as chat templates take them
     limits     by kind, those that the record names for each image and each video
-    objects    what the placeholders for boxes in its text stand for
+    objects    what the placeholders for boxes in its text stand for, see `grounding`
     rejected   the messages with the other answer of a preference record, whose media are not placed yet, or
                why they cannot be read; only one objective reads it
     sizes      what the sizes of its images are drawn from, if they are
@@ -32,7 +41,7 @@ class ChatMLSample(Sample):
     imgs: list[bytes] | None = None
     videos: list | None = None
     limits: dict[str, list[dict]] | None = None
-    objects: Objects | None = None
+    objects: Any = None
     rejected: list[dict] | BadSample | None = None
     sizes: str | None = None
     problem: BadSample | None = None
@@ -54,10 +63,8 @@ def make_sample(
         raise BadSample("no_trained_tokens", f"{why}; roles are {[m['role'] for m in messages]}")
     objects = None
     if conversation.objects is not None:
-        objects = read_objects(decoded(conversation.objects or {}), len(images))
-        filled = with_objects(messages, objects, NO_WORDS, some=conversation.rejected is not None)
-        if not objects.shapes and filled == messages and conversation.rejected is None:
-            objects = None  # there is nothing to write
+        written = decoded(conversation.objects or {})
+        objects = grounding().objects_of(written, messages, len(images), conversation.rejected is not None)
     return ChatMLSample(
         messages=messages,
         tools=conversation.tools,

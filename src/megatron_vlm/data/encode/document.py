@@ -15,13 +15,12 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.chatml.sample import ChatMLSample
+from megatron_vlm.data.chatml.sample import ChatMLSample, grounding
 from megatron_vlm.data.chatml.turns import is_trained
 from megatron_vlm.data.encode.chat_template import RenderedChat
 from megatron_vlm.data.encode.processing import HFProcessor, KnownProcessor
 from megatron_vlm.data.encode.replies import Span, between_thinking
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
-from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.media.images import SizedImage, image_size, target_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video, rules_of_video
@@ -60,7 +59,7 @@ class DocumentEncoder:
     def __init__(self, processor: ProcessorMixin, data: DataConfig, needs: DataNeeds, fast: bool = True):
         self._processor, self._data, self._needs = processor, data, needs
         self.per_sample = 1  # documents; a pair of `data.preferences` has two
-        self.boxes = Boxes(processor, data, needs.box_format)
+        self.boxes = grounding().Boxes(processor, data, needs.box_format)
         text = TextEncoder(processor, data.thinking == "mask", spoken=self.boxes.tokens)
         self.chat = text.chat
         known = KnownProcessor(text, needs.visual_keys, data.decode_seconds)

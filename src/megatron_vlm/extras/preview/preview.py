@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig
-from megatron_vlm.data.grounding.boxes import Boxes
 from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.data.run_data import RunData
+from megatron_vlm.extras.grounding.boxes import Boxes
 from megatron_vlm.extras.pages import render
 from megatron_vlm.extras.preview.rows import VISUAL, Row, RowReader
 from megatron_vlm.models.hf import open_source

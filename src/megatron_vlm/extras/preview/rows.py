@@ -9,10 +9,9 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
-from megatron_vlm.data.grounding.boxes import Boxes, Found
-from megatron_vlm.data.grounding.drawing import draw
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import Kind
+from megatron_vlm.extras.grounding.boxes import Boxes, Found, draw
 from megatron_vlm.models.hf import Source
 
 READ = "read"

@@ -1,4 +1,4 @@
-"""Boxes, points and polygons that a record names, and the placeholders for them in its text.
+"""Boxes and points that a record names, and the placeholders for them in its text.
 
 `objects` is as ms-swift has it: `bbox`, `ref`, `bbox_type`, `image_id`, and `name`; or a list of objects. See
 docs/boxes.md.
@@ -16,19 +16,18 @@ from megatron_vlm.data.on_disk.fields import THINKING_KEYS
 REASON = "bad_objects"
 FILLED = (*THINKING_KEYS, "tool_calls")  # of a turn, beside its content
 UNITS = ("real", "norm1000", "norm1")
-SHAPES = ("bbox", "box", "point", "polygon")  # other words for a placeholder, and for an object's numbers
+SHAPES = ("bbox", "box", "point")  # other words for a placeholder, and for an object's numbers
 LABELS = ("ref-object", "ref", "label", "caption")
 OF_AN_OBJECT = {*SHAPES, *LABELS, "image", "image_id", "name", "bbox_type"}
 OF_ALL = {"bbox", "ref", "image_id", "name", "bbox_type", "size"}
-PLACEHOLDER = re.compile(r"<(?:(bbox|box|point|polygon)(?::([^<>\s]+))?|(ref-object|ref)|objects)>")
+PLACEHOLDER = re.compile(r"<(?:(bbox|box|point)(?::([^<>\s]+))?|(ref-object|ref)|objects)>")
 FAR = 1e9  # no number is as far from an image; NaN is not below it either
-POINT, BOX = 2, 4  # how many numbers each has; a polygon has more
-_KINDS = {POINT: "point", BOX: "box"}
+POINT, BOX = 2, 4  # how many numbers each has
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A point (x, y), a box (x1, y1, x2, y2) or a polygon (x1, y1, x2, y2, x3, y3, ...) in an image."""
+    """A point (x, y) or a box (x1, y1, x2, y2) in an image."""
 
     numbers: list[float]
     image: int = 0
@@ -37,7 +36,7 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        return _KINDS.get(len(self.numbers), "polygon")
+        return "point" if len(self.numbers) == POINT else "box"
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,16 @@ class Objects:
     labels: list[str]
     unit: str  # one of UNITS
     size: list[int] | None = None  # (width, height) of its images, where the record says it
+
+
+def objects_of(written: Any, messages: list[dict], images: int, some: bool) -> Objects | None:
+    """Return the objects that placeholders of the messages stand for; None if there is nothing to write.
+
+    Raises BadSample as `read_objects` and `with_objects`.
+    """
+    objects = read_objects(written, images)
+    filled = with_objects(messages, objects, NO_WORDS, some)
+    return objects if objects.shapes or filled != messages or some else None
 
 
 def read_objects(written: Any, images: int) -> Objects:
@@ -80,13 +89,10 @@ def read_objects(written: Any, images: int) -> Objects:
             besides = "; a box of a video is not read: give its frame as an image" if not images else ""
             raise BadSample(REASON, f"bbox {number} is in image {image!r:.60} of {images}{besides}")
     if written.get("bbox_type") is None and _are_shares(shapes):
-        detail = (
-            f"its numbers are all from 0 to 1, such as {shapes[0]!r:.60}, and no bbox_type says their unit"
-        )
+        detail = f"its numbers are all from 0 to 1, such as {shapes[0]!r:.60}, without a bbox_type"
         raise BadSample(REASON, f"{detail}; give norm1 for shares of width and height, or real for pixels")
-    found = zip(shapes, owners, names, own or [None] * len(shapes), strict=True)
-    found = [Shape(numbers, image, name, label) for numbers, image, name, label in found]
-    return Objects(found, labels, unit, size)
+    found = map(Shape, shapes, owners, names, own or [None] * len(shapes))
+    return Objects(list(found), labels, unit, size)
 
 
 def _are_shares(shapes: list[list[float]]) -> bool:
@@ -115,8 +121,6 @@ def _by_field(items: list) -> tuple[dict[str, Any], list[str | None]]:
         _check_keys(item, OF_AN_OBJECT)
         (word,) = named
         numbers = item[word]
-        if isinstance(numbers, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in numbers):
-            numbers = [number for pair in numbers for number in pair]  # a polygon of pairs
         if word != "bbox" and isinstance(numbers, list) and Shape(numbers).kind != word:
             raise BadSample(REASON, f"{word} is {numbers!r:.100}")
         fields["bbox"].append(numbers)
@@ -133,24 +137,12 @@ def _by_field(items: list) -> tuple[dict[str, Any], list[str | None]]:
 
 
 def _check_shape(numbers: Any, place: str) -> None:
-    if not isinstance(numbers, list) or len(numbers) < POINT or len(numbers) % 2:
-        raise BadSample(REASON, f"{place} is {numbers!r:.100}, no list of pairs of numbers")
+    if not isinstance(numbers, list) or len(numbers) not in (POINT, BOX):
+        raise BadSample(REASON, f"{place} is {numbers!r:.100}, no list of two or four numbers")
     if not ({*map(type, numbers)} <= {int, float} and all(abs(number) < FAR for number in numbers)):
         raise BadSample(REASON, f"{place} is {numbers!r:.100}, not of finite numbers below {FAR:g}")
-    if len(numbers) == POINT:
-        return
-    if len(numbers) == BOX:
-        left, top, right, bottom = numbers
-        if left > right or top > bottom:
-            raise BadSample(REASON, f"{place} is {numbers}: x1 > x2 or y1 > y2")
-        has_area = left < right and top < bottom
-    else:
-        xs = [x - numbers[0] for x in numbers[::2]]
-        ys = [y - numbers[1] for y in numbers[1::2]]
-        far_x, far_y = max(zip(xs, ys, strict=True), key=lambda corner: abs(corner[0]) + abs(corner[1]))
-        has_area = any(x * far_y != far_x * y for x, y in zip(xs, ys, strict=True))  # some corner off a line
-    if not has_area:
-        raise BadSample(REASON, f"{place} is {numbers!r:.100}, which has no area")
+    if len(numbers) == BOX and not (numbers[0] < numbers[2] and numbers[1] < numbers[3]):
+        raise BadSample(REASON, f"{place} is {numbers}; a box has x1 < x2 and y1 < y2")
 
 
 # -- placeholders
@@ -225,7 +217,7 @@ class _Filling:
             self.shapes = [other for other in self.shapes if other is not shape]
         else:
             raise BadSample(REASON, f"{placeholder[0]} names no object")
-        if word in ("point", "polygon") and shape.kind != word:
+        if word == "point" and shape.kind != word:
             raise BadSample(REASON, f"{placeholder[0]} takes {shape.numbers}, which is a {shape.kind}")
         return self._words.shape(shape)
 

@@ -1,28 +1,29 @@
 """Boxes of a record → the words of a family, and back: for one model's processor and one convention."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
+from PIL import Image, ImageDraw
 from transformers import ProcessorMixin
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import REFUSALS, BadSample, refused_by_processor
-from megatron_vlm.data.chatml.objects import REASON, Objects, Shape, Words, with_objects
-from megatron_vlm.data.grounding.convention import Convention
-from megatron_vlm.data.grounding.conventions import CONVENTIONS
 from megatron_vlm.data.kinds import kind_of, why_unknown
 from megatron_vlm.data.kinds.base import Frame
 from megatron_vlm.data.media.images import SizedImage, image_size, target_size
 from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.extras.grounding.convention import CONVENTIONS, Convention
+from megatron_vlm.extras.grounding.objects import REASON, Objects, Shape, Words, with_objects
 
+COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080")
 ROUNDING = 1e-6  # of a side: sums such as x + width end beside an edge
 
 
 @dataclass(frozen=True)
 class Found:
-    """A point, box or polygon in a text: numbers x, y, x, y, ... and what it is of, if the text says so."""
+    """A point or box in a text: numbers x, y, x, y, ... and what it is of, if the text says so."""
 
     numbers: list[float]
     label: str | None = None
@@ -59,17 +60,10 @@ class Boxes:
         axes: dict[int, tuple[_Axis, _Axis]] = {}  # x and y of each image
 
         def numbers(shape: Shape) -> list[float]:
-            if shape.kind == "polygon" and not convention.polygons:
-                detail = f"data.box_format {self._name} has no words for a polygon"
-                raise BadSample(REASON, f"{detail}; use one of its plain lists, such as thousandths")
             if shape.image not in axes:
                 axes[shape.image] = self._axes(images[shape.image], len(images) == 1, objects)
-            both = axes[shape.image]
-            try:
-                return [axis.seen(number) for number, axis in zip(shape.numbers, cycle(both), strict=False)]
-            except _Outside as error:
-                detail = f"{shape.numbers} is not inside {error} image {shape.image}"
-                raise BadSample(REASON, detail) from None
+            pairs = zip(shape.numbers, cycle(axes[shape.image]), strict=False)
+            return [axis.seen(number, shape) for number, axis in pairs]
 
         words = Words(
             lambda shape: convention.shape(numbers(shape)),
@@ -126,14 +120,13 @@ class Boxes:
         return why_unknown(self._processor)
 
     def _axes(self, image: SizedImage, alone: bool, objects: Objects) -> tuple["_Axis", "_Axis"]:
-        unit = objects.unit
         size = in_time(self._seconds, image_size, image.data)
         if objects.size and objects.size != [*size]:
             said, real = (" x ".join(map(str, sides)) for sides in (objects.size, size))
             raise BadSample(REASON, f"the boxes are of an image of {said}, and its file has {real}")
         frame = self._frame(image.scale(size), alone)
-        width, height = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[unit]
-        what = f"the {width} x {height}, in bbox_type {unit}, of"
+        width, height = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[objects.unit]
+        what = f"the {width} x {height}, in bbox_type {objects.unit}, of"
         ends = frame[:2] if self._convention().unit is None else (self._convention().unit,) * 2
         return (
             _Axis(width, frame.left / frame.width, frame.image_width / frame.width, ends[0], what),
@@ -153,10 +146,6 @@ class Boxes:
         return frame
 
 
-class _Outside(Exception):
-    """Says what a shape is not inside of."""
-
-
 @dataclass(frozen=True)
 class _Axis:
     """x or y of an image: from the unit of a record to what the family writes."""
@@ -167,17 +156,38 @@ class _Axis:
     written_end: float  # the number at the far edge of the picture, as the family writes it
     whole: str  # the image, for messages
 
-    def seen(self, number: float) -> float:
-        share = number / self.end
-        if not 0 <= share <= 1:
-            share = _at_edges(share, self.whole)
+    def seen(self, number: float, shape: Shape) -> float:
+        """The number as the family writes it. Raises BadSample if the shape leaves the image."""
+        share = _inside(number / self.end, self.whole, shape)
         share = self.start + share * self.length
-        if not 0 <= share <= 1:
-            share = _at_edges(share, "the middle that the processor cuts out of")
+        share = _inside(share, "the middle that the processor cuts out of", shape)
         return share * self.written_end
 
 
-def _at_edges(share: float, whole: str) -> float:
+def _inside(share: float, whole: str, shape: Shape) -> float:
     if not -ROUNDING <= share <= 1 + ROUNDING:
-        raise _Outside(whole)
+        raise BadSample(REASON, f"{shape.numbers} is not inside {whole} image {shape.image}")
     return min(max(share, 0.0), 1.0)
+
+
+def draw(picture: Image.Image, shapes: Iterable[Found]) -> Image.Image:
+    """The picture with the shapes, given in its pixels, and their labels."""
+    picture = picture.convert("RGB")
+    pen = ImageDraw.Draw(picture)
+    width = max(1, max(picture.size) // 200)
+    far = 2 * max(picture.size)
+    for number, shape in enumerate(shapes):
+        colour = COLOURS[number % len(COLOURS)]
+        numbers = [min(max(number, -far), far) for number in shape.numbers]  # a model may write any
+        corners = list(zip(numbers[::2], numbers[1::2], strict=True))
+        (x, y), *others = corners
+        if not others:
+            pen.ellipse((x - 2 * width, y - 2 * width, x + 2 * width, y + 2 * width), fill=colour)
+        elif len(corners) == 2:
+            (left, right), (top, bottom) = (sorted(axis) for axis in zip(*corners, strict=True))
+            pen.rectangle((left, top, right, bottom), outline=colour, width=width)
+        else:
+            pen.polygon(corners, outline=colour, width=width)
+        if shape.label:
+            pen.text((x + 2 * width, y + 2 * width), shape.label, fill=colour)
+    return picture

@@ -1,4 +1,4 @@
-"""A family's way to write coordinates: their unit, order, brackets, tokens, JSON; and to read them back."""
+"""Families' ways to write coordinates: their unit, order, brackets, tokens, JSON; and to read them back."""
 
 import functools
 import json
@@ -11,40 +11,28 @@ _NUMBER = r"-?\d{1,20}(?:\.\d{1,20})?"
 # limits keep what is tried at one place short, wherever brackets are left open
 COORDINATES = re.compile(rf"[\[(]\s{{,20}}({_NUMBER}(?:[\s,()]{{1,20}}{_NUMBER}){{1,255}})\s{{,20}}[\])]")
 _LABEL = re.compile(r'"label"\s*:\s*("(?:[^"\\]|\\.)*")')
-# a text in JSON, the limits of an object, and coordinates
-_IN_ANSWER = re.compile(rf'"(?:[^"\\]|\\.){{0,1000}}"(?=\s*[,:}}\]])|[{{}}]|{COORDINATES.pattern}')
+# an object in which no other is, also one that is cut: texts in JSON, and what is no brace
+_OBJECT = re.compile(r'\{(?:"(?:[^"\\]|\\.){0,1000}"(?=\s*[,:}\]])|[^{}]){0,1000}+(?:\}|$)')
 _IN_JSON = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` makes one for each call
 _TAG = re.compile(r"<[^<>{}]+>")
 
 
 @dataclass(frozen=True)
 class Convention:
-    """A way to write boxes, points and labels.
+    """A way to write boxes, points and labels."""
 
-    unit        the number at the right and bottom edges, 1000 or 1; None: the pixels of the resized image
-    decimals    digits behind the point
-    rows_first  y before x
-    pair        a corner; `comma` is between corners
-    one         what is around a box that stands alone
-    each        what is around one of several, `several` what is around all, `between` is between them
-    label       what is around a label
-    keys        of an answer in JSON: what shape has which key; empty: answers are not JSON
-    polygons    whether shapes of more corners than a box may be written
-    """
-
-    unit: int | None
-    decimals: int = 0
-    rows_first: bool = False
-    pair: str = "{}, {}"
-    comma: str = ", "
-    one: str = "[{}]"
-    each: str = "[{}]"
-    several: str = "{}"
-    between: str = ", "
-    label: str = "{}"
-    keys: dict[str, str] = field(default_factory=dict)
+    unit: int | None  # the number at the right and bottom edges; None: the pixels of the resized image
+    decimals: int = 0  # digits behind the point
+    rows_first: bool = False  # y before x
+    pair: str = "{}, {}"  # a corner
+    comma: str = ", "  # between corners
+    one: str = "[{}]"  # around a box that stands alone
+    each: str = "[{}]"  # around one of several
+    several: str = "{}"  # around all of several
+    between: str = ", "  # between several
+    label: str = "{}"  # around a label
+    keys: dict[str, str] = field(default_factory=dict)  # of shapes in an answer in JSON; empty: it is no JSON
     indent: str = "\t"
-    polygons: bool = False
 
     @functools.cached_property
     def tokens(self) -> tuple[str, ...]:
@@ -99,24 +87,12 @@ class Convention:
                 yield numbers, label
 
     def _in_json(self, text: str) -> Iterator[tuple[str, str | None]]:
-        begin = None  # of an object
-        alone: list[str] = []  # lists by themselves since then
-        for found in _IN_ANSWER.finditer(text):
-            if found[0] == "{" or begin is None:
-                yield from ((coordinates, None) for coordinates in alone)
-                alone = []
-            if found[0] == "{":
-                begin = found.start()
-            elif found[0] != "}":
-                alone += [each[1] for each in COORDINATES.finditer(found[0])]
-            elif begin is not None:
-                yield from self._of_object(text[begin : found.end()])
-                begin = None
-                alone = []
-        if begin is None:
-            yield from ((coordinates, None) for coordinates in alone)
-        else:
-            yield from self._of_object(text[begin:])
+        end = 0  # of the object before
+        for entry in _OBJECT.finditer(text):
+            yield from ((found[1], None) for found in COORDINATES.finditer(text, end, entry.start()))
+            yield from self._of_object(entry[0])
+            end = entry.end()
+        yield from ((found[1], None) for found in COORDINATES.finditer(text, end))
 
     def _of_object(self, entry: str) -> Iterator[tuple[str, str | None]]:
         label = _LABEL.search(entry)
@@ -145,3 +121,42 @@ def _of_json(text: str) -> str:
         return json.loads(text, strict=False)
     except ValueError:
         return text[1:-1]
+
+
+# The ways in which families write boxes, by name. Each new one is also in `config.BoxFormat`.
+CONVENTIONS = {
+    # Qwen2.5-VL: `process_bbox.ipynb` and `spatial_understanding.ipynb` of QwenLM/Qwen2.5-VL
+    "bbox_2d_pixels": Convention(unit=None, keys={"box": "bbox_2d", "point": "point_2d"}),
+    # Qwen3-VL and Qwen3.5: `omni_recognition.ipynb` and `spatial_understanding.ipynb` of QwenLM/Qwen3-VL
+    "bbox_2d": Convention(unit=1000, keys={"box": "bbox_2d", "point": "point_2d"}),
+    # Gemma 4: ai.google.dev/gemma/docs/capabilities/vision/image; Gemma 3 was not trained on boxes
+    "box_2d": Convention(unit=1000, rows_first=True, keys={"box": "box_2d", "point": "point"}, indent="  "),
+    # Qwen2-VL: arXiv 2409.12191, section 2.2; `process_bbox.ipynb` of QwenLM/Qwen2.5-VL
+    "box_tokens": Convention(
+        unit=1000,
+        pair="({},{})",
+        comma=",",
+        one="<|box_start|>{}<|box_end|>",
+        each="<|box_start|>{}<|box_end|>",
+        between="",
+        label="<|object_ref_start|>{}<|object_ref_end|>",
+    ),
+    # InternVL: internvl.readthedocs.io, "Chat Data Format", grounding and detection data
+    "ref_box": Convention(
+        unit=1000, one="<box>[[{}]]</box>", several="<box>[{}]</box>", label="<ref>{}</ref>"
+    ),
+    # GLM-4.1V to GLM-4.6V: README.md of zai-org/GLM-V, "Grounding": the style of brackets varies
+    "begin_of_box": Convention(
+        unit=1000,
+        pair="{},{}",
+        comma=",",
+        one="<|begin_of_box|>[{}]<|end_of_box|>",
+        several="<|begin_of_box|>[{}]<|end_of_box|>",
+        between=",",
+    ),
+    # no family's own, for models whose families publish nothing
+    "pixels": Convention(unit=None),
+    "thousandths": Convention(unit=1000),
+    # LLaVA: table 7 of arXiv 2310.03744, and issue 606 of haotian-liu/LLaVA for the padding
+    "shares": Convention(unit=1, decimals=2),
+}
