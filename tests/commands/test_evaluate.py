@@ -21,9 +21,9 @@ from browser import BROWSER, browser
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.extras.evaluate import NAMES
 from megatron_vlm.extras.evaluate.answering import answers as answers_of
 from megatron_vlm.extras.evaluate.answering import open_questions
+from megatron_vlm.extras.evaluate.command import NAMES
 from megatron_vlm.extras.evaluate.metrics import METRICS
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
@@ -176,16 +176,6 @@ def test_the_page_shows_the_worst_answers_with_their_images(evaluated):
     assert "color-scheme: light dark" in page and "no_trained_tokens" in page
 
 
-def test_preference_pairs_are_scored_against_the_chosen_answer_with_a_line(asked, tmp_path):
-    pair = {"prompt": "What is this?", "chosen": "red", "rejected": "blue"}
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
-    flags = ["--output", tmp_path / "scores", "--max-new-tokens", 1]
-    done = run_program(COMMAND, "evaluate", asked / "model", tmp_path / "pairs.jsonl", *PLAIN, *flags)
-    assert done.returncode == 0, done.stderr
-    assert "the questions are of preference pairs: answers are scored against the chosen" in done.stdout
-    assert answers(tmp_path / "scores")[0]["references"] == ["red"]
-
-
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_the_page_in_a_browser(evaluated):
     with browser() as page:
@@ -283,7 +273,6 @@ def test_a_sample_that_split_yaml_excludes_is_no_question(prepared, tmp_path):
     description.write_text(yaml.safe_dump(split | {"exclude": [f"{split['split_parts']['val'][0]}/{name}"]}))
     data = DataConfig(train_data_path="none://", valid_data_path=str(dataset), num_workers=0)
     questions = open_questions(data, open_source(str(prepared / "model")), TOKENS)
-    assert questions.notes() == []
     assert questions[0]["problem"] == "bad_conversation: split.yaml excludes it"
     assert questions[1].key == others[0]
 

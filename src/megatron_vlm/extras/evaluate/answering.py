@@ -54,15 +54,6 @@ class Questions(Dataset):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def notes(self) -> list[str]:
-        """Return a line if the first row is a preference pair, whose rejected answer is not read."""
-        line = "the questions are of preference pairs: answers are scored against the chosen"
-        try:
-            is_pair = len(self) > 0 and self.rows.sample(self.chosen[0]).rejected is not None
-        except BadSample:
-            return []
-        return [line] if is_pair else []
-
     def __getitem__(self, place: int) -> Question | Record:
         key = f"sample {self.chosen[place]}"
         try:

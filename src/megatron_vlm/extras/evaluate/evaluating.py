@@ -18,14 +18,7 @@ from tqdm import tqdm
 from megatron_vlm.commands.runs import open_run
 from megatron_vlm.config import MISSING, ConfigError, RunConfig
 from megatron_vlm.data.accounts.fingerprint import digest
-from megatron_vlm.extras.evaluate.answering import (
-    Questions,
-    Record,
-    Scored,
-    answers,
-    open_questions,
-    scored,
-)
+from megatron_vlm.extras.evaluate.answering import Questions, Record, Scored, answers, open_questions, scored
 from megatron_vlm.extras.evaluate.metrics import METRICS, Metric
 from megatron_vlm.extras.pages import render
 from megatron_vlm.extras.preview.rows import seen_pictures, with_shapes
@@ -72,17 +65,15 @@ def evaluate_model(
         title = config.name if config.run_dir != MISSING else config.model.hf_path
         _write(output, title, questions, source, records, result)
         yield f"{len(records)} questions of {printable(questions.name)}"
-        yield from questions.notes()
         yield from result.lines()
         yield f"wrote {printable(output)}/answers.jsonl, scores.json and answers.html"
     setup.shutdown()
 
 
 def _identity(config: RunConfig, source: Source) -> list[str]:
-    """The name of the checkpoint that answers, and a digest of its files as they are."""
+    """The name of the checkpoint that answers, and a digest of when its files were written."""
     folder = latest_checkpoint(config.run_dir) if config.run_dir != MISSING else source.folder
-    stats = {path.name: path.stat() for path in sorted(folder.iterdir())}
-    return [folder.name, digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()])]
+    return [folder.name, digest([[path.name, path.stat().st_mtime_ns] for path in sorted(folder.iterdir())])]
 
 
 def _begin(folder: Path, settings: dict[str, Any]) -> list[Record]:

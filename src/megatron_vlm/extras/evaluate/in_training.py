@@ -14,13 +14,7 @@ from megatron_vlm.callbacks.validation import SCORE, Best
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.encode.questions import Question
 from megatron_vlm.data.on_disk.paths import items_of
-from megatron_vlm.extras.evaluate.answering import (
-    Record,
-    answers,
-    open_questions,
-    record_of,
-    scored,
-)
+from megatron_vlm.extras.evaluate.answering import Record, answers, open_questions, record_of, scored
 from megatron_vlm.extras.evaluate.metrics import Score, metric_of
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
@@ -46,8 +40,6 @@ class Scoring(Callback):
             data, run.source, train.score_tokens, train.score_samples, train.seed
         )
         setup.on_first_rank(self._look)
-        for note in self._questions.notes():
-            run.message(note)
 
     def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
         if run.milestones.scores_after(run.step):
@@ -57,37 +49,33 @@ class Scoring(Callback):
                 run.callbacks.on_validation_end(run, {name: score.score for name, score in scores.items()})
 
     def _look(self) -> None:
-        """Scores references as answers, until every metric gave a figure and one of them is `train.best_by`.
-        Raises ConfigError if no question gives such, and what a metric raises."""
-        train = self._config.train
-        records: list[Record] = []
+        """Score references as answers, until each metric has scored one.
+
+        Raises:
+            ConfigError: A metric scores none, fails, or no figure is `train.best_by`.
+        """
         figures: dict[str, float] = {}
-        waiting = set(self._metrics)
-        for place in range(len(self._questions)):
-            watchdog.beat(f"looking at question {place} to be scored")
-            asked = self._questions[place]
-            if isinstance(asked, Question):
-                asked = record_of(asked, asked.references[0])
-            records.append(asked)
-            for name, metric in self._metrics.items():
-                if scores := scored([asked], {name: metric}, self._questions.boxes).scores:
-                    waiting.discard(name)
-                    figures |= dict.fromkeys((f"{SCORE}{one}" for one in scores), 0.0)
-            if not waiting and (not train.best_is_score or train.best_figure[0] in figures):
-                return
-        if not waiting:
-            Best(train).rate(0, figures)  # which says what figures there are
-        told = "; ".join(scored(records, self._metrics, self._questions.boxes).lines())
-        raise ConfigError(
-            f"train.score_metric: {', '.join(sorted(waiting))} scores none of the {len(records)} questions "
-            f"of {printable(self._questions.name)}: {printable(told)}; correct them, or change the metric."
-        )
+        for name, metric in self._metrics.items():
+            records: list[Record] = []
+            scores: dict[str, Score] = {}
+            while not scores and len(records) < len(self._questions):
+                watchdog.beat(f"looking at question {len(records)} to be scored")
+                asked = self._questions[len(records)]
+                is_question = isinstance(asked, Question)
+                records.append(record_of(asked, asked.references[0]) if is_question else asked)
+                scores = scored(records[-1:], {name: metric}, self._questions.boxes).scores
+            if not scores:
+                reasons = "; ".join(scored(records, {name: metric}, self._questions.boxes).lines())
+                raise ConfigError(
+                    f"train.score_metric: {name} scores none of the {len(records)} questions of "
+                    f"{printable(self._questions.name)}: {printable(reasons)}; correct them, or change it."
+                )
+            figures |= {f"{SCORE}{figure}": 0.0 for figure in scores}
+        if self._config.train.best_is_score:
+            Best(self._config.train).rate(0, figures)  # which says what figures there are
 
     def scores(self, model: list[Module], step: int) -> dict[str, Score]:
-        """The score of each figure after a step, by its name among the run's figures. Collective.
-
-        Raises ConfigError if there is none, though `train.best_by` asks for one.
-        """
+        """The score of each figure after a step, by its name among the run's figures. Collective."""
         watchdog.beat(f"scoring answers after step {step}")
         longest = self._config.train.score_tokens
         workers = self._config.data.num_workers
@@ -101,7 +89,4 @@ class Scoring(Callback):
         lines = [json.dumps(record) + "\n" for record in records]
         write_whole(folder / f"step_{step:08d}.jsonl", "".join(lines))
         result = scored(records, self._metrics, self._questions.boxes)
-        if self._config.train.best_is_score and not result.scores:
-            told = "; ".join(result.lines()) or "no question was asked"
-            raise ConfigError(f"train.best_by: there is no score: {told}.")
         return {f"{SCORE}{name}": score for name, score in result.scores.items()}

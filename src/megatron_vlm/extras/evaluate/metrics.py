@@ -18,7 +18,6 @@ from megatron_vlm.files import calling, object_of
 from megatron_vlm.messages import printable, suggestion
 
 ANLS_THRESHOLD = 0.5
-BOX_IS_RIGHT = 0.5
 Box = Sequence[float]  # x and y of two corners
 
 
@@ -104,7 +103,7 @@ def boxes(judged: Judged) -> dict[str, float]:
     if not expected:
         raise BadSample("no_box", "its reference has no box")
     shares = overlaps(judged.boxes(judged.answer), expected)
-    right = sum(share >= BOX_IS_RIGHT for share in shares)
+    right = sum(share >= 0.5 for share in shares)
     return {"iou": sum(shares) / len(shares), "iou_at_0.5": right / len(shares)}
 
 

@@ -23,7 +23,7 @@ def preview(
 ) -> None:
     """Write a page that shows the training data as the model will see it, and print how long its samples are.
 
-    Images as processed, text with the trained tokens marked, documents and their positions, what was dropped.
+    Images as processed, text with the trained tokens marked, documents of a row, what was dropped.
     """
     flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
     config = arguments.config_of_data(recipe, file, settings, flags)

@@ -34,7 +34,6 @@ class ShownDocument:
     key: str
     tokens: int
     trained: int
-    positions: str
     runs: list[TokenRun]
 
 
@@ -66,9 +65,8 @@ class RowReader:
             places = (numbers_S == number).nonzero().flatten()
             span = slice(int(places[0]), int(places[-1]) + 1)
             runs = self._drawn(list(self._runs(batch["input_ids"][row, span], marks_S[span], pictures)))
-            positions = _positions(batch["position_ids"][..., row, span])
             trained = int((batch["loss_mask"][row, span] > 0).sum())
-            documents.append(ShownDocument(key, span.stop - span.start, trained, positions, runs))
+            documents.append(ShownDocument(key, span.stop - span.start, trained, runs))
         return Row(documents, int((numbers_S > 0).sum()), len(numbers_S))
 
     def _drawn(self, runs: list[TokenRun]) -> list[TokenRun]:
@@ -116,15 +114,6 @@ class RowReader:
                 yield TokenRun(VISUAL, len(ids), pictures=pictures[mark - 2])
             else:
                 yield TokenRun(TRAINED if mark else READ, len(ids), self._tokenizer.decode(ids))
-
-
-def _positions(position_ids: Tensor) -> str:
-    """The range of positions: `0–41`, or with three axes `t 0–41 · h 0–49 · w 0–49`."""
-    axes = position_ids if position_ids.dim() == 2 else position_ids[None]
-    ranges = [f"{int(axis.min())}–{int(axis.max())}" for axis in axes]
-    if not axes[1:].any():
-        return ranges[0]
-    return " · ".join(f"{name} {r}" for name, r in zip("thw", ranges, strict=True))
 
 
 def pictures_of(item: GenericVisualInputs, kind: Kind) -> list[Image.Image]:
