@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -176,6 +176,22 @@ def folder_aside(output: str | Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # they hold the output, or another's
                 for folder in made:
                     folder.rmdir()
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Return a folder of a cache. `make` fills a new one if it is missing, in one process of a machine."""
+    from filelock import FileLock
+
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        for leftover in folder.parent.glob(f".{folder.name}.*"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        if not folder.is_dir():
+            with folder_aside(folder) as aside:
+                make(aside)
+    return folder
 
 
 def check_output(path: str | Path) -> None:

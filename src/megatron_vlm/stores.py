@@ -9,7 +9,6 @@ import hashlib
 import logging
 import posixpath
 import re
-import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.files import folder_aside
+from megatron_vlm.files import made_once
 from megatron_vlm.messages import printable
 
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the file of MSC_CONFIG"
@@ -123,24 +122,21 @@ def fetched(url: str, patterns: Sequence[str]) -> Path:
     Processes of a machine fetch each version once. Raises StoreError, also if a file is changed meanwhile,
     and OSError if the cache cannot be written.
     """
-    from filelock import FileLock
     from huggingface_hub.constants import HF_HUB_CACHE
     from tqdm import tqdm
 
     url = folder(url)
     versions = _versions(url, patterns)
-    target = Path(HF_HUB_CACHE, "stores", hashlib.sha256(repr((url, versions)).encode()).hexdigest()[:24])
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        for leftover in target.parent.glob(f".{target.name}.*"):  # of a process that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        if not target.is_dir():
-            with folder_aside(target) as aside, at(url) as (client, path):
-                for name in tqdm(versions, f"fetching {printable(url)}", unit="file"):
-                    client.download_file(f"{path}/{name}", str(aside / name))
-                if _versions(url, patterns) != versions:
-                    raise StoreError(f"{printable(url)} changed while it was fetched; start again.")
-    return target
+
+    def fetch(target: Path) -> None:
+        with at(url) as (client, path):
+            for name in tqdm(versions, f"fetching {printable(url)}", unit="file"):
+                client.download_file(f"{path}/{name}", str(target / name))
+        if _versions(url, patterns) != versions:
+            raise StoreError(f"{printable(url)} changed while it was fetched; start again.")
+
+    key = hashlib.sha256(repr((url, versions)).encode()).hexdigest()[:24]
+    return made_once(Path(HF_HUB_CACHE, "stores", key), fetch)
 
 
 def _versions(url: str, patterns: Sequence[str]) -> dict[str, tuple[int, str]]:

@@ -20,7 +20,7 @@ from sources import image_bytes, write_hf_folder, write_sharegpt
 pytest.importorskip("moto", reason="moto is not installed")
 from store_server import BUCKET, KEY, SECRET, Line, forget, put, store, write  # noqa: E402
 
-from megatron_vlm import stores  # noqa: E402
+from megatron_vlm import files, stores  # noqa: E402
 from megatron_vlm.checks.data_on_disk import data_problems  # noqa: E402
 from megatron_vlm.checks.model_on_disk import checkpoint_problems, upload_problems  # noqa: E402
 from megatron_vlm.commands.arguments import new_output  # noqa: E402
@@ -204,7 +204,7 @@ def test_a_checkpoint_in_a_store_is_checked_as_one_on_disk(folder, tiny_gemma3, 
     put(model, there)
     of_disk = list(checkpoint_problems(str(model)))
     assert of_disk and [text.replace(str(model), there) for text in of_disk] == [*checkpoint_problems(there)]
-    put_aside = stores.folder_aside
+    put_aside = files.folder_aside
 
     @contextmanager
     def changing(output: Path) -> Iterator[Path]:
@@ -212,7 +212,7 @@ def test_a_checkpoint_in_a_store_is_checked_as_one_on_disk(folder, tiny_gemma3, 
             write(f"{there}/generation_config.json", b"{}")
             yield aside
 
-    monkeypatch.setattr(stores, "folder_aside", changing)
+    monkeypatch.setattr(files, "folder_aside", changing)
     with pytest.raises(stores.StoreError, match="changed while it was fetched; start again"):
         resolve(there, str)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))

@@ -162,7 +162,8 @@ def test_processes_that_start_together_read_one_copy(tmp_path):
     with ThreadPoolExecutor(8) as together:
         tables = list(together.map(open_table, [tmp_path / "rows.gz"] * 8))
     assert [len(table) for table in tables] == [len(RECORDS)] * 8
-    assert len(list((tmp_path / "cache/unpacked").iterdir())) == 2  # what was packed, and its lines
+    made = [path for path in (tmp_path / "cache/unpacked").iterdir() if path.is_dir()]
+    assert len(made) == 2  # what was packed, and its lines
 
 
 def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
