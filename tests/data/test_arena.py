@@ -15,9 +15,10 @@ from garbage import garbage_that_aborts
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.data.accounts.drops import DropReport
-from megatron_vlm.data.accounts.ledger import LostSample
-from megatron_vlm.data.load.limits import close_loader, next_or_too_many_drops
+from megatron_vlm.data.accounts.lost import LostSample
+from megatron_vlm.data.load.base import next_or_too_many_drops
 from megatron_vlm.data.load.shared_memory import PLACES, SMALL, Arena, through_arenas
+from megatron_vlm.data.load.workers import close_loader
 
 COUNT = 5 * PLACES
 

@@ -39,7 +39,7 @@ from megatron_vlm.data.encode.chat_template import RESERVED as MARKS
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.load.hf import MEASURED_AT_ONCE, HFProvider
-from megatron_vlm.data.load.limits import close_loader
+from megatron_vlm.data.load.workers import close_loader
 from megatron_vlm.models.families import load
 from tiny.checkpoints import build_tiny_checkpoint
 

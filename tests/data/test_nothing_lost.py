@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import load_from_disk
@@ -28,10 +29,11 @@ from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
-from megatron_vlm.data.accounts.ledger import Ledger, LostSample, check_each_once
+from megatron_vlm.data.accounts.lost import LostSample, check_each_once
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load import shared_memory as arena
+from megatron_vlm.data.load.rows import EncodedEntry, RowLoader
 from megatron_vlm.data.records import tables
 
 ROWS, TOKENS = 60, 50  # samples with two images have more tokens
@@ -79,14 +81,18 @@ ASKED = [(1, ["a", "b"]), (2, ["c"]), (3, ["d", "e"])]
 FULL = [(1, Row("a", "b"), []), (2, None, [0]), (3, Row("e"), [0])]
 
 
-def settle(items, asked=ASKED):
-    ledger = Ledger(asked, key=str)
-    assert list(ledger) == asked
-    return list(ledger.settled(items))
+def entries_from(given: list) -> list:
+    """What a loader makes of the entries that workers gave for ASKED."""
+    rows = SimpleNamespace(table=SimpleNamespace(key=str))
+    rows.encoder = SimpleNamespace(documents=SimpleNamespace(per_sample=1))
+    loader = RowLoader(rows, ASKED, 0)
+    assert list(loader) == ASKED
+    loader.workers = [EncodedEntry(*entry) for entry in given]
+    return [tuple(entry) for entry in loader.entries()]
 
 
-def test_rows_in_samples_or_dropped_are_settled():
-    assert settle(FULL) == FULL
+def test_rows_in_samples_or_dropped_are_delivered():
+    assert entries_from(FULL) == FULL
 
 
 @pytest.mark.parametrize(
@@ -104,9 +110,9 @@ def test_rows_in_samples_or_dropped_are_settled():
         (2, [(2, Row("e"), [0])], "d, e"),
     ],
 )
-def test_what_is_not_settled_is_named(number, instead, named):
+def test_what_is_not_delivered_is_named(number, instead, named):
     with pytest.raises(LostSample, match=f"^data: {named}: .*start again from the last checkpoint.$"):
-        settle([*FULL[:number], *instead, *FULL[number + 1 :]])
+        entries_from([*FULL[:number], *instead, *FULL[number + 1 :]])
 
 
 @pytest.mark.parametrize("documents", [[0, 1], [0, 1, 1], [0, 1, 3], [0, 1, 2, 2]])

@@ -16,7 +16,7 @@ from sources import write_sharegpt
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.load.limits import close_loader
+from megatron_vlm.data.load.workers import close_loader
 
 SEQ_LENGTH = 160
 SAMPLES = 60

@@ -21,7 +21,7 @@ from sources import write_hf_folder, write_sharegpt
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig, ParallelConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.load.limits import workers_of
+from megatron_vlm.data.load.workers import workers_of
 from tiny.distributed import run_distributed
 
 SAMPLES = 40

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.generation_prompt import processor_outputs, stop_tokens
-from megatron_vlm.data.load.limits import worker_death
+from megatron_vlm.data.load.workers import worker_death
 from megatron_vlm.job.errors import explain
 from megatron_vlm.messages import reading
 

@@ -10,12 +10,12 @@ from typing import Any, Self
 
 from torch.utils.data import DataLoader
 
-from megatron_vlm.batch import Batch, fully_masked
+from megatron_vlm.batch import DROPPED, Batch, fully_masked
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import check_fingerprint
 from megatron_vlm.data.load.energon_state import FORMAT
-from megatron_vlm.data.load.limits import close_loader, next_or_too_many_drops
+from megatron_vlm.data.load.workers import close_loader, worker_death, workers_of
 from megatron_vlm.data.on_disk.paths import sources_of
 
 
@@ -31,6 +31,28 @@ def order_settings(data: DataConfig, micro_batch_size: int, seed: int) -> dict:
         "packing_buffer_size": data.packing_buffer_size if data.packing == "stream" else None,
         "repetitions": shares if any(shares) else None,
     }
+
+
+def with_limited_drops(encoder, data: DataConfig):
+    """A copy of `encoder` that counts in the same report and itself raises TooManyDrops."""
+    limited = copy.copy(encoder)
+    limited.drops = encoder.drops.limited(data.max_drop_share)
+    return limited
+
+
+def next_or_too_many_drops(batches: Iterator[Batch], drops: DropReport, loader: DataLoader) -> Batch | None:
+    """The next batch, and its drops have arrived; None after the last. If a worker gave up or was killed, the
+    error says why in short."""
+    try:
+        batch = next(batches, None)
+    except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: it died while sending a batch
+        drops.check()
+        if not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker"):
+            raise RuntimeError(worker_death(workers_of(loader))) from error
+        raise
+    drops.check()
+    drops.arrived.update(batch.pop(DROPPED, {}) if batch else {})
+    return batch
 
 
 class TrainLoader(ABC):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,13 +29,13 @@ from megatron.energon import (
 from megatron.energon.metadataset import load_dataset
 from torch.utils.data import DataLoader
 
-from megatron_vlm.batch import Batch
+from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
 from megatron_vlm.data.chatml.sample import ChatMLSample
-from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
+from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings, with_limited_drops
 from megatron_vlm.data.load.energon_safety import (
     check_dataset,
     checked_source,
@@ -50,9 +50,9 @@ from megatron_vlm.data.load.energon_state import (
     from_json_data,
     to_json_data,
 )
-from megatron_vlm.data.load.limits import notice_the_dead, with_limited_drops, with_rest
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.template_notes import start_notes
+from megatron_vlm.data.load.workers import notice_the_dead
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.records.unread import LOOKED_AT, SourceSample, read_sample
@@ -224,7 +224,7 @@ class EnergonValidLoader(ValidLoader):
     def _open(self) -> DataLoader:
         dataset = self._dataset(self._mine)
         loader = _undisturbing(get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS))
-        loader.dataset.datasets = (with_rest(loader.dataset.dataset, self._encoder),)
+        loader.dataset.datasets = (_with_rest(loader.dataset.dataset, self._encoder),)
         return loader
 
     def _dataset(self, workers: WorkerConfig):
@@ -324,6 +324,13 @@ def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig, path: st
     endless = [index for index, part in enumerate(parts) if part.repeats is None]
     samples = sum(length[endless[0]] for length in lengths) if len(endless) == 1 else None
     return max(map(sum, lengths)), samples
+
+
+def _with_rest(batches: Iterable[Batch], encoder: Any) -> Iterator[Batch | dict]:
+    """The batches of a pass as a worker makes them, and then what was dropped since the last."""
+    encoder.taken_drops()  # of a pass that was left before its end, in this same process
+    yield from batches
+    yield {DROPPED: encoder.taken_drops()}
 
 
 def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:

@@ -19,15 +19,15 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
-from megatron_vlm.data.accounts.ledger import Ledger, lost
+from megatron_vlm.data.accounts.lost import lost
 from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings
+from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings, with_limited_drops
 from megatron_vlm.data.load.length_cache import measure_dataset
-from megatron_vlm.data.load.limits import close_loader, over_epochs, with_limited_drops
 from megatron_vlm.data.load.orders import Place, RandomOrder, StreamOrder
 from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
-from megatron_vlm.data.load.rows import EncodedRows, loader_of
+from megatron_vlm.data.load.rows import EncodedRows, RowLoader
 from megatron_vlm.data.load.template_notes import start_notes
+from megatron_vlm.data.load.workers import close_loader, loader_of
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import Resized, divided, in_turn, sources_of_keys
 from megatron_vlm.data.records.streams import StreamedRows
@@ -215,13 +215,14 @@ class HFTrainLoader(TrainLoader):
         self.sources = sources_of_keys(rows.table)
         if settings["rank"] == 0 or not isinstance(rows.table, StreamedRows):  # a hub answers one rank
             self.notes = start_notes(sample_sources(rows.table), rows.encoder)
-        self._ledger = Ledger(order, rows.table.key, rows.encoder.documents.per_sample)
-        self._loader = loader_of(rows, self._ledger, num_workers)
+        self._row_loader = RowLoader(rows, order, num_workers)
+        self._loader = self._row_loader.workers
         self._place = order.place
 
     def _make_batches(self) -> Iterator[Batch]:
-        settled = over_epochs(self._drops, self._place, self._ledger.settled(self._loader))
-        for self._place, batch in self._rows.batches(settled, self._micro_batch_size):  # noqa: B020
+        entries = self._row_loader.entries_of_epochs(self._place, self._drops)
+        for position, batch in self._row_loader.batches(entries, self._micro_batch_size):
+            self._place = position
             yield batch
 
     def state_dict(self) -> dict:
@@ -290,10 +291,11 @@ class HFValidLoader(ValidLoader):
         self._mine = [row for row in self._mine if ends[number] <= row < ends[number + 1]]
 
     def _open(self) -> DataLoader:
-        order, documents = [(None, [index]) for index in self._mine], self._encoder.documents
-        ledger = Ledger(order, self._table.key, documents.per_sample)
-        return loader_of(EncodedRows(self._table, self._encoder), ledger, self._num_workers)
+        rows = EncodedRows(self._table, self._encoder)
+        order = [(None, [index]) for index in self._mine]
+        self._row_loader = RowLoader(rows, order, self._num_workers)
+        return self._row_loader.workers
 
     def _batches(self, loader: DataLoader) -> Iterator[Batch | dict]:
-        rows, settled = EncodedRows(self._table, self._encoder), loader.sampler.settled(loader)
-        return (batch for _, batch in rows.batches(settled, self._micro_batch_size))
+        entries = self._row_loader.entries()
+        return (batch for _, batch in self._row_loader.batches(entries, self._micro_batch_size))

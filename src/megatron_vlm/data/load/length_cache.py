@@ -16,7 +16,7 @@ from tqdm import tqdm
 from xxhash import xxh3_64_digest
 
 from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
-from megatron_vlm.data.load.rows import loader_of
+from megatron_vlm.data.load.workers import loader_of
 from megatron_vlm.files import naming, read_file, write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable

@@ -9,7 +9,7 @@ import numpy as np
 from numpy import ndarray
 
 from megatron_vlm.data.accounts.fingerprint import digest
-from megatron_vlm.data.accounts.ledger import check_each_once
+from megatron_vlm.data.accounts.lost import check_each_once
 from megatron_vlm.data.encode.packing import Rows, attention_cost, balanced_order, pack
 from megatron_vlm.data.load.orders import Move, Order, Place, RandomOrder
 

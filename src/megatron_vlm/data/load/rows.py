@@ -1,31 +1,38 @@
-"""Rows of a table or a stream, encoded by the encoder that Energon uses."""
+"""Rows of a table or a stream, encoded in data workers by the encoder that Energon uses.
+
+order (position, rows) ── worker: record → sample ──▶ EncodedEntry ── delivery check ──▶ micro batch
+"""
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import torch
 from megatron.energon import SkipSample
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.accounts.drops import TooManyDrops
-from megatron_vlm.data.accounts.ledger import lost
+from megatron_vlm.data.accounts.drops import MIN_SAMPLES, DropReport, TooManyDrops
+from megatron_vlm.data.accounts.lost import lost
 from megatron_vlm.data.chatml.record import load_media, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
-from megatron_vlm.data.load.shared_memory import through_arenas
+from megatron_vlm.data.load.workers import loader_of
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.streams import StreamedRows
 
 
-class EncodedRows(Dataset):
-    """(place, rows) → (place, their documents as one encoded sample or None, {n: why the n-th was dropped}).
+class EncodedEntry(NamedTuple):
+    """An entry of an order as a worker gives it back."""
 
-    A row is its number in the table, or what the stream gave.
-    """
+    position: Any  # where the order goes on after it
+    sample: HFEncoderTaskSample | None  # its rows' documents as one; None if all were dropped
+    dropped: dict[int, str]  # the number of each dropped row in the entry, and the reason
+
+
+class EncodedRows(Dataset):
+    """Encodes the entries of an order. A row is its number in the table, or what the stream gave."""
 
     def __init__(self, table: Table | StreamedRows, encoder) -> None:
         self.table, self.encoder = table, encoder
@@ -33,8 +40,8 @@ class EncodedRows(Dataset):
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, item: tuple[Any, list]) -> tuple[Any, Any, dict[int, str]]:
-        place, indices = item
+    def __getitem__(self, entry: tuple[Any, list]) -> EncodedEntry:
+        position, indices = entry
         encoded, places, dropped = [], [], {}
         for number, index in enumerate(indices):
             try:
@@ -47,10 +54,10 @@ class EncodedRows(Dataset):
                     ) from skipped
                 dropped[number] = bad.reason
         if not encoded:
-            return place, None, dropped
+            return EncodedEntry(position, None, dropped)
         row = self.encoder.join(encoded)
         row.__restore_key__ = places
-        return place, row, dropped
+        return EncodedEntry(position, row, dropped)
 
     def measured(self, index: int) -> tuple[int, int] | None:
         """(tokens, patches) of a row's encoding, None for one that will be dropped, and then be counted."""
@@ -83,17 +90,6 @@ class EncodedRows(Dataset):
             problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
         return ChatMLSample(problem=problem, **keys)
 
-    def batches(self, settled: Iterable[tuple], size: int) -> Iterator[tuple[Any, Batch | dict]]:
-        """(place, batch of `size`) from what a ledger settled; at last, samples and drops that are left."""
-        samples, dropped = [], Counter()
-        for place, sample, reasons in settled:
-            dropped.update(reasons.values())
-            samples += [] if sample is None else [sample]
-            if len(samples) == size:
-                yield place, self.batch(samples) | {DROPPED: dropped}
-                samples, dropped = [], Counter()
-        yield None, (self.batch(samples) if samples else {}) | {DROPPED: dropped}
-
     def batch(self, samples: list[HFEncoderTaskSample]) -> Batch:
         return self.encoder.encode_batch(self.encoder.batch(samples))
 
@@ -102,17 +98,83 @@ class EncodedRows(Dataset):
         return self.table.fingerprint()
 
 
-def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
-    """A loader whose workers look up each entry of an order in `rows`."""
-    loader = DataLoader(
-        rows,
-        batch_size=None,
-        sampler=order,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
-        collate_fn=lambda item: item,
-        generator=torch.Generator(),  # the run's own random numbers stay as they are
-        multiprocessing_context="fork" if num_workers else None,
-    )
-    return through_arenas(loader)
+class RowLoader:
+    """Micro batches of the entries of an order, which data workers encode.
+
+    Every row that a worker is asked for comes back, in a sample or counted as dropped: one that is missing,
+    doubled or in another's place raises LostSample.
+
+    Args:
+        rows: Encodes an entry.
+        order: `(position, rows)` in the order of training.
+        num_workers: Processes that encode; 0 for this one.
+    """
+
+    def __init__(self, rows: EncodedRows, order: Iterable[tuple[Any, Sequence]], num_workers: int) -> None:
+        self._rows = rows
+        self._order = order
+        self._expected: deque[tuple[Any, list[str]]] = deque()  # positions, and the keys of their rows
+        self.workers = loader_of(rows, self, num_workers)
+
+    def __iter__(self) -> Iterator[tuple[Any, Sequence]]:
+        """The entries of the order, as the workers are asked for them: this is their sampler."""
+        for position, rows in self._order:
+            self._expected.append((position, [self._rows.table.key(row) for row in rows]))
+            yield position, rows
+
+    def entries(self) -> Iterator[EncodedEntry]:
+        """The entries as they come back, in their order."""
+        for entry in self.workers:
+            self._check_delivery(entry)
+            yield entry
+        if self._expected:
+            raise lost([key for _, keys in self._expected for key in keys], "not given back by workers")
+
+    def batches(self, entries: Iterable[EncodedEntry], size: int) -> Iterator[tuple[Any, Batch | dict]]:
+        """The position after a batch of `size` samples, and the batch; at last, what is left of both."""
+        samples: list[HFEncoderTaskSample] = []
+        dropped: Counter[str] = Counter()
+        for entry in entries:
+            dropped.update(entry.dropped.values())
+            if entry.sample is not None:
+                samples.append(entry.sample)
+            if len(samples) == size:
+                yield entry.position, self._rows.batch(samples) | {DROPPED: dropped}
+                samples = []
+                dropped = Counter()
+        rest = self._rows.batch(samples) if samples else {}
+        yield None, rest | {DROPPED: dropped}
+
+    def entries_of_epochs(self, position: Sequence[int], drops: DropReport) -> Iterator[EncodedEntry]:
+        """The entries from `position` on, which begins with an epoch and how much of it is done.
+
+        Raises TooManyDrops when a whole epoch of this rank had nothing to train on and at least MIN_SAMPLES
+        were dropped. The rank would read on without a batch, and all others would wait without end.
+        """
+        epoch = position[0]
+        has_sample = False
+        dropped = 0
+        # ends of epochs since the last sample; the beginning of the first counts
+        ends = int(not any(position[1:]))
+        for entry in self.entries():
+            has_sample = has_sample or entry.sample is not None
+            dropped += len(entry.dropped)
+            if entry.position[0] != epoch:
+                ends = 0 if has_sample else ends + entry.position[0] - epoch
+                dropped = 0 if has_sample else dropped
+                epoch = entry.position[0]
+                has_sample = False
+                if ends > 1 and dropped >= MIN_SAMPLES:
+                    drops.epoch_was_dropped(dropped)
+                    drops.check()
+            yield entry
+
+    def _check_delivery(self, entry: EncodedEntry) -> None:
+        position, keys = self._expected.popleft() if self._expected else (None, [])
+        documents = self._rows.encoder.documents.per_sample
+        kept = [key for n, key in enumerate(keys) if n not in entry.dropped for _ in range(documents)]
+        found = [] if entry.sample is None else entry.sample.document_keys
+        if (entry.position, found) != (position, kept):
+            wrong = keys if entry.position != position else sorted(set(kept) ^ set(found)) or kept
+            gave = f"workers gave {found} at {entry.position} where {kept} at {position} were due"
+            raise lost(wrong or found, gave)

@@ -1,0 +1,77 @@
+"""Data workers: the loader that starts them, what ended one that died, and their end."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_vlm.data.load.shared_memory import through_arenas
+from megatron_vlm.job.errors import killed_message
+
+
+def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
+    """A loader whose workers look up each entry of an order in `rows`."""
+    loader = DataLoader(
+        rows,
+        batch_size=None,
+        sampler=order,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
+        collate_fn=lambda item: item,
+        generator=torch.Generator(),  # the run's own random numbers stay as they are
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    return through_arenas(loader)
+
+
+def workers_of(loader: DataLoader) -> Sequence[BaseProcess]:
+    """The processes that read for a loader; none before it is asked for a batch."""
+    return getattr(getattr(loader, "_iterator", None), "_workers", ())
+
+
+def worker_death(workers: Iterable[BaseProcess]) -> str:
+    """Return the message about the first of these data workers that has ended; no sample is to blame."""
+    workers = list(workers)
+    with contextlib.suppress(RuntimeError):  # with which torch interrupts the main thread when one has ended
+        ended = wait([worker.sentinel for worker in workers], timeout=5)  # its pipes close a little before
+        for worker in workers:
+            worker.join(5 if worker.sentinel in ended else 0)
+    dead = next((worker for worker in workers if worker.exitcode), None)
+    number = -dead.exitcode if dead and dead.exitcode < 0 else signal.SIGKILL
+    return killed_message(f"data: a DataLoader worker{f' (pid {dead.pid})' if dead else ''}", number)
+
+
+def notice_the_dead(loader: DataLoader) -> None:
+    """Makes a loader of Energon raise where it would wait without end for the answer of a dead worker."""
+
+    def answer(worker: int, answers: Queue, get: Callable[[], Any]) -> Any:
+        asked = workers_of(loader)[worker]
+        if answers._reader not in wait([answers._reader, asked.sentinel]):
+            raise RuntimeError(worker_death([asked]))
+        return get()
+
+    for worker, answers in enumerate(loader.result_queues):
+        answers.get = partial(answer, worker, answers, answers.get)
+
+
+def close_loader(loader: DataLoader) -> None:
+    """End the workers at once; garbage collection would take 5 s for each worker of Energon.
+
+    The threads that fed them have ended, too. A worker forked while such a thread closes its pipe would have
+    a copy of the pipe, whose number may by then be the worker's own, and would close that.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        with contextlib.suppress(RuntimeError):  # torch reports a killed worker here, too
+            iterator._shutdown_workers()
+        for queue in getattr(iterator, "_index_queues", ()):
+            if queue._thread is not None:
+                queue._thread.join(timeout=5)
