@@ -16,8 +16,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packing import pack_buffer
 from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.load.orders import RandomOrder
-from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking
+from megatron_vlm.data.load.sampler import BalancedSampler, PackingSampler, ShuffledSampler
 
 COUNT, EPOCHS = 61, 40
 RNG = np.random.default_rng(0)
@@ -40,16 +39,16 @@ def select_rows(tokens, patches):
 
 
 def single(rank, world_size):
-    return RandomOrder(rows_of, rank, world_size, seed=1)
+    return ShuffledSampler(rows_of, rank, world_size, seed=1)
 
 
 def buffered(rank, world_size):
-    return BufferedPacking(single(rank, world_size), 16, measure, select_rows)
+    return PackingSampler(single(rank, world_size), 16, measure, select_rows)
 
 
 def balanced(rank, world_size, capacity=200):
     patches = np.zeros_like(TOKENS)
-    return BalancedRows(rows_of, TOKENS, patches, rank, world_size, 2, seed=1, capacity=capacity)
+    return BalancedSampler(rows_of, TOKENS, patches, rank, world_size, 2, seed=1, capacity=capacity)
 
 
 def grouped(rank, world_size):
@@ -68,16 +67,16 @@ def test_whatever_the_ranks_each_epoch_has_each_row_once(make, trial):
         for rank in range(world_size):
             order = make(rank, world_size)
             if world > 0:
-                order.moves = moves
-                order.move(places)
+                order.reshards = moves
+                order.reshard(places)
             rows, count = iter(order), taken + int(rng.integers(0, 6))
-            place = order.place
+            place = order.position
             while place[0] < until if world == 2 else count > 0:
                 place, indices = next(rows)
                 seen.update(index for index in indices if TOKENS[index] >= 0)
                 count -= 1
             reached.append(place)
-        places, moves = json.loads(json.dumps([reached, order.moves]))
+        places, moves = json.loads(json.dumps([reached, order.reshards]))
     whole = [index for index in range(COUNT * min(place[0] for place in places)) if TOKENS[index] >= 0]
     assert len(whole) > COUNT and set(seen.values()) == {1}
     assert seen.keys() >= set(whole)

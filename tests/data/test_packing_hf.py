@@ -16,7 +16,7 @@ from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
-from megatron_vlm.data.load.packed_orders import BalancedRows
+from megatron_vlm.data.load.sampler import BalancedSampler
 
 SEQ_LENGTH = 160
 ROWS = 48  # for a whole number of buffers on 1 and on 3 ranks
@@ -210,7 +210,7 @@ def test_other_settings_measure_again(tmp_path, folder, processor, change):
 
 def test_a_document_that_grew_after_it_was_measured_is_an_error(open_loader, encoder):
     loader = open_loader(encoder, "global")
-    loader._order.tokens[:] = 20
+    loader._sampler.tokens[:] = 20
     with pytest.raises(RuntimeError, match="tokens, seq_length = 160: they changed after"):
         for _ in range(20):
             next(loader)
@@ -238,7 +238,7 @@ def balanced(rank, world_size, **options):
     tokens[::50] = DROPPED
     patches = np.where(rng.random(970) < 0.6, tokens * 2, 0)
     settings = {"micro_batch_size": 2, "seed": 1, "capacity": 200} | options
-    return BalancedRows(lambda epoch: np.arange(970), tokens, patches, rank, world_size, **settings)
+    return BalancedSampler(lambda epoch: np.arange(970), tokens, patches, rank, world_size, **settings)
 
 
 def test_ranks_stay_in_step_over_epochs():

@@ -40,7 +40,7 @@ from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.chatml.turns import is_trained
 from megatron_vlm.data.encode.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.encode.questions import references_of
-from megatron_vlm.data.load.packed_orders import BufferedPacking
+from megatron_vlm.data.load.sampler import PackingSampler
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk.fields import FIELDS
 from megatron_vlm.data.on_disk.paths import DataSource
@@ -91,9 +91,9 @@ def opened(settings, processor, rank=0, world_size=1, num_workers=0, packing="no
 
 def take_epoch(loader):
     """The batches of the first epoch; the state after each says which epoch it is of."""
-    batches, order = [], loader._order
-    if isinstance(order, BufferedPacking):  # its buffers end with the epoch, and begin in it
-        places = (place for place, _ in copy.copy(order.order))
+    batches, sampler = [], loader._sampler
+    if isinstance(sampler, PackingSampler):  # its buffers end with the epoch, and begin in it
+        places = (place for place, _ in copy.copy(sampler.sampler))
         *_, end = itertools.takewhile(lambda place: place[0] == 0, places)
         while loader.state_dict()["place"] != [*end, 0]:
             batches.append(next(loader))

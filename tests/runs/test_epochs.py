@@ -22,7 +22,7 @@ from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.load.orders import RandomOrder
+from megatron_vlm.data.load.sampler import ShuffledSampler
 from megatron_vlm.data.records.blends import is_held_out
 from megatron_vlm.files import read_rows
 from megatron_vlm.job.milestones import Epochs, milestones, validation_notes
@@ -215,9 +215,9 @@ def test_every_sample_comes_in_every_epoch_whatever_the_ranks(folder, processor,
 
 def test_ranks_share_epochs_as_one_sequence():
     """Also where the ranks do not divide an epoch: after two rows of each, the first six of the sequence."""
-    dealt = [iter(RandomOrder(lambda epoch: np.arange(4), rank, 3, seed=1)) for rank in range(3)]
+    dealt = [iter(ShuffledSampler(lambda epoch: np.arange(4), rank, 3, seed=1)) for rank in range(3)]
     first = [row for _ in range(2) for order in dealt for row in next(order)[1]]
-    alone = iter(RandomOrder(lambda epoch: np.arange(4), 0, 1, seed=1))
+    alone = iter(ShuffledSampler(lambda epoch: np.arange(4), 0, 1, seed=1))
     assert first == [row for _ in range(6) for row in next(alone)[1]]
 
 

@@ -55,11 +55,12 @@ from megatron_vlm.data.load.template_notes import start_notes
 from megatron_vlm.data.load.workers import notice_the_dead
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
-from megatron_vlm.data.records.unread import LOOKED_AT, SourceSample, read_sample
+from megatron_vlm.data.records.unread import SourceSample, read_sample
 from megatron_vlm.data.shard_format import cook_record, read_parts
 from megatron_vlm.messages import reading
 
 CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
+FIRST_RECORDS = 16  # of each source, looked at before the start; they come with their media
 FIRST_BATCH_SECONDS = 600  # before the watchdog reports; a large buffer must fill first
 
 
@@ -298,7 +299,7 @@ class EnergonSamples:
 def _first_records(source: DataSource, encoder) -> SourceSample:
     """Return the first records of a training split."""
     samples = EnergonSamples([source], encoder, "train")
-    return read_sample(source.path, samples, range(min(LOOKED_AT, len(samples))))
+    return read_sample(source.path, samples, range(min(FIRST_RECORDS, len(samples))))
 
 
 def _name(sources: list[DataSource], split: str = "val") -> str:

@@ -23,9 +23,16 @@ from megatron_vlm.data.accounts.lost import lost
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings, with_limited_drops
 from megatron_vlm.data.load.length_cache import measure_dataset
-from megatron_vlm.data.load.orders import Place, RandomOrder, StreamOrder
-from megatron_vlm.data.load.packed_orders import BalancedRows, BufferedPacking, Measured
 from megatron_vlm.data.load.rows import EncodedRows, RowLoader
+from megatron_vlm.data.load.sampler import (
+    BalancedSampler,
+    Measured,
+    PackingSampler,
+    Position,
+    Sampler,
+    ShuffledSampler,
+    StreamSampler,
+)
 from megatron_vlm.data.load.template_notes import start_notes
 from megatron_vlm.data.load.workers import close_loader, loader_of
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
@@ -45,7 +52,7 @@ class HFProvider:
     An epoch has the rows of each path once, or as many as the path's `DataSource` says. With
     1.5, a row comes once or twice in an epoch, and over all epochs as often as the path's others.
 
-    With `streaming`, `StreamOrder` says how training rows come, shuffled within `shuffle_buffer_size`.
+    With `streaming`, `StreamSampler` says how training rows come, shuffled within `shuffle_buffer_size`.
     With `packing` the training loader's encoder must be a PackingVLMTaskEncoder. "global" packing and
     `group_by_length` measure the whole dataset when the training loader is built, once for all runs that
     share `lengths_cache`.
@@ -84,8 +91,9 @@ class HFProvider:
             "group_by_length": data.group_by_length,
             "shuffle_buffer_size": data.shuffle_buffer_size if data.streaming else None,
         }
-        order = self._order(rows, micro_batch_size, rank, world_size, seed)
-        return HFTrainLoader(rows, order, micro_batch_size, data.num_workers, settings | order.settings())
+        sampler = self._sampler(rows, micro_batch_size, rank, world_size, seed)
+        settings |= sampler.settings()
+        return HFTrainLoader(rows, sampler, micro_batch_size, data.num_workers, settings)
 
     def train_rows(self, encoder, seed: int, held_out: bool = False) -> EncodedRows:
         """The rows of the training paths that are trained, or those that are held out of them.
@@ -108,25 +116,27 @@ class HFProvider:
             rows.table = Resized(rows.table, self._data.resize_jitter, seed)
         return rows
 
-    def _order(self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int):
+    def _sampler(
+        self, rows: EncodedRows, micro_batch_size: int, rank: int, world_size: int, seed: int
+    ) -> Sampler:
         data = self._data
         if data.streaming:
-            order = StreamOrder(rows.table, rank, world_size, seed, data.shuffle_buffer_size)
+            sampler = StreamSampler(rows.table, rank, world_size, seed, data.shuffle_buffer_size)
         else:
             rows_of = functools.partial(rows.table.rows_of, seed=seed)
-            order = RandomOrder(rows_of, rank, world_size, seed)
+            sampler = ShuffledSampler(rows_of, rank, world_size, seed)
         if data.packing == "global" or data.group_by_length:
             tokens, patches = measure_dataset(rows, data.lengths_cache, data.num_workers, rank, world_size)
             capacity = rows.encoder.data.seq_length if data.packing == "global" else None
             most = rows.encoder.data.max_patches
-            return BalancedRows(
+            return BalancedSampler(
                 rows_of, tokens, patches, rank, world_size, micro_batch_size, seed, capacity, most
             )
         if data.packing == "none":
-            return order
+            return sampler
         size = data.packing_buffer_size
         measure = _Measuring(rows, size, data.num_workers)
-        return BufferedPacking(order, size, measure, rows.encoder.select_rows, (*order.place, 0))
+        return PackingSampler(sampler, size, measure, rows.encoder.select_rows, (*sampler.position, 0))
 
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
@@ -172,20 +182,20 @@ def _validation_split(source: DataSource) -> str | None:
 
 
 class _Measuring(Dataset):
-    """Called with an order: what each of its rows costs. Workers measure up to a buffer ahead."""
+    """Called with a sampler: what each of its rows costs. Workers measure up to a buffer ahead."""
 
     def __init__(self, rows: EncodedRows, buffer_size: int, num_workers: int) -> None:
         self._rows, self._num_workers = rows, num_workers
         self._ahead = -(-buffer_size // (MEASURED_AT_ONCE * max(1, num_workers)))
         self._loader: DataLoader | None = None
 
-    def __call__(self, order: RandomOrder) -> Iterator[Measured]:
+    def __call__(self, sampler: ShuffledSampler | StreamSampler) -> Iterator[Measured]:
         self.close()
-        asked, handed_out = itertools.tee(itertools.batched(order, MEASURED_AT_ONCE))
+        asked, handed_out = itertools.tee(itertools.batched(sampler, MEASURED_AT_ONCE))
         self._loader = loader_of(self, handed_out, self._num_workers, self._ahead)
         return self._settled(asked)
 
-    def _settled(self, asked: Iterator[tuple[tuple[Place, list[int]], ...]]) -> Iterator[Measured]:
+    def _settled(self, asked: Iterator[tuple[tuple[Position, list[int]], ...]]) -> Iterator[Measured]:
         """The measures of the workers. Raises LostSample if they are not of the rows that were asked for."""
         key = self._rows.table.key
         for measured, piece in zip(self._loader, asked, strict=True):
@@ -195,7 +205,7 @@ class _Measuring(Dataset):
             for (place, [row]), (_, costs) in zip(piece, measured, strict=True):
                 yield place, row, costs
 
-    def __getitem__(self, piece: tuple[tuple[Place, list], ...]) -> list[tuple[tuple[Place, str], Any]]:
+    def __getitem__(self, piece: tuple[tuple[Position, list], ...]) -> list[tuple[tuple[Position, str], Any]]:
         return [((place, self._rows.table.key(row)), self._rows.measured(row)) for place, [row] in piece]
 
     def close(self) -> None:
@@ -208,42 +218,44 @@ class HFTrainLoader(TrainLoader):
     their epochs; only a stream needs the same number."""
 
     def __init__(
-        self, rows: EncodedRows, order, micro_batch_size: int, num_workers: int, settings: dict
+        self, rows: EncodedRows, sampler: Sampler, micro_batch_size: int, num_workers: int, settings: dict
     ) -> None:
         super().__init__(rows.encoder.drops, settings | encoder_settings(rows.encoder))
-        self._rows, self._order, self._micro_batch_size = rows, order, micro_batch_size
+        self._rows = rows
+        self._sampler = sampler
+        self._micro_batch_size = micro_batch_size
         self.sources = sources_of_keys(rows.table)
         if settings["rank"] == 0 or not isinstance(rows.table, StreamedRows):  # a hub answers one rank
             self.notes = start_notes(sample_sources(rows.table), rows.encoder)
-        self._row_loader = RowLoader(rows, order, num_workers)
+        self._row_loader = RowLoader(rows, sampler, num_workers)
         self._loader = self._row_loader.workers
-        self._place = order.place
+        self._position = sampler.position
 
     def _make_batches(self) -> Iterator[Batch]:
-        entries = self._row_loader.entries_of_epochs(self._place, self._drops)
+        entries = self._row_loader.entries_of_epochs(self._position, self._drops)
         for position, batch in self._row_loader.batches(entries, self._micro_batch_size):
-            self._place = position
+            self._position = position
             yield batch
 
     def state_dict(self) -> dict:
-        return self._state(place=list(self._place), moves=self._order.moves)
+        return self._state(place=list(self._position), moves=self._sampler.reshards)
 
     def load_state_dict(self, state: dict) -> None:
         self._check(state)
-        self._order.moves = state["moves"]
-        self._place = self._order.place = tuple(state["place"])
+        self._sampler.reshards = state["moves"]
+        self._position = self._sampler.position = tuple(state["place"])
 
     def load_states(self, states: list[dict]) -> None:
         place = {name: self.fingerprint[name] for name in ("rank", "world_size")}
         if len(states) == place["world_size"]:
             return self.load_state_dict(states[place["rank"]])
-        self._check(states[0], **(place if self._order.other_ranks_go_on else {}))
-        self._order.moves = states[0]["moves"]
-        self._order.move([state["place"] for state in states])
-        self._place = self._order.place
+        self._check(states[0], **(place if self._sampler.other_ranks_go_on else {}))
+        self._sampler.reshards = states[0]["moves"]
+        self._sampler.reshard([state["place"] for state in states])
+        self._position = self._sampler.position
 
     def rows_in(self, epochs: int) -> int | None:
-        return self._order.rows_in(epochs)
+        return self._sampler.rows_in(epochs)
 
     def replay(self, restore_key: list[list]) -> Batch:
         table = self._rows.table
@@ -256,7 +268,7 @@ class HFTrainLoader(TrainLoader):
 
     def close(self) -> None:
         super().close()
-        self._order.close()
+        self._sampler.close()
 
 
 class HFValidLoader(ValidLoader):
