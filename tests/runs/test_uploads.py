@@ -83,7 +83,7 @@ def test_a_run_from_a_store_is_the_run_from_disk_and_its_copy_is_a_run_folder(
     kept += [f"exports/step_000000{step}" for step in (20, 40)]
     files = {str(file.relative_to(there)) for name in kept for file in (there / name).iterdir()}
     files |= {"config.yaml", "starts.jsonl", "checkpoints/latest"}
-    assert set(names_in(copy)) == files | {"metrics.jsonl", "copied_by.txt"}
+    assert set(names_in(copy)) == files | {"metrics.jsonl"}
     for name in files:
         assert stores.read(f"{copy}/{name}", 1 << 30) == (there / name).read_bytes()
 
@@ -122,47 +122,47 @@ def through_a_line(seconds: float = 0.0) -> Iterator[Line]:
         forget()
 
 
-def start_in(run_dir: Path, copy: str, files: int = 3) -> tuple[bytes, Callable[[], list[str]]]:
-    """A start, with the files of a checkpoint: its mark, and what copies them and returns what was told."""
+def start_in(run_dir: Path, copy: str, files: int = 3) -> Callable[[], list[str]]:
+    """A start, with the files of a checkpoint: what copies them and returns what was told."""
     config = config_of(run_dir, copy)
-    restored = uploads.restore(config)
+    uploads.restore(config)
     (run_dir / "checkpoints/step_00000010").mkdir(parents=True)
     for name in [*(f"{number}.pt" for number in range(files)), "state.json"]:
         (run_dir / "checkpoints/step_00000010" / name).write_text(f"{name} of {run_dir}")
 
     def copied() -> list[str]:
         told: list[str] = []
-        copies, run = begun(config, restored, told)
+        copies, run = begun(config, told)
         copies.on_save(run, run_dir / "checkpoints/step_00000010")
         copies.on_train_end(run)
         return told
 
-    return restored.token, copied
+    return copied
 
 
-def begun(config: RunConfig, restored: uploads.Restored, told: list[str]) -> tuple[uploads.Uploads, Run]:
+def begun(config: RunConfig, told: list[str]) -> tuple[uploads.Uploads, Run]:
     """The callback of a run that has no step yet; what it says comes into `told`."""
     run = Run(config, Milestones(config.train, 99), Callbacks([]))
     run.message = told.append
-    copies = uploads.Uploads(restored)
+    copies = uploads.Uploads()
     copies.on_train_begin(run)
     return copies, run
 
 
-def test_of_two_starts_at_once_one_copies_and_the_other_says_so(folder, tmp_path):
-    copy, whole = f"{AT}/two", "checkpoints/step_00000010/state.json"
-    _, first_copies = start_in(tmp_path / "first", copy)
-    _, second_copies = start_in(tmp_path / "second", copy)
-    [said] = first_copies()
-    assert said.startswith(f"train.upload_to: {copy} is now the copy of {tmp_path}/second on ")
-    assert list(names_in(copy)) == ["copied_by.txt"]
-    assert second_copies() == [] and stores.read(f"{copy}/{whole}", 99).endswith(b"second")
+def test_of_two_runs_with_one_address_one_copies_and_the_other_says_so(folder, tmp_path):
+    copy, last = f"{AT}/two", "checkpoints/step_00000010/state.json"
+    both = {name: start_in(tmp_path / name, copy) for name in ("first", "second")}
+    for name in both:
+        (tmp_path / name / "starts.jsonl").write_text(f"{name}\n")
+    assert both["first"]() == []
+    assert both["second"]() == [f"train.upload_to: {copy} holds another run; give each run its own address."]
+    assert stores.read(f"{copy}/{last}", 99).endswith(b"first")
 
 
 def test_a_copy_that_was_removed_is_made_again(folder, tmp_path):
     """Nobody else has the address."""
     copy = f"{AT}/removed"
-    _, copies = start_in(tmp_path / "run", copy)
+    copies = start_in(tmp_path / "run", copy)
     remove(copy, list(names_in(copy)))
     assert copies() == [] and stores.is_file(f"{copy}/checkpoints/step_00000010/state.json")
 
@@ -188,7 +188,7 @@ def test_a_store_without_a_complete_checkpoint_is_free(folder, tmp_path):
     copy = f"{AT}/free"
     in_the_store(copy, {"starts.jsonl": "lost\n", "checkpoints/step_00000010/a.pt": "lost"})
     (tmp_path / "starts.jsonl").write_text("now\n")
-    token, copies = start_in(tmp_path, copy)
+    copies = start_in(tmp_path, copy)
     assert copies() == [] and stores.read(f"{copy}/starts.jsonl", 99) == b"now\n"
     assert set(names_in(f"{copy}/checkpoints/step_00000010")) == {"0.pt", "1.pt", "2.pt", "state.json"}
 
@@ -197,7 +197,7 @@ def test_an_export_with_other_weights_is_copied_again(folder, tmp_path):
     """Its config.json is the same."""
     copy, export = f"{AT}/exported_again", tmp_path / "run/exports/step_00000008"
     config = config_of(tmp_path / "run", copy)
-    copies, run = begun(config, uploads.restore(config), [])
+    copies, run = begun(config, [])
     export.mkdir(parents=True)
     for weights in (b"one", b"two"):
         (export / "model.safetensors").write_bytes(weights)
@@ -214,7 +214,7 @@ def test_an_export_with_other_weights_is_copied_again(folder, tmp_path):
 
 
 def test_copies_end_where_the_run_folder_cannot_be_read(folder, tmp_path):
-    _, copies = start_in(tmp_path, f"{AT}/unread")
+    copies = start_in(tmp_path, f"{AT}/unread")
     (tmp_path / "checkpoints").rename(tmp_path / "aside")
     (tmp_path / "checkpoints").touch()
     [said] = copies()

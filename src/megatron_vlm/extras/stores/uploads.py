@@ -2,16 +2,12 @@
 
 <upload_to>/checkpoints/step_00000100/  complete if it has a state.json, which is written last
 <upload_to>/exports/step_00000100/      complete if it has a config.json, which is written last
-<upload_to>/copied_by.txt               the token of the start that copies there
 """
 
 import queue
 import re
-import secrets
-import socket
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +25,20 @@ STARTS = "starts.jsonl"
 RUN_FILES = ("config.yaml", "metrics.jsonl", STARTS, "checkpoints/adapter_start/*")
 CONFIGS = ("config.json", "adapter_config.json")  # the file of an export that is written last
 FILE_NAME = re.compile(r"[\w.-]*\w")
-OWNER = "copied_by.txt"
 
 
-@dataclass(frozen=True)
-class Restored:
-    """The token that makes a store this start's, and a line for the log if a checkpoint was fetched."""
-
-    token: bytes = b""
-    note: str = ""
-
-
-def restore(config: RunConfig) -> Restored:
+def restore(config: RunConfig) -> str:
     """Fetch the newest complete checkpoint of the store into a run folder that has none.
 
     The run holds the lock of its folder. Checksums are compared when the checkpoint is loaded.
 
+    Returns:
+        A line for the log; empty if nothing was fetched.
+
     Raises:
         ConfigError: The store holds another run, or is ahead of the folder.
-        StoreError: The store fails, also if nothing can be written there.
+        StoreError: The store fails.
     """
-    if config.train.upload_to is None:
-        return Restored()
     url, run_dir = str(stores.folder(config.train.upload_to)), Path(config.run_dir).absolute()
     shown = printable(url)
     watchdog.beat(f"looking for checkpoints in {shown}", files=True)
@@ -59,10 +47,8 @@ def restore(config: RunConfig) -> Restored:
         local = run_folder.complete_checkpoints(run_dir)
         if complete:
             _check_same_run(client, root, config, local, complete[-1])
-        token = f"{run_dir} on {socket.gethostname()}, start {secrets.token_hex(4)}".encode()
-        client.write(f"{root}/{OWNER}", token)
         if local or not complete:
-            return Restored(token)
+            return ""
         for pattern in RUN_FILES:
             for file in client.glob(f"{root}/{pattern}"):
                 target = run_dir / file.removeprefix(f"{root}/")
@@ -70,7 +56,7 @@ def restore(config: RunConfig) -> Restored:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     write_whole(target, client.read(file))
         _fetch_checkpoint(client, f"{root}/checkpoints/{complete[-1]}", run_dir)
-    return Restored(token, f"train.upload_to: fetched {complete[-1]} of {shown}")
+    return f"train.upload_to: fetched {complete[-1]} of {shown}"
 
 
 def complete_steps(client: Any, root: str) -> list[str]:
@@ -88,14 +74,19 @@ def _check_same_run(client: Any, root: str, config: RunConfig, local: list[str],
     fact = ""
     if local and local[-1] < newest:
         fact = f"{printable(url)} has {newest}, and {printable(run_dir)} only {local[-1]}"
-    starts = [run_dir / STARTS, f"{root}/{STARTS}"]
-    if local and starts[0].is_file() and client.is_file(starts[1]):
-        # The first start of a run tells it from all others.
-        if read_file(starts[0]).split(b"\n")[0] != client.read(starts[1]).split(b"\n")[0]:
-            fact = f"{printable(url)} holds another run than {printable(run_dir)}"
+    if local and _holds_another_run(client, root, run_dir):
+        fact = f"{printable(url)} holds another run than {printable(run_dir)}"
     if fact:
         remedy = "give a new run_dir to go on from the store, or another upload_to"
         raise ConfigError(f"train.upload_to: {fact}; {remedy}.")
+
+
+def _holds_another_run(client: Any, root: str, run_dir: Path) -> bool:
+    """Whether the store has another first start than this folder: it tells a run from all others."""
+    local, copy = run_dir / STARTS, f"{root}/{STARTS}"
+    if not (local.is_file() and client.is_file(copy)):
+        return False
+    return read_file(local).split(b"\n")[0] != client.read(copy).split(b"\n")[0]
 
 
 def _fetch_checkpoint(client: Any, path: str, run_dir: Path) -> None:
@@ -111,27 +102,21 @@ def _fetch_checkpoint(client: Any, path: str, run_dir: Path) -> None:
     run_folder.make_latest(partial)
 
 
-class OtherOwner(stores.StoreError):
-    """Another start copies to the address now."""
-
-
 class Uploads(Callback):
     """Copy what is complete after each save, on a thread of the rank that logs.
 
-    A failure is logged and does not end the run; the next save tries again. A run that finds another start's
-    token in the store stops to copy.
+    A failure is logged and does not end the run; the next save tries again.
     """
 
-    def __init__(self, restored: Restored | None = None):
-        self._restored = restored or Restored()
+    _note = ""  # what was fetched
 
     def before_resume(self, config: RunConfig) -> None:
         """Fetch the newest checkpoint of the store, if the run folder has none."""
-        self._restored = setup.on_first_rank(restore, config)
+        self._note = setup.on_first_rank(restore, config)
 
     def on_train_begin(self, run: Run) -> None:
-        if self._restored.note:
-            run.message(self._restored.note)
+        if self._note:
+            run.message(self._note)
         self._run_dir = Path(run.config.run_dir)
         self._url = str(stores.folder(run.config.train.upload_to))
         self._keep = max(run.config.train.keep_checkpoints, 1)
@@ -171,10 +156,10 @@ class Uploads(Callback):
                 if str(error) != last_message:
                     self._log(f"train.upload_to: {error}")
                 last_message = str(error)
-                is_last = is_last or isinstance(error, OtherOwner)
 
     def _copy_up_to(self, step: int, client: Any, root: str) -> None:
-        self._check_owner(client, root)
+        if complete_steps(client, root) and _holds_another_run(client, root, self._run_dir):
+            raise ValueError(f"{printable(self._url)} holds another run; give each run its own address.")
         # A run that goes on from a checkpoint needs the files of the run and the earlier exports.
         for file in (file for pattern in RUN_FILES for file in self._run_dir.glob(pattern)):
             client.write(f"{root}/{file.relative_to(self._run_dir)}", read_file(file))
@@ -201,21 +186,10 @@ class Uploads(Callback):
         is_old = last_file.stat().st_mtime < self._copied_at.get(last_file, self._began)
         if is_old and client.is_file(last) and client.read(last) == read_file(last_file):
             return
-        self._check_owner(client, root)
         self._copied_at[last_file] = time.time()
         _remove(client, folder, last_file.name)
         for file in sorted(last_file.parent.iterdir(), key=lambda file: file == last_file):
             client.upload_file(f"{folder}/{file.name}", str(file))
-
-    def _check_owner(self, client: Any, root: str) -> None:
-        """Raise OtherOwner if another start has written its token."""
-        if not client.is_file(f"{root}/{OWNER}"):
-            return
-        owner = client.read(f"{root}/{OWNER}")
-        if owner != self._restored.token:
-            other = printable(owner.decode(errors="replace"))
-            fact = f"{printable(self._url)} is now the copy of {other}"
-            raise OtherOwner(f"{fact}; this run copies no more. Give each run its own address.")
 
 
 def _remove(client: Any, folder: str, last_file: str) -> None:
