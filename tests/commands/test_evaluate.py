@@ -26,6 +26,7 @@ from megatron_vlm.extras.evaluate.answering import open_questions
 from megatron_vlm.extras.evaluate.command import NAMES
 from megatron_vlm.extras.evaluate.metrics import METRICS
 from megatron_vlm.models.hf import open_source
+from megatron_vlm.run_folder import lock
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -299,3 +300,10 @@ def test_ranks_share_the_questions(asked, evaluated, tp):
 
 def test_the_names_of_metrics_are_those_that_there_are():
     assert tuple(METRICS) == NAMES
+
+
+def test_a_second_evaluation_in_the_same_folder_is_refused(asked, tmp_path):
+    held = lock.take(tmp_path)
+    refused = evaluate(asked, tmp_path)
+    held.close()
+    assert refused.returncode == 2 and "belongs to an evaluation that lives: rank 0 is" in refused.stderr

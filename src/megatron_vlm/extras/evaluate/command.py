@@ -49,7 +49,7 @@ def evaluate(
     metrics = {name: metric_of(name) for name in metric or ["exact_match"]}
     config = _with_data(arguments.config_of_model(model, True, settings, nproc), data)
     names = set(os.listdir(output)) if output.exists() else set()
-    if names - {"errors"} and "settings.json" not in names:
+    if names - {"errors", "lock"} and "settings.json" not in names:
         raise ConfigError(f"--output: {printable(output)} holds no evaluation; give a new folder.")
     arguments.prepare_cuda(config.parallel)
     if nproc:

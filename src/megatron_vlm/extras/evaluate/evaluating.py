@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from PIL import Image
 from tqdm import tqdm
@@ -26,9 +26,9 @@ from megatron_vlm.files import open_to_write, read_file, read_text, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
+from megatron_vlm.run_folder import lock
 from megatron_vlm.run_folder.folder import latest_checkpoint
 
-MOST_BYTES = 1 << 34
 SHOWN = 20  # worst answers on the page
 MOST_PICTURES = 8  # of an answer on the page; a video has many frames
 
@@ -50,11 +50,11 @@ def evaluate_model(
         )
     settings = {"model": _identity(config, source), "max_new_tokens": max_new_tokens}
     settings |= {"dtype": config.model.dtype, **questions.fingerprint}
-    records = setup.on_first_rank(_begin, output, settings)
-    done = len(records)
+    locks: list[BinaryIO] = []  # held until the evaluation ends
+    records = setup.on_first_rank(_begin, output, settings, locks)
     is_first = setup.is_first_rank()
-    with tqdm(total=len(questions), initial=done, unit="answer", disable=None if is_first else True) as bar:
-        for some in answers(chunks, source, questions, max_new_tokens, done, config.data.num_workers):
+    with tqdm(total=len(questions), initial=len(records), unit="answer", disable=not is_first or None) as bar:
+        for some in answers(chunks, source, questions, max_new_tokens, len(records), config.data.num_workers):
             records += some
             if is_first:
                 with open_to_write(output / "answers.jsonl", append=True) as file:
@@ -76,13 +76,13 @@ def _identity(config: RunConfig, source: Source) -> list[str]:
     return [folder.name, digest([[path.name, path.stat().st_mtime_ns] for path in sorted(folder.iterdir())])]
 
 
-def _begin(folder: Path, settings: dict[str, Any]) -> list[Record]:
+def _begin(folder: Path, settings: dict[str, Any], locks: list[BinaryIO]) -> list[Record]:
     """Begin in the folder, or go on in it. Return the answers it has; a line that was cut short goes.
 
     Raises:
-        ConfigError: The folder has answers of another evaluation.
+        ConfigError: The folder has answers of another evaluation, or another one is going on in it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    locks.append(lock.take(folder, whose=lock.OF_AN_EVALUATION))
     kept = folder / "settings.json"
     text = json.dumps(settings, indent=1)
     if kept.exists() and read_text(kept) != text:
@@ -92,7 +92,7 @@ def _begin(folder: Path, settings: dict[str, Any]) -> list[Record]:
         )
     write_whole(kept, text)
     file = folder / "answers.jsonl"
-    lines = read_file(file, MOST_BYTES).splitlines(keepends=True) if file.exists() else []
+    lines = read_file(file).splitlines(keepends=True) if file.exists() else []
     whole = [line for line in lines if line.endswith(b"\n")]
     write_whole(file, whole)
     return [json.loads(line) for line in whole]
