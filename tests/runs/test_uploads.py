@@ -183,6 +183,18 @@ def test_a_fetch_that_fails_leaves_no_checkpoint(folder, tmp_path):
     assert sorted(os.listdir(tmp_path / step)) == ["a.pt", "b.pt", "state.json"]
 
 
+@pytest.mark.parametrize(("name", "text"), [("b.pt", "b"), ("b.pt", ""), ("state.json", "{")])
+def test_of_a_damaged_copy_the_one_before_is_fetched(folder, tmp_path, name, text):
+    copy = f"{AT}/damaged_{name}_{len(text)}"
+    in_the_store(copy, checkpoint_files(10) | checkpoint_files(20))
+    in_the_store(copy, {f"checkpoints/step_00000020/{name}": text})
+    lines = uploads.restore(config_of(tmp_path / "run", copy)).splitlines()
+    assert "step_00000020" in lines[0] and "is damaged, and is left out" in lines[0]
+    assert lines[1].startswith("train.upload_to: fetched step_00000010 of ")
+    assert latest_checkpoint(tmp_path / "run").name == "step_00000010"
+    assert uploads.restore(config_of(tmp_path / "run", copy)) == ""  # the next start
+
+
 def test_a_store_without_a_complete_checkpoint_is_free(folder, tmp_path):
     """Its run was killed while it copied its first checkpoint, and then lost its folder, too."""
     copy = f"{AT}/free"

@@ -168,6 +168,8 @@ def explain(error: BaseException, file: Path) -> tuple[int, str]:
     if what:
         damaged = f"It is damaged, or of a kind that is not known: replace it; the traceback is in {file}."
         return USERS_CODE, f"{what} cannot be read: {named(error)}{place}{notes}\n{damaged}"
+    if _raised_in_users_file(error):
+        return USERS_CODE, f"{named(error)}{place}{notes}\nCorrect that file; the traceback is in {file}."
     bug = f"This is a bug of megatron_vlm or of a library; the traceback is in {file}."
     return BUG_CODE, f"{named(error)}{place}{notes}\n{bug}"
 
@@ -225,6 +227,12 @@ def _raised_by_us(error: BaseException) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package = frames[-1].f_globals.get("__package__") if frames else None
     return (package or "").partition(".")[0] == "megatron_vlm"
+
+
+def _raised_in_users_file(error: BaseException) -> bool:
+    """Whether a Python file that the user named raised it: `files.object_of` names its module `users_…`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("users_")
 
 
 def _keep_traceback(error: BaseException) -> Path:

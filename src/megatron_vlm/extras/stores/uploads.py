@@ -19,7 +19,7 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
-from megatron_vlm.run_folder.checkpoint_files import STATE
+from megatron_vlm.run_folder.checkpoint_files import STATE, checksum_problems, read_state, size_problems
 
 STARTS = "starts.jsonl"
 RUN_FILES = ("config.yaml", "metrics.jsonl", STARTS, "checkpoints/adapter_start/*")
@@ -28,15 +28,15 @@ FILE_NAME = re.compile(r"[\w.-]*\w")
 
 
 def restore(config: RunConfig) -> str:
-    """Fetch the newest complete checkpoint of the store into a run folder that has none.
+    """Fetch the newest checkpoint of the store that is whole into a run folder that has none.
 
-    The run holds the lock of its folder. Checksums are compared when the checkpoint is loaded.
+    The run holds the lock of its folder.
 
     Returns:
-        A line for the log; empty if nothing was fetched.
+        Lines for the log; empty if nothing was fetched.
 
     Raises:
-        ConfigError: The store holds another run, or is ahead of the folder.
+        ConfigError: The store holds another run, is ahead of the folder, or has only damaged checkpoints.
         StoreError: The store fails.
     """
     url, run_dir = str(stores.folder(config.train.upload_to)), Path(config.run_dir).absolute()
@@ -55,8 +55,15 @@ def restore(config: RunConfig) -> str:
                 if FILE_NAME.fullmatch(target.name):
                     target.parent.mkdir(parents=True, exist_ok=True)
                     write_whole(target, client.read(file))
-        _fetch_checkpoint(client, f"{root}/checkpoints/{complete[-1]}", run_dir)
-    return f"train.upload_to: fetched {complete[-1]} of {shown}"
+        lines = []
+        for name in reversed(complete):
+            problem = _fetch_checkpoint(client, f"{root}/checkpoints/{name}", run_dir)
+            if problem is None:
+                return "\n".join([*lines, f"train.upload_to: fetched {name} of {shown}"])
+            # It counts no longer, or the next start would take the run folder for one that is behind.
+            client.delete(f"{root}/checkpoints/{name}/{STATE}")
+            lines.append(f"train.upload_to: {name} of {shown} is damaged, and is left out: {problem}")
+    raise ConfigError("\n".join([*lines, "no checkpoint of the store is whole; give another upload_to."]))
 
 
 def complete_steps(client: Any, root: str) -> list[str]:
@@ -89,7 +96,8 @@ def _holds_another_run(client: Any, root: str, run_dir: Path) -> bool:
     return read_file(local).split(b"\n")[0] != client.read(copy).split(b"\n")[0]
 
 
-def _fetch_checkpoint(client: Any, path: str, run_dir: Path) -> None:
+def _fetch_checkpoint(client: Any, path: str, run_dir: Path) -> str | None:
+    """Make a copy the newest checkpoint of the run folder; return what is wrong with a damaged one."""
     entries = list(client.list(path=path))
     step = int(path[-8:])
     partial = run_folder.begin(run_dir, step, sum(entry.content_length for entry in entries))
@@ -99,7 +107,16 @@ def _fetch_checkpoint(client: Any, path: str, run_dir: Path) -> None:
             watchdog.beat(f"fetching {printable(path)}", files=True)
             client.download_file(entry.key, str(partial / name))
             sync(partial / name)
+    try:
+        files = read_state(partial)["files"]
+        problems = size_problems(partial, files) or checksum_problems(partial, files)
+    except ValueError as error:
+        problems = [str(error)]
+    if problems:
+        run_folder.remove(partial)
+        return problems[0]
     run_folder.make_latest(partial)
+    return None
 
 
 class Uploads(Callback):
