@@ -148,7 +148,7 @@ def export(
     adapter: bool = False,
 ) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder, adapters merged; --adapter: these alone."""
-    config = arguments.config_of_trained_run(run_dir, settings, nproc, needs_processor=False)
+    config = arguments.config_of_trained_run(run_dir, settings, nproc)
     output = arguments.new_output(output, run_dir)
     if adapter and not config.adapter.used:
         raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm import hub, stores
+from megatron_vlm import stores
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.messages import odd_fields, printable
@@ -173,18 +173,16 @@ def resolve(path: str | Path, check: Callable[[str | Path], Any] = read_config) 
 
 
 def _fetched(path: str | Path, fetch: Callable[..., str]) -> str:
-    """Fetch a hub name, from the cache alone if the hub cannot be asked. Raises FileNotFoundError."""
+    """Fetch a hub name. Raise FileNotFoundError with the reason of huggingface_hub."""
     if Path(path).is_absolute() or str(path).startswith((".", "~")):
         raise FileNotFoundError(f"checkpoint {printable(path)}: no such folder")
-    reason = hub.why_not()
     try:
-        return fetch(str(path), local_files_only=reason is not None)
+        return fetch(str(path))
     except (OSError, ValueError) as error:
-        if reason:
-            raise FileNotFoundError(f"checkpoint {hub.not_there(path, reason)}") from error
-        reason = printable(str(error).partition("\n")[0])
+        reason = printable(" ".join(str(error).split()), 300)
         raise FileNotFoundError(
-            f"checkpoint {printable(path)}: no such folder, and not to be had from the hub ({reason})"
+            f"checkpoint {printable(path)}: no such folder, and not to be had from the hub ({reason}); where "
+            f"the hub can be reached, `hf download {printable(path)} --local-dir FOLDER` fetches it."
         ) from error
 
 

@@ -1,8 +1,4 @@
-import json
-from contextlib import nullcontext
-
 import pytest
-from hub_server import answering
 
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import ConfigError, RunConfig, derived, missing_settings
@@ -197,19 +193,18 @@ def test_derived_numbers_without_a_world_use_the_fewest_processes():
     assert derived(config("parallel.tp=2", "parallel.pp=2", "parallel.ep=3"))["processes"] == 12
 
 
-def test_missing_local_paths_are_named_and_remote_ones_left_alone(tmp_path, monkeypatch):
+def test_missing_local_paths_are_named_and_remote_data_left_alone(tmp_path):
     (tmp_path / ".nv-meta").mkdir()
     (tmp_path / ".nv-meta/.info.json").write_text("{}")
-    with answering(monkeypatch):
-        validate_paths(config(f"data.train_data_path={tmp_path}"))
-        validate_paths(config("data.train_data_path=hf://datasets/a/b"))
-        validate_paths(config("data.train_data_path=org/dataset", "data.dataset_type=hf"))
+    good = [f"data.train_data_path={tmp_path}", "data.train_data_path=hf://datasets/a/b"]
+    for path in (*good, "data.train_data_path=/data/x"):
         with pytest.raises(ConfigError) as raised:
-            validate_paths(config("model.hf_path=./nope"))
-    assert [line.split(" does not exist; ")[0] for line in str(raised.value).splitlines()] == [
-        "model.hf_path: ./nope",
-        "data.train_data_path: /data/x",
-    ]
+            validate_paths(config("model.hf_path=./nope", path))
+        lines = [line.split(" does not exist; ")[0] for line in str(raised.value).splitlines()]
+        assert lines == [
+            "model.hf_path: ./nope",
+            *(["data.train_data_path: /data/x"] if path not in good else []),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -265,18 +260,6 @@ def test_a_file_of_odd_shape_is_refused(tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         compose(file=tmp_path / "run.yaml")
-
-
-@pytest.mark.parametrize("missing, refused", [(1, False), (2, False), (3, True)])
-def test_a_few_missing_media_are_left_to_the_run_and_many_refused(tmp_path, monkeypatch, missing, refused):
-    """A run counts and leaves out what a broken record names."""
-    rows = [{"conversations": [], "images": [f"{number}.png"]} for number in range(missing)]
-    rows.append({"conversations": []})
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = config(f"data.train_data_path={tmp_path}/data.jsonl", "data.dataset_type=hf")
-    with answering(monkeypatch):
-        with pytest.raises(ConfigError, match="none of the first 3") if refused else nullcontext():
-            validate_paths(given)
 
 
 @pytest.mark.parametrize("value", ["'/data/rows'", '"/data/rows"'])

@@ -12,7 +12,7 @@ import pytest
 from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
-from megatron_vlm.checks.data_on_disk import data_problems
+from megatron_vlm.checks.paths import data_problems
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -188,8 +188,8 @@ def test_the_whole_files_are_read(whole, encoder, path, kind):
 
 def test_a_pipe_as_an_energon_dataset_is_named(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    [said] = data_problems(DataConfig(dataset_type="energon"), "data.train_data_path", str(tmp_path / "pipe"))
-    assert "pipe is a file, dataset_type energon reads prepared folders" in said
+    [said] = data_problems("energon", "data.train_data_path", str(tmp_path / "pipe"))
+    assert "pipe is another folder, not a prepared Energon dataset" in said
 
 
 def test_the_sqlite_index_is_not_needed(whole, encoder, tmp_path):

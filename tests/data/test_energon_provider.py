@@ -22,7 +22,7 @@ from sources import reply_numbers, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
-from megatron_vlm.checks.data_on_disk import data_problems
+from megatron_vlm.checks.paths import data_problems
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -203,7 +203,7 @@ def test_a_state_fits_the_dataset_after_it_moved(tmp_path, dataset, encoder, sav
 @pytest.mark.parametrize("name", first_soon(["rows.yaml", "rows.jsonl"]))
 def test_a_prepared_folder_may_have_the_name_of_a_file(tmp_path, dataset, encoder, name):
     moved = shutil.copytree(dataset, tmp_path / name)
-    assert list(data_problems(DataConfig(), "data.train_data_path", str(moved))) == []
+    assert list(data_problems("energon", "data.train_data_path", str(moved))) == []
     expected = take(train_loader(dataset, encoder), 3)
     assert take(train_loader(moved, encoder), 3) == expected
     two = DataConfig(train_data_path=[str(dataset), str(moved)], num_workers=0)

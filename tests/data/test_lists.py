@@ -13,8 +13,7 @@ from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.callbacks.samples import read_step
-from megatron_vlm.checks.data_on_disk import data_problems
-from megatron_vlm.checks.paths import validate_paths
+from megatron_vlm.checks.paths import data_problems, validate_paths
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
@@ -158,11 +157,11 @@ def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
     Path("a").mkdir()
     Path("a/b").write_text('{"question": "q", "answer": "a"}')
     for kind in ("hf", "energon"):
-        [problem] = data_problems(DataConfig(dataset_type=kind), "path", f"a/b{end}")
+        [problem] = data_problems(kind, "path", f"a/b{end}")
         assert problem.startswith("path: a/b") and " does not exist; " in problem
     Path(f"a/b{end}").write_text('{"question": "q", "answer": "a"}')
     for good in (f"a/b{end}", f"a/b{end}#5", f"a/b{end}*.5", "a/b #5", " a/b", "a/b#5 ", "hf://a/b*x"):
-        assert not list(data_problems(DataConfig(dataset_type="hf"), "path", good)), good
+        assert not list(data_problems("hf", "path", good)), good
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from loaders import take
 from prepared_shards import prepare, stored
 from sources import write_sharegpt
 
-from megatron_vlm.checks.data_on_disk import data_problems
+from megatron_vlm.checks.paths import data_problems
 from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -160,7 +160,7 @@ def test_a_description_in_an_object_store_is_checked_too(store, blend, tmp_path,
 
 
 def test_the_address_of_an_object_store_is_a_path(store):
-    assert not list(data_problems(DataConfig(), "data.train_data_path", f"{store}/a"))
+    assert not list(data_problems("energon", "data.train_data_path", f"{store}/a"))
 
 
 def test_columns_are_settings(tmp_path):

@@ -21,8 +21,6 @@ from prepared_shards import prepare
 from samples import clean, read_record
 from sources import image_bytes, record, write_sharegpt
 
-from megatron_vlm.checks.data_on_disk import data_problems, source_problems
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.chatml.columns import Columns
@@ -122,7 +120,6 @@ def test_records_are_read_from_any_form_under_any_name(tmp_path, form, name):
     assert rows.origin(0)[0] == str(tmp_path / name)
     assert len({rows.key(index) for index in range(len(rows))}) == len(rows)
     assert list(first_records(tmp_path / name)) == RECORDS
-    assert list(source_problems(str(tmp_path / name), None, {}, False)) == []
     again = open_table(tmp_path / name)
     assert (again.fingerprint(), again.identity) == (rows.fingerprint(), rows.identity)
 
@@ -141,7 +138,6 @@ def test_tables_are_read_from_any_form_under_any_name(tmp_path, form, name):
         conversation, images, _ = read_record(read, root)
         assert conversation == parse_record(row).stored()
         assert images == [(tmp_path / row["image"]).read_bytes()]
-    assert list(source_problems(str(tmp_path / name), None, {}, False)) == []
 
 
 def test_prepare_writes_what_a_packed_file_holds(tmp_path):
@@ -329,8 +325,6 @@ def test_what_cannot_be_rows_is_named(tmp_path, content, said):
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=f"rows.jsonl.*(?:{said})"):
         open_table(tmp_path / "rows.jsonl")
-    [problem] = source_problems(str(tmp_path / "rows.jsonl"), None, {}, False)
-    assert re.search(said, problem)
 
 
 # -- good files with nasty first bytes, and bad ones that a library would read wrongly
@@ -396,14 +390,6 @@ def test_pairs_of_pictures_and_texts_are_named(tmp_path):
         (tmp_path / f"{number}.txt").write_text("a caption")
     with pytest.raises(ValueError, match="is read as (texts|images) alone; write a line of JSON for each"):
         open_table(tmp_path)
-
-
-def test_a_list_without_brackets_is_offered_with_them(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(LINES)
-    paths = f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
-    [problem] = data_problems(DataConfig(dataset_type="hf"), "data.train_data_path", paths)
-    assert problem.endswith(f"does not exist; write several paths as a list: '[{paths}]'.")
 
 
 def test_a_cache_that_cannot_be_written_is_named_and_not_the_file(tmp_path, monkeypatch):
@@ -609,4 +595,3 @@ def test_a_meta_file_is_no_file_of_records(tmp_path, lines):
     entries = {name: {"file_name": "data.jsonl", "tags": {"role_tag": "from"}} for name in "ab"}
     (tmp_path / "dataset_info.json").write_text(json.dumps(entries, indent=lines or None))
     assert not list(first_records(tmp_path / "dataset_info.json"))
-    assert not list(source_problems(str(tmp_path / "dataset_info.json"), None, {}, False))

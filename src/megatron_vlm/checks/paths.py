@@ -1,38 +1,182 @@
-"""Checks what a configuration names on disk, before anything heavy starts: every problem, a line each."""
+"""Checks what a command names on disk before torch is imported: paths exist, and are of the right kind.
 
+Everything else is said by the library that reads a file, with its path; see `messages.reading`.
+"""
+
+import json
+import os
 import re
 import subprocess
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from megatron_vlm.checks.data_on_disk import data_problems, record_problems
-from megatron_vlm.checks.model_on_disk import (
-    checkpoint_problems,
-    read_json,
-    run_dir_problems,
-    start_problems,
-    upload_problems,
-)
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm import stores
+from megatron_vlm.config import AdapterConfig, ConfigError, DataPaths, RunConfig
 from megatron_vlm.config_rules.layout import misfit, sizes_in
+from megatron_vlm.config_rules.peft_config import settled
+from megatron_vlm.data.on_disk.paths import ROWS, paths_of
+from megatron_vlm.files import read_file
+from megatron_vlm.messages import printable
 from megatron_vlm.objectives import objective_of
+from megatron_vlm.signatures import unreadable_files
+from megatron_vlm.supported import ADAPTER_FILE, read_config
+from megatron_vlm.weight_files import tensors_of
+
+KINDS = {  # a name in a folder -> what the folder then is
+    ".nv-meta": "a prepared Energon dataset",
+    "dataset_info.json": "a dataset saved by `datasets`",
+    "dataset_dict.json": "a dataset saved by `datasets`",
+    "config.yaml": "a run folder",
+    ADAPTER_FILE: "an adapter without its base model",
+    "config.json": "a Hugging Face checkpoint",
+}
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def kind_of(path: Path) -> str:
+    """Return in words what a path holds, by the file or folder that only such a thing has."""
+    words = (words for name, words in KINDS.items() if (path / name).exists())
+    return next(words, "a file" if path.is_file() else "another folder")
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Return whether a folder, on disk or in a store, is a dataset of Energon."""
+    return any(exists(f"{str(path).rstrip('/')}/.nv-meta/.info.{ending}") for ending in ("json", "yaml"))
+
+
+def exists(name: str | Path) -> bool:
+    """Return whether there is such a file or, on disk, such a folder."""
+    return stores.is_file(name) if stores.is_store(name) else os.path.exists(os.path.expanduser(name))
+
+
+def is_energon(name: str) -> bool:
+    """Return whether this is a dataset of Energon, or the file of a metadataset."""
+    if stores.is_store(name):  # folders of rows are not read there
+        return Path(name).suffix not in ROWS
+    return is_prepared(os.path.expanduser(name)) or (name.endswith(".yaml") and exists(name))
+
+
+def is_hub_name(path: str) -> bool:
+    return HUB_NAME.fullmatch(path) is not None and Path(path).suffix not in ROWS
+
+
+def data_problems(dataset_type: str, key: str, paths: DataPaths, may_be_hub: bool = True) -> Iterator[str]:
+    """Yield messages about paths that are not there, or are no data of this `data.dataset_type`."""
+    for name in paths_of(paths):
+        try:
+            problem = _data_problem(dataset_type, name, may_be_hub and dataset_type == "hf")
+        except stores.StoreError as error:
+            yield f"{key}: {error}"
+        else:
+            if problem:
+                yield f"{key}: {printable(name)} {problem}."
+
+
+def _data_problem(dataset_type: str, name: str, may_be_hub: bool) -> str | None:
+    path = name if stores.is_store(name) else os.path.expanduser(name)
+    if is_prepared(path):
+        if dataset_type == "hf":
+            return "is a prepared Energon dataset; train from it, with data.dataset_type=energon"
+    elif not exists(path):
+        if not (may_be_hub and is_hub_name(name) or "://" in name and not stores.is_store(name)):
+            return "does not exist; give a file or folder of conversations, or a hub name"
+    elif dataset_type == "energon" and not name.endswith(".yaml"):
+        remedy = "run `megatron-vlm prepare` first, or set data.dataset_type=hf"
+        return f"is {kind_of(Path(path))}, not a prepared Energon dataset; {remedy}"
+    elif dataset_type == "hf" and Path(path, "config.json").is_file():
+        return f"is {kind_of(Path(path))}, not a dataset; give the folder or file of the conversations"
+    return None
+
+
+def folder_problems(setting: str, given: str, refuse: Callable[[str | Path], Any]) -> Iterator[str]:
+    """Yield messages about a folder, here or in a store, or a hub name, that is no checkpoint for a setting.
+    `refuse` raises ConfigError if its config.json does not fit."""
+    path = Path(given).expanduser()
+    shown = f"{setting}: {printable(given)}"
+    is_here = not stores.is_store(given) and (path.exists() or not is_hub_name(given))
+    if is_here and not path.exists():
+        yield f"{shown} does not exist; give a checkpoint folder or a Hugging Face hub name."
+    elif is_here and not (path / "config.json").is_file():
+        remedy = "give the folder of a Hugging Face checkpoint"
+        if (path / "config.yaml").is_file():
+            remedy = f"export it first: megatron-vlm export {printable(given)} OUTPUT"
+        elif (path / ADAPTER_FILE).is_file():
+            remedy = f"give the folder of its base model, and adapter.start={printable(given)}"
+        yield f"{shown} is {kind_of(path)}, and has no config.json; {remedy}."
+    else:
+        try:
+            refuse(path if is_here else given)
+        except (ConfigError, OSError) as error:
+            yield f"{setting}: {error}"
+
+
+def checkpoint_problems(hf_path: str, load_weights: bool = True) -> Iterator[str]:
+    """Yield messages about a checkpoint that cannot be trained. Of a hub name, config.json is read."""
+    problems = list(folder_problems("model.hf_path", hf_path, read_config))
+    yield from problems
+    path = Path(hf_path).expanduser()
+    if problems or stores.is_store(hf_path) or not path.exists():
+        return
+    yield from unreadable_files(path)
+    if load_weights:
+        try:
+            tensors_of(path)
+        except ValueError as error:
+            yield f"model.hf_path: {error}"
+
+
+def model_problems(config: RunConfig, needs_start: bool = False) -> Iterator[str]:
+    """Yield messages about a model that cannot be built: its checkpoint, the layout, the first adapter.
+
+    `needs_start`: also a run with checkpoints reads the weights that it started from.
+    """
+    resumes = any(Path(config.run_dir, "checkpoints").glob("step_*/state.json"))
+    load_weights = config.model.load_weights and (config.adapter.used or not resumes or needs_start)
+    problems = list(checkpoint_problems(config.model.hf_path, load_weights))
+    yield from problems
+    file = Path(config.model.hf_path).expanduser() / "config.json"
+    if not problems and file.is_file():
+        yield from filter(None, [misfit(config.parallel, sizes_in(json.loads(read_file(file))))])
+    start = config.adapter.start
+    if start is None or resumes and Path(config.run_dir, "checkpoints", "adapter_start").is_dir():
+        return
+    if not (Path(start) / ADAPTER_FILE).is_file():
+        yield f"adapter.start: {printable(start)} holds no {ADAPTER_FILE}; give a folder that peft wrote."
+    else:
+        try:
+            settled(AdapterConfig(start=start))
+        except ConfigError as error:
+            yield str(error)
+
+
+def run_problems(run_dir: Path) -> Iterator[str]:
+    """Yield a message about a folder that cannot be read as a run's."""
+    if not (run_dir / "config.yaml").exists():
+        kind = f"is {kind_of(run_dir)}, not the folder of a run" if run_dir.exists() else "does not exist"
+        yield f"{printable(run_dir)} {kind}; give what was --run_dir when it was trained."
 
 
 def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
-    """Check what the configuration names on disk; remote names are only looked up in the caches.
-
-    Raises ConfigError with every problem found, one a line.
-    """
-    problems = list(model_problems(config, needs_data, objective_of(config).reference_passes > 0))
+    """Raise ConfigError with every problem of what the configuration names on disk, one a line."""
+    problems = list(model_problems(config, objective_of(config).reference_passes > 0))
+    data = config.data
     if needs_data:
-        data = config.data
         for key in ("train_data_path", "valid_data_path"):
-            problems += data_problems(data, f"data.{key}", getattr(data, key))
-        rows = replace(data, dataset_type="hf")
-        problems += data_problems(rows, "data.score_path", data.score_path)
-        problems += record_problems(config)
-    problems += [*run_dir_problems(config.run_dir), *upload_problems(config.train.upload_to)]
+            problems += data_problems(data.dataset_type, f"data.{key}", getattr(data, key))
+        problems += data_problems("hf", "data.score_path", data.score_path)
+        if data.media_dir and not (stores.is_store(data.media_dir) or exists(data.media_dir)):
+            problems.append(f"data.media_dir={printable(data.media_dir)} does not exist; give a folder.")
+    if stores.is_store(str(config.run_dir)):
+        shown = printable(config.run_dir)
+        problems.append(
+            f"run_dir: {shown} is in a store; give a folder on disk, and train.upload_to={shown}."
+        )
+    if config.train.upload_to is not None:
+        try:
+            stores.is_file(config.train.upload_to)
+        except stores.StoreError as error:
+            problems.append(f"train.upload_to: {error}")
     word = re.match(r"\s*([\w./-]+)(\s|$)", config.train.on_export or "")
     known = ["sh", "-c", 'command -v "$1"', "", word[1]] if word else ["true"]
     if subprocess.run(known, stdout=subprocess.DEVNULL).returncode:
@@ -41,26 +185,7 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def validate_model(config: RunConfig, needs_processor: bool) -> None:
-    """Does as `validate_paths` for commands that build a run's model and neither read data nor train."""
-    if problems := list(model_problems(config, needs_processor)):
+def validate_model(config: RunConfig) -> None:
+    """Do as `validate_paths` for commands that build a run's model and neither read data nor train."""
+    if problems := list(model_problems(config)):
         raise ConfigError("\n".join(problems))
-
-
-def model_problems(config: RunConfig, needs_processor: bool, needs_start: bool = False) -> Iterator[str]:
-    """Messages about a model that cannot be built: its checkpoint, the layout, the adapter to begin with.
-    `needs_start`: also a run with checkpoints reads the weights that it started from."""
-    resumes = any(Path(config.run_dir, "checkpoints").glob("step_*/state.json"))
-    needed = config.adapter.used or not resumes or needs_start
-    folder = Path(config.model.hf_path).expanduser()
-    load_weights = config.model.load_weights and needed
-    needs_template = config.data.chat_template is None
-    problems = list(checkpoint_problems(config.model.hf_path, load_weights, needs_processor, needs_template))
-    yield from problems
-    if not problems:
-        sizes = sizes_in(read_json(folder / "config.json") or {})
-        yield from filter(None, [misfit(config.parallel, sizes)])
-    if config.adapter.start is not None and not (
-        resumes and Path(config.run_dir, "checkpoints", "adapter_start").is_dir()
-    ):
-        yield from start_problems(config.adapter.start)

@@ -11,8 +11,7 @@ from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm import stores
 from megatron_vlm.callbacks import callback_class
-from megatron_vlm.checks.model_on_disk import is_run, run_problems
-from megatron_vlm.checks.paths import validate_model, validate_paths
+from megatron_vlm.checks.paths import run_problems, validate_model, validate_paths
 from megatron_vlm.commands.program import machines, on_disk, processes, world_size
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
@@ -174,32 +173,25 @@ def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) 
     return config
 
 
-def config_of_trained_run(
-    run_dir: Path, settings: list[str] | None, nproc: int | None, needs_processor: bool = True
-) -> RunConfig:
+def config_of_trained_run(run_dir: Path, settings: list[str] | None, nproc: int | None) -> RunConfig:
     """`config_of_run` for a run that has a complete checkpoint, and whose model can be built."""
     config = config_of_run(run_dir, settings, nproc)
     if latest_checkpoint(run_dir) is None:
         raise ConfigError(f"{run_dir}: no complete checkpoint in this run folder; train it first.")
-    validate_model(config, needs_processor)
+    validate_model(config)
     return config
 
 
-def config_of_model(
-    given: str,
-    needs_processor: bool = True,
-    settings: Sequence[str] = (),
-    nproc: int | None = None,
-) -> RunConfig:
+def config_of_model(given: str, settings: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
     """The configuration of a run; or one without a run folder, of a Hugging Face folder or hub name."""
-    if is_run(Path(given)):
-        return config_of_trained_run(Path(given), list(settings), nproc, needs_processor)
+    if Path(given, "config.yaml").exists() and not Path(given, "config.json").exists():
+        return config_of_trained_run(Path(given), list(settings), nproc)
     assumed = {"model.hf_path": given, "data.train_data_path": NO_DATA, "data.seq_length": 1}
     config = apply_overrides(RunConfig(), assumed | recipe_table.said(settings, {}))
     if settings:
         validate(apply_overrides(config, {"run_dir": "none"}), processes(nproc) or 1)
     try:
-        validate_model(config, needs_processor)
+        validate_model(config)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.hf_path: ", "")) from error
     return config
@@ -207,7 +199,7 @@ def config_of_model(
 
 def configs_of_two(checked: str, source: str) -> list[RunConfig]:
     """`config_of_model` of both. Raises ConfigError unless they are two, and of one model type."""
-    both = [config_of_model(checked, needs_processor=False), config_of_model(source)]
+    both = [config_of_model(checked), config_of_model(source)]
     if Path(checked).is_dir() and Path(checked).resolve() == Path(source).resolve():
         raise ConfigError(
             f"verify: {printable(checked)} is given twice; give what it is to be compared with, such as its "

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_vlm.checks.data_on_disk import source_problems
+from megatron_vlm import stores
+from megatron_vlm.checks.paths import data_problems
 from megatron_vlm.commands.program import on_disk
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable
@@ -53,8 +54,10 @@ def prepare(
     columns = _parse(column or [], "prepare: --column {}; write OURS=THEIRS, such as images=pictures.")
     sizes = _parse(split or [], "prepare: --split {}; write NAME=SIZE, such as train=0.9.", float)
     for source in named.values() if isinstance(named, dict) else [named]:
-        for problem in source_problems(source, image_root, columns, format == "hf"):
+        for problem in data_problems("hf", "prepare: source", source, may_be_hub=format == "hf"):
             raise ConfigError(problem)
+        if image_root and not (stores.is_store(image_root) or Path(image_root).expanduser().is_dir()):
+            raise ConfigError(f"prepare: --image-root {printable(image_root)} is not a folder; give one.")
 
     from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 

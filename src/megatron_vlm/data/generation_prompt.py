@@ -16,7 +16,6 @@ from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import read_text
 from megatron_vlm.messages import listed, printable, reading
 from megatron_vlm.supported import GENERATION_FILE
-from megatron_vlm.weight_files import description_problems
 
 MOST_LISTED = 5  # tokens that a message names
 
@@ -62,12 +61,13 @@ def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
     They are read from its generation config, whose other values are not looked at, or else (as in
     Transformers) from its config.json. Raises ConfigError that names a damaged file.
     """
-    for problem in description_problems(folder, [GENERATION_FILE]):
-        raise ConfigError(problem)
     ids = hf_config.get_text_config().eos_token_id
     if (folder / GENERATION_FILE).is_file():
         ids = json.loads(read_text(folder / GENERATION_FILE)).get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(number) is int for number in ids):
+        raise ConfigError(f"{folder / GENERATION_FILE}: eos_token_id is {ids}, expected numbers of tokens.")
+    return ids
 
 
 def vocabulary_notes(processor: ProcessorMixin, size: int) -> list[str]:

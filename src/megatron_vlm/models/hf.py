@@ -21,8 +21,9 @@ from megatron_vlm.files import read_template
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.ties import are_tied
+from megatron_vlm.signatures import unparsable_files, unreadable_files
 from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
-from megatron_vlm.weight_files import description_problems, has_weights
+from megatron_vlm.weight_files import has_weights
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from megatron_vlm.batch import DataNeeds
     from megatron_vlm.models.description import Description
     from megatron_vlm.models.weights.rules import WeightMap
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,20 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
     """The checkpoint's processor, with its chat template or the one that `data` sets. Raises
     FileNotFoundError if there is none, and ConfigError that names a damaged file or the line of a template
     that is none."""
-    if problems := list(description_problems(Path(folder))):
+    if problems := list(unreadable_files(Path(folder))):
         raise ConfigError("\n".join(problems))
+    if not any(
+        (Path(folder) / name).is_file() for name in TOKENIZERS
+    ):  # Transformers would make an empty one
+        raise ConfigError(
+            f"checkpoint {printable(folder)} has no tokenizer ({' or '.join(TOKENIZERS)}); copy the original "
+            "checkpoint's into it."
+        )
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        for problem in unparsable_files(Path(folder)):
+            raise ConfigError(problem) from error
         raise FileNotFoundError(
             f"checkpoint {printable(folder)}: no processor that Transformers knows ({_first_line(error)}); "
             "put the files of its processor and tokenizer there."
@@ -128,6 +140,8 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
     except ImportError as error:  # it names the package
         raise ConfigError(f"checkpoint {printable(folder)}: {_first_line(error)}") from error
     except Exception as error:
+        for problem in unparsable_files(Path(folder)):
+            raise ConfigError(problem) from error
         frames = [frame.filename for frame in extract_tb(error.__traceback__)]
         files = "*tokenizer*.json" if "tokenization" in str(frames) else "*processor_config.json"
         error.reading = sorted(Path(folder).glob(files))

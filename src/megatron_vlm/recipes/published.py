@@ -5,11 +5,11 @@ layouts. A new size is a line of `SIZES`.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm import hub
 from megatron_vlm.config import RunConfig
 from megatron_vlm.recipes.base import build
 from megatron_vlm.supported import SUPPORTED, read_config
@@ -260,6 +260,12 @@ RECIPES = {one.name: one for one in (*_published(), *map(_demo, (*SUPPORTED, *OF
 
 def shipped_config(hf_path: str) -> Path | None:
     """The package's own copy of config.json, of a checkpoint that a recipe names and that is not here."""
-    here = Path(hf_path).exists() or hub.is_cached(hf_path)
+    from huggingface_hub import try_to_load_from_cache
+
     names = [one.name for one in RECIPES.values() if one.defaults.get("hf_path") == hf_path]
-    return CONFIGS / f"{names[0]}.json" if names and not here else None
+    if not names or Path(hf_path).exists():
+        return None
+    with suppress(ValueError):  # "./NAME" is no name of the hub
+        if isinstance(try_to_load_from_cache(hf_path, "config.json"), str):
+            return None
+    return CONFIGS / f"{names[0]}.json"

@@ -8,7 +8,6 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoProcessor, GenerationConfig, PreTrainedConfig
 
-from megatron_vlm.checks.model_on_disk import read_json
 from megatron_vlm.config import ConfigError
 from megatron_vlm.extras.compose.classes import (
     COMPOSED,
@@ -28,7 +27,7 @@ from megatron_vlm.extras.compose.tokenizer import (
     save_tokenizer,
 )
 from megatron_vlm.extras.compose.tokens import ADDED, RoleToken, assign, grown_rows, refuse_beyond
-from megatron_vlm.files import folder_aside, need_room, write_whole
+from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
 from megatron_vlm.messages import aligned, printable, readable_size, reading
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.supported import GENERATION_FILE
@@ -173,8 +172,10 @@ def _write_vocabulary(plan: ComposePlan, folder: Path) -> None:
 def _generation_config(language: Component, by_role: dict[str, RoleToken]) -> dict[str, Any]:
     """The language model's as it stands, also with settings that Transformers would refuse to save; it ends
     replies at the end of a turn, too."""
-    config = read_json(language.folder / GENERATION_FILE)
-    if config is None:
+    file = language.folder / GENERATION_FILE
+    if file.is_file():
+        config = json.loads(read_text(file))
+    else:
         config = GenerationConfig.from_model_config(part_config(language)).to_diff_dict()
     ends = config.get("eos_token_id")
     if not isinstance(ends, list):

@@ -6,11 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.checks.model_on_disk import PROCESSORS, TOKENIZERS, folder_problems, weight_problems
+from megatron_vlm.checks.paths import folder_problems
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.signatures import unreadable_files
 from megatron_vlm.supported import QUANTISED, any_config, resolve
-from megatron_vlm.weight_files import DESCRIPTIONS, description_problems
+from megatron_vlm.weight_files import tensors_of
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "image_processor_config.json")
 
 TOWERS = {  # model type of a tower -> of the model that holds it
     "siglip2_vision_model": "lfm2_vl",
@@ -51,12 +55,12 @@ class Component:
 
 def open_tower(path: str) -> Component:
     """The checkpoint whose tower is taken; its text half, if it has one, is left. Raises ConfigError."""
-    return _open("--tower", path, tower_config, PROCESSORS, "an image processor", PROCESSORS)
+    return _open("--tower", path, tower_config, PROCESSORS, "an image processor")
 
 
 def open_language_model(path: str) -> Component:
     """The checkpoint of a language model. Raises ConfigError if it is none that can be composed."""
-    return _open("--language-model", path, language_config, TOKENIZERS, "a tokenizer", DESCRIPTIONS)
+    return _open("--language-model", path, language_config, TOKENIZERS, "a tokenizer")
 
 
 def _open(
@@ -65,20 +69,21 @@ def _open(
     read: Callable[..., dict[str, Any]],
     files: Sequence[str],
     what: str,
-    used: Sequence[str],
 ) -> Component:
-    """`files` hold `what`, and one of them is needed; none of those that are `used` may be damaged."""
+    """`files` hold `what`, and one of them is needed."""
     for problem in folder_problems(option, path, partial(read, named=f"{option} {printable(path)}")):
         raise ConfigError(problem)
     folder = resolve(Path(path).expanduser() if Path(path).expanduser().is_dir() else path, read)
-    for problem in weight_problems(option, folder):
-        raise ConfigError(problem)
+    try:
+        tensors_of(folder)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
     if not any((folder / name).is_file() for name in files):
         raise ConfigError(
             f"{option} {printable(path)} has no file of {what} ({' or '.join(files)}); copy the original "
             "checkpoint's into it."
         )
-    for problem in description_problems(folder, used):
+    for problem in unreadable_files(folder):
         raise ConfigError(f"{option}: {problem}")
     return Component(folder, read(folder))
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_vlm.checks.data_on_disk import data_problems
-from megatron_vlm.checks.model_on_disk import is_energon
+from megatron_vlm.checks.paths import data_problems, is_energon
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.program import on_disk, start_ranks
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
@@ -47,7 +46,7 @@ def evaluate(
     from megatron_vlm.extras.evaluate.metrics import metric_of
 
     metrics = {name: metric_of(name) for name in metric or ["exact_match"]}
-    config = _with_data(arguments.config_of_model(model, True, settings, nproc), data)
+    config = _with_data(arguments.config_of_model(model, settings, nproc), data)
     names = set(os.listdir(output)) if output.exists() else set()
     if names - {"errors", "lock"} and "settings.json" not in names:
         raise ConfigError(f"--output: {printable(output)} holds no evaluation; give a new folder.")
@@ -75,6 +74,6 @@ def _with_data(config: RunConfig, data: str | None) -> RunConfig:
     held_out = {"data.valid_data_path": data, "data.validation_share": 0.0, "data.streaming": False}
     held_out["data.dataset_type"] = "energon" if is_energon(data) else "hf"
     config = apply_overrides(config, held_out)
-    if problems := list(data_problems(config.data, "DATA", data)):
+    if problems := list(data_problems(config.data.dataset_type, "DATA", data)):
         raise ConfigError("\n".join(problems))
     return config

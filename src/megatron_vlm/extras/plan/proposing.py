@@ -11,8 +11,7 @@ from typing import Any
 
 import typer
 
-from megatron_vlm.checks.model_on_disk import is_energon
-from megatron_vlm.checks.paths import validate_paths
+from megatron_vlm.checks.paths import is_energon, validate_paths
 from megatron_vlm.commands.arguments import check, check_run_folder
 from megatron_vlm.commands.program import machines, world_size
 from megatron_vlm.config import ConfigError, RunConfig
