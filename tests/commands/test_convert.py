@@ -134,7 +134,7 @@ def test_mistakes_are_short_messages(converted, tmp_path):
     for arguments, message in [
         (["/no", converted / "source"], "/no does not exist"),
         ([converted / "export", "/no"], "/no does not exist; give a checkpoint folder or"),
-        ([converted / "export", "no-such-name"], "no-such-name: no such folder, and not to be had from the hub"),
+        ([converted / "export", "no-such-name"], "no-such-name: no such folder, and not"),
         ([converted / "export", empty], f"{empty} is another folder, and has no config.json; give"),
         ([converted / "export", bare], f"{bare} has no tokenizer"),
         ([converted / "export", converted / "source", "--image", "/no.png"], "/no.png does not exist"),

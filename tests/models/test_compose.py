@@ -645,7 +645,7 @@ def test_generation_config_is_the_language_models_whatever_it_says(parts, tmp_pa
     written = json.loads((tmp_path / "start/generation_config.json").read_text())
     assert written == told | {"eos_token_id": [1, 5, 6], "pad_token_id": 3}
     (language / "generation_config.json").write_text("[")
-    with pytest.raises(ConfigError, match=r"generation_config\.json is no whole JSON object .*; download"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json is no JSON object .*; download"):
         planned(parts("siglip2"), language)
 
 

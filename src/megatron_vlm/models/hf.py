@@ -119,15 +119,13 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
     """The checkpoint's processor, with its chat template or the one that `data` sets. Raises
     FileNotFoundError if there is none, and ConfigError that names a damaged file or the line of a template
     that is none."""
-    if problems := list(unreadable_files(Path(folder))):
+    problems = list(unreadable_files(Path(folder)))
+    # without these files, Transformers would make an empty tokenizer
+    if not any((Path(folder) / name).is_file() for name in TOKENIZERS):
+        names = " or ".join(TOKENIZERS)
+        problems.append(f"checkpoint {printable(folder)} has no tokenizer ({names}); copy the original one.")
+    if problems:
         raise ConfigError("\n".join(problems))
-    if not any(
-        (Path(folder) / name).is_file() for name in TOKENIZERS
-    ):  # Transformers would make an empty one
-        raise ConfigError(
-            f"checkpoint {printable(folder)} has no tokenizer ({' or '.join(TOKENIZERS)}); copy the original "
-            "checkpoint's into it."
-        )
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:

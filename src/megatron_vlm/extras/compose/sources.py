@@ -9,7 +9,7 @@ from typing import Any
 from megatron_vlm.checks.paths import folder_problems
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import printable, suggestion
-from megatron_vlm.signatures import unreadable_files
+from megatron_vlm.signatures import unparsable_files, unreadable_files
 from megatron_vlm.supported import QUANTISED, any_config, resolve
 from megatron_vlm.weight_files import tensors_of
 
@@ -83,7 +83,7 @@ def _open(
             f"{option} {printable(path)} has no file of {what} ({' or '.join(files)}); copy the original "
             "checkpoint's into it."
         )
-    for problem in unreadable_files(folder):
+    for problem in (*unreadable_files(folder), *unparsable_files(folder)):
         raise ConfigError(f"{option}: {problem}")
     return Component(folder, read(folder))
 
