@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.extras.plan.plan import make_plan
+from megatron_vlm.extras.plan.plan import KnownCosts, make_plan
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.recipes import RECIPES, load_recipe
@@ -24,14 +24,14 @@ def planned(config: Path) -> dict:
     run = load_recipe(config.stem)(train_data_path="none://")
     hf_config, gpus = load_config(config), RECIPES[config.stem].gpus
     hf_config.tie_word_embeddings &= config.stem not in UNTIED
-    plans = [make_plan(run, describe(hf_config), gpus * times) for times in (1, 2, 4)]
+    description, known = describe(hf_config), KnownCosts()
+    plans = [make_plan(run, description, gpus * times, known) for times in (1, 2, 4)]
     return {
         "recipe": config.stem,
         "parameters": parameters(hf_config),
         "layout": layout(run),
         "gpus": gpus,
         "bytes": [round(plan.memory) for plan in plans],
-        "flops": round(plans[0].language_model_flops + plans[0].tower_flops),
     }
 
 

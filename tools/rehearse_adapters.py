@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator
 
 from megatron_vlm.config import RunConfig, all_settings, fewest_processes
-from megatron_vlm.extras.plan.plan import RESERVE, MemoryPlan, make_plan
+from megatron_vlm.extras.plan.describe import MOST_REHEARSED
+from megatron_vlm.extras.plan.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.extras.plan.rehearsal import rehearse
-from megatron_vlm.extras.plan.search import MOST_REHEARSED, planned_layouts
-from megatron_vlm.extras.plan.step_time import Gpu
+from megatron_vlm.extras.plan.search import planned_layouts
 from megatron_vlm.models.description import Description
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
@@ -45,7 +45,10 @@ def main() -> None:
     for name in again or models:
         runs, description = runs_of(name)
         if plans_alone:
-            rows[name] = [planned_again(row, runs[row["trained"]], description) for row in rows[name]]
+            known = {trained: KnownCosts() for trained in runs}
+            for place, row in enumerate(rows[name]):
+                trained = row["trained"]
+                rows[name][place] = planned_again(row, runs[trained], description, known[trained])
             continue
         began = time.monotonic()
         for row in missing_rows(name, runs, description, rows[name]):
@@ -105,7 +108,7 @@ def fewest(run: RunConfig, description: Description, capacity: float, held: floa
     `held` bytes."""
     for gpus in (1 << power for power in range(1, 10)):
         enough = gpus * capacity >= held
-        plans = enough and planned_layouts(with_batch(run, gpus), description, gpus, capacity, Gpu())
+        plans = enough and planned_layouts(with_batch(run, gpus), description, gpus, capacity, [()])
         for _, plan in (plans or [])[:MOST_REHEARSED]:
             row = rehearsed(plan)
             if row["memory"] <= capacity:
@@ -130,8 +133,8 @@ def rehearsed(plan: MemoryPlan) -> dict:
     }
 
 
-def planned_again(row: dict, run: RunConfig, description: Description) -> dict:
-    plan = make_plan(apply_overrides(run, row["settings"]), description, row["gpus"])
+def planned_again(row: dict, run: RunConfig, description: Description, known: KnownCosts) -> dict:
+    plan = make_plan(apply_overrides(run, row["settings"]), description, row["gpus"], known)
     return row | {"plan_over_rehearsed": over(plan, row["stage"], row["peak_memory"])}
 
 

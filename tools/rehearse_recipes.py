@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from copy import deepcopy
 
 from megatron_vlm.config import RunConfig, derived, missing_settings
-from megatron_vlm.extras.plan.plan import RESERVE, MemoryPlan, make_plan
+from megatron_vlm.extras.plan.describe import representatives
+from megatron_vlm.extras.plan.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.extras.plan.rehearsal import rehearse
-from megatron_vlm.extras.plan.search import representatives
-from megatron_vlm.extras.plan.step_time import Gpu, step_time
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
@@ -51,7 +50,8 @@ def main() -> None:
     for name in list(models) if plans_alone else sys.argv[1:] or list(models):
         run, description = opened(name, models[name])
         if plans_alone:
-            rows[name] = [planned_again(row, run, description) for row in rows[name]]
+            known = KnownCosts()
+            rows[name] = [planned_again(row, run, description, known) for row in rows[name]]
             write(rows)
             continue
         before, rows[name] = rows[name], []
@@ -85,10 +85,10 @@ def roomy(name: str, run: RunConfig) -> RunConfig:
     return apply_overrides(run, as_settings(dict(map(split_override, RECIPES[name].roomy.split()))))
 
 
-def planned_again(row: dict, run: RunConfig, description: Description) -> dict:
+def planned_again(row: dict, run: RunConfig, description: Description, known: KnownCosts) -> dict:
     if row["card"] != 80:
         run = roomy(row["recipe"], run)
-    plan = make_plan(with_batch(run, row["gpus"]), description, row["gpus"])
+    plan = make_plan(with_batch(run, row["gpus"]), description, row["gpus"], known)
     return row | {"plan_over_rehearsed": over(plan, row["stage"], row["peak_memory"])}
 
 
@@ -125,11 +125,9 @@ def with_batch(run: RunConfig, gpus: int) -> RunConfig:
 def rows_of(name: str, run: RunConfig, description: Description, gpus: int, card: int = 80) -> Iterator[dict]:
     plan = make_plan(run, description, gpus)
     ranks = [rehearse(run, description, gpus, rank) for rank in representatives(plan)]
-    step = step_time(ranks, Gpu(), plan.useful_flops)
-    alone = step.once + (step.seconds - step.once) * step.computing / (step.computing + step.exchanging)
     for one in ranks:
         exchanged: Counter[str] = Counter()
-        for (group, _), (_, nbytes) in one.collectives.items():
+        for (group, _), (_, nbytes) in one.exchanged().items():
             exchanged[group] += round(nbytes)
         yield {
             "recipe": name,
@@ -143,12 +141,6 @@ def rows_of(name: str, run: RunConfig, description: Description, gpus: int, card
             "peak_memory": one.peak,
             "plan_over_rehearsed": over(plan, one.stage, one.peak),
             "collective_bytes": dict(exchanged),
-            "operations": round(one.operations),
-            "host_reads": round(sum(one.micro_batch.of(str).values())),
-            "step_seconds": round(step.seconds, 3),
-            "bubble": round(step.bubble / step.seconds, 3),
-            "utilisation": round(step.utilisation, 3),
-            "were_exchanges_free": round(step.utilisation * step.seconds / alone, 3),
         }
 
 

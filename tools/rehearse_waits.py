@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -29,15 +30,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 import parity  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
+from device_waits import WaitRecorder, waiting_on_shapes  # noqa: E402
 from megatron_vlm.batch import GenericVisualInputs  # noqa: E402
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig  # noqa: E402
-from megatron_vlm.extras.plan.recorder import META, Recorder, Seen  # noqa: E402
-from megatron_vlm.extras.plan.rehearsal import (  # noqa: E402
-    as_on_a_gpu,
-    example_batch,
-    example_row,
-    on_shapes,
-)
+from megatron_vlm.extras.plan.recorder import META  # noqa: E402
+from megatron_vlm.extras.plan.rehearsal import as_on_a_gpu, example_batch, example_row  # noqa: E402
 from megatron_vlm.generation.generate import generate  # noqa: E402
 from megatron_vlm.models.description import Description  # noqa: E402
 from megatron_vlm.models.families import describe  # noqa: E402
@@ -136,19 +133,19 @@ def waits(
     config, found = run_of(parallel, gpus), {}
     description = description_of(family)
     for run in runs:
-        with on_shapes(config, description, gpus, rank) as recorder:
+        with waiting_on_shapes(config, description, gpus, rank) as recorder:
             for name, do in PARTS_OF[run](config, description):
                 found[name] = places(recorder, do)
     return found
 
 
-def places(recorder: Recorder, do: Callable[[], object]) -> dict[str, int]:
-    recorder.seen = Seen()
+def places(recorder: WaitRecorder, do: Callable[[], object]) -> dict[str, int]:
+    recorder.waits = Counter()
     do()
-    seen = Seen()
-    for place, count in recorder.seen.of(str).items():
-        seen[re.sub(r":\d+", "", place)] += count
-    return dict(seen)
+    waits: Counter[str] = Counter()
+    for place, count in recorder.waits.items():
+        waits[re.sub(r":\d+", "", place)] += count
+    return dict(waits)
 
 
 def description_of(family: str) -> Description:

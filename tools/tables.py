@@ -284,7 +284,6 @@ def recipes(report: list[dict]) -> str:
         "GB per GPU",
         "on 2 × the GPUs",
         "on 4 ×",
-        "GFLOP per token",
     )
     rows = (
         (
@@ -293,7 +292,6 @@ def recipes(report: list[dict]) -> str:
             row["layout"],
             row["gpus"],
             *(f"{size / 1e9:.0f}" for size in row["bytes"]),
-            f"{row['flops'] / 1e9:.0f}",
         )
         for row in report
     )
@@ -323,7 +321,6 @@ def step(report: dict) -> str:
 def rehearsal(report: list[dict]) -> str:
     """A line for each recipe and number of GPUs, of its fullest rank."""
     heads = ("recipe", "layout", "GPUs", "batch", "GB of the fullest rank", "the plan's", "GB sent a step")
-    heads += ("host reads", "step, s", "bubble", "utilisation", "were exchanges free")
     fullest: dict[tuple, dict] = {}
     for row in report:
         case = row["recipe"], row["gpus"], row["card"]
@@ -339,11 +336,6 @@ def rehearsal(report: list[dict]) -> str:
             ", ".join(
                 f"{group} {size / 1e9:.0f}" for group, size in row["collective_bytes"].items() if size > 5e8
             ),
-            row["host_reads"],
-            f"{row['step_seconds']:.1f}",
-            f"{row['bubble']:.0%}",
-            f"{row['utilisation']:.0%}",
-            f"{row['were_exchanges_free']:.0%}" if "were_exchanges_free" in row else "–",
         )
         for row in fullest.values()
     )
@@ -353,27 +345,6 @@ def rehearsal(report: list[dict]) -> str:
         + f"\n\n({len(report)} ranks rehearsed; the plan's memory is {min(ratios):.2f} to "
         f"{max(ratios):.2f} of theirs.)"
     )
-
-
-def layouts(before: list[dict]) -> str:
-    """A line for each recipe, on eight GPUs or its fewest: before, and now on cards of both sizes."""
-    report = json.loads((REPORTS / "rehearsal.json").read_text(encoding="utf-8"))
-    now = {(row["recipe"], row["gpus"], row["card"]): row for row in report}
-    heads = ("recipe", "before", "of the peak", "GPUs", "80 GB", "of the peak", "were exchanges free")
-    heads += ("141 GB", "of the peak", "were exchanges free")
-
-    def found(row: dict | None) -> Iterable[str]:
-        if not row:
-            return "the same", "", ""
-        return row["layout"], f"{row['utilisation']:.0%}", f"{row['were_exchanges_free']:.0%}"
-
-    rows = []
-    for old in before:
-        gpus = min((g for name, g, _ in now if name == old["recipe"]), key=lambda n: abs(n - 8))
-        own, other = (now.get((old["recipe"], gpus, card)) for card in (80, 141))
-        was = f"{old['layout']}, {old['gpus']} GPUs", f"{old['utilisation']:.0%}"
-        rows.append((f"`{old['recipe']}`", *was, gpus, *found(own), *found(other)))
-    return markdown(heads, rows)
 
 
 def waits(report: dict) -> str:
@@ -533,7 +504,6 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "plan": ("plan.json", DOCS / "recipes.md", recipes),
     "adapters": ("rehearsal_lora.json", DOCS / "adapters.md", adapters),
     "rehearsal": ("rehearsal.json", REPORTS / "rehearsal.md", rehearsal),
-    "layouts": ("layouts_before.json", DOCS / "rehearsal.md", layouts),
     "waits": ("waits.json", REPORTS / "waits.md", waits),
     "checkpoints": ("bench_optimizer.json", DOCS / "checkpoints.md", checkpoints),
     "gradients": ("bench_optimizer.json", DOCS / "exactness.md", gradients),

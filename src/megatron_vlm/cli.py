@@ -58,14 +58,14 @@ def train(
         callbacks=callbacks,
     )
     if model or data:
-        from megatron_vlm.extras.plan.proposing import recipe_for
+        from megatron_vlm.extras.plan.proposal import recipe_for
 
         if recipe or file:
             raise configs.ConfigError(
                 "--model and --data make a recipe of their own; to change a recipe's checkpoint and data, "
                 "give --hf_path and --train_data_path."
             )
-        file, nproc = recipe_for(model, data, settings or (), flags, nproc, dry_run)
+        file = recipe_for(model, data, settings or (), flags, nproc, dry_run)
         settings = None
         flags = {}
         if dry_run:

@@ -314,7 +314,6 @@ ALLOWED = {
     "folder.rename": "an export that is replaced",
     "(folder / file).rename": "within a folder aside",
     "(folder / next(iter(files))).rename": "within a folder aside",
-    "file.replace": "somebody's recipe gets another name",
 }
 
 

@@ -23,7 +23,6 @@ from megatron_vlm.recipes import load_recipe
 from megatron_vlm.recipes.published import CONFIGS
 from tiny.distributed import run_distributed
 
-WORST_MEMORY = 0.1  # between a layer's estimated and its really saved bytes; measured below 0.06
 DENSE = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -80,8 +79,7 @@ def test_first_and_last_stage_hold_embedding_and_loss():
 
 
 def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
-    """(saved bytes, their estimate, operations of matrix products, their count) for each token."""
-    from megatron_vlm.extras.plan.memory import saved_by_layer
+    """(operations of matrix products, their count) for each token."""
     from megatron_vlm.models.head import output_losses
     from megatron_vlm.models.language_model import LanguageModel, language_model_config
     from megatron_vlm.models.layers.kernels.checks import attention_backends
@@ -102,7 +100,7 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
     layout = StreamLayout(batch, np.zeros_like, False, 1)
     stream = layout.stream(0, rows * length, {None}, setup.device())
     for name, architecture in architectures.items():
-        saved, counted = [], []
+        counted = []
         for layers in (1, 2):
             cut = architecture | {"num_layers": layers}
             if "moe_layer_freq" in cut:
@@ -112,21 +110,14 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
             config = language_model_config(run, cut, (layers, 0, 0))
             config.attention_backends = attention_backends(config, run.model, torch.device("cpu"))
             model = LanguageModel(config, Rotary([(torch.ones(8), 1.0)]), True, True, None)
-            weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-            kept: list[torch.Tensor] = []
             hidden = torch.randn(rows * length, 1, 64, dtype=torch.bfloat16, requires_grad=True)
-            hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: k.append(t) or t, lambda t: t)
-            with hooks, FlopCounterMode(display=False, custom_mapping=GROUPED) as counter:
+            with FlopCounterMode(display=False, custom_mapping=GROUPED) as counter:
                 model.outputs(stream, hidden, output_losses)
-            sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-            saved.append(sum(size for storage, size in sizes.items() if storage not in weights))
             counted.append(counter.get_flop_counts()["Global"])
         products = [sum(n for op, n in of.items() if "attention" not in str(op)) for of in counted]
         tokens = rows * length
         scores = 4 * 8 * 16 * (length + 1) / 2
         found[name] = (
-            (saved[1] - saved[0]) / tokens,
-            saved_by_layer(config, 1, 2, True, True),
             (products[1] - products[0]) / tokens,
             costs.layer_flops(architecture, 1, length) - scores,
         )
@@ -147,14 +138,8 @@ def measured():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_layer_saves_what_the_estimate_says(measured, name):
-    saved, estimate, _, _ = measured[name]
-    assert abs(estimate - saved) / saved < WORST_MEMORY, (saved, estimate)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_layer_does_the_operations_that_are_counted(measured, name):
-    _, _, done, counted = measured[name]
+    done, counted = measured[name]
     assert counted == done
 
 
@@ -176,8 +161,7 @@ def test_plan_of_a_layout_that_fits(capsys, tmp_path):
 
 def test_plan_says_what_makes_it_fit(capsys, tmp_path):
     text = plan(capsys, tmp_path, "qwen3_vl_8b", "tp=1")
-    assert "does not fit" in text
-    assert "  parallel.tp=4: " in text and "GB on 4 GPUs" in text
+    assert "does not fit" in text and "`plan --gpus N --search` finds layouts" in text
 
 
 @pytest.mark.parametrize(("settings", "fits"), [((), False), (("optimizer.offload=true",), True)])
@@ -188,15 +172,7 @@ def test_four_billion_parameters_train_whole_on_one_gpu_if_adam_is_offloaded(set
     plan = make_plan(run, describe(load_config(CONFIGS / "qwen3_vl_4b.json")), 1)
     assert (plan.memory <= 80e9) == fits
     [stage] = plan.stages
-    weights = 14 * stage.parameters  # and moments, to be saved
-    assert stage.host["its part of a checkpoint"] == weights
-    assert stage.host.get("what Adam keeps", 0) == fits * 12 * stage.parameters
-
-
-def test_plan_says_what_a_rank_needs_of_its_host(capsys, tmp_path):
-    said = plan(capsys, tmp_path, "qwen3_vl_8b", "parallel.tp=2", "--gpus", "8")
-    assert "A rank of stage 0 needs the most of its host, " in said
-    assert " for its part of a checkpoint, " in said
+    assert stage.offloaded == fits * 12 * stage.parameters
 
 
 def test_virtual_stages_have_each_layer_once():
@@ -206,6 +182,13 @@ def test_virtual_stages_have_each_layer_once():
     stages = make_plan(run, describe(load_config(CONFIGS / "qwen3_vl_2b.json")), 2).stages
     layers = [layer for stage in stages for part in stage.layers for layer in part]
     assert sorted(layers) == list(range(28)) and [len(stage.layers) for stage in stages] == [2, 2]
+
+
+def test_a_batch_may_have_fewer_rows_than_a_layout_without_stages_has_ranks():
+    from megatron_vlm.extras.plan.plan import make_plan
+
+    run = load_recipe("qwen3_vl_2b")(train_data_path="x", tp=1, pp=4, global_batch_size=2)
+    assert len(make_plan(run, describe(load_config(CONFIGS / "qwen3_vl_2b.json")), 8).stages) == 4
 
 
 def test_plan_refuses_what_does_not_divide(tmp_path):

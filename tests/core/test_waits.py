@@ -4,6 +4,7 @@ device, which a GPU refuses, are none."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import numpy as np
@@ -14,10 +15,9 @@ from pairs import covering, pairs_of
 from torch import Tensor
 
 import rehearse_waits
+from device_waits import WaitRecorder, place, waiting_on_shapes
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.extras.plan import recorder
-from megatron_vlm.extras.plan.recorder import META, Recorder, Seen
-from megatron_vlm.extras.plan.rehearsal import on_shapes
+from megatron_vlm.extras.plan.recorder import META
 from megatron_vlm.models.families import load
 from megatron_vlm.parallel.transfer import on_device
 from tiny.checkpoints import TINY_FAMILIES
@@ -26,9 +26,9 @@ REASONS = rehearse_waits.REASONS
 
 
 @pytest.fixture
-def rehearsing() -> Iterator[Recorder]:
+def rehearsing() -> Iterator[WaitRecorder]:
     run = rehearse_waits.run_of(ParallelConfig(), 1)
-    with on_shapes(run, rehearse_waits.description_of("gemma3"), 1, 0) as recorder:
+    with waiting_on_shapes(run, rehearse_waits.description_of("gemma3"), 1, 0) as recorder:
         yield recorder
 
 
@@ -81,11 +81,11 @@ REFUSED["backward"] = backward
 Do = Callable[[Tensor, Tensor], object]
 
 
-def done(recorder: Recorder, do: Do) -> Seen:
+def done(recorder: WaitRecorder, do: Do) -> Counter[str]:
     x, host = torch.zeros(4, 8, device=META), torch.ones(4, 8)
-    recorder.seen = Seen()
+    recorder.waits = Counter()
     do(x, host)
-    return Seen(recorder.seen.of(str))
+    return recorder.waits
 
 
 @pytest.mark.parametrize("do", PINNED.values(), ids=PINNED)
@@ -103,9 +103,9 @@ def test_every_wait_is_counted_with_its_place(rehearsing, do):
 def test_the_place_of_a_wait_is_a_module_whatever_its_folder_is_called(file):
     code = compile("def call(it): return it()", file, "exec")
     exec(code, theirs := {"__name__": "megatron.core.frozen"})
-    assert "frozen" in theirs["call"](recorder._place) and "call" in theirs["call"](recorder._place)
+    assert "frozen" in theirs["call"](place) and "call" in theirs["call"](place)
     exec(code, ours := {"__name__": "megatron_vlm.extras.plan.frozen"})
-    assert "test_waits.py" in ours["call"](recorder._place)
+    assert "test_waits.py" in ours["call"](place)
 
 
 @pytest.mark.parametrize("do", REFUSED.values(), ids=REFUSED)

@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 
 import rehearse_waits
+from device_waits import waiting_on_shapes
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import ParallelConfig, RunConfig
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.one_size import OneSize
-from megatron_vlm.extras.plan.rehearsal import on_shapes
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.families.llava_onevision import packed
 from megatron_vlm.models.family_parts.towers import _linear_of_patches, pixtral_states
@@ -58,7 +58,7 @@ def test_towers_put_everything_on_their_device_but_what_the_host_reads(descripti
     """In a rehearsal, an operation on tensors of two devices raises as on a GPU."""
     image = GenericVisualInputs(**description.blank_image(64**2))
     two = GenericVisualInputs.cat([image, image]).to("meta")
-    with on_shapes(rehearse_waits.run_of(ParallelConfig(), 1), description, 1, 0):
+    with waiting_on_shapes(rehearse_waits.run_of(ParallelConfig(), 1), description, 1, 0):
         with torch.device("meta"):
             vision = description.build_vision()
         features = vision(**two.as_model_kwargs())

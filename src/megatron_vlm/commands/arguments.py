@@ -85,9 +85,6 @@ ProfiledSteps = Annotated[
 Gpus = Annotated[
     int | None, typer.Option(min=1, help="GPUs of the run; default: the fewest that the layout needs.")
 ]
-GpuNumbers = Annotated[
-    list[str] | None, typer.Option(help="A number of the GPU, such as peak=989e12; again for more.")
-]
 
 
 def show(config: RunConfig, world_size: int | None) -> None:

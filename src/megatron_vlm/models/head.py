@@ -6,8 +6,6 @@ last chunk's, which are kept: so the most that is ever held is one chunk. What i
 function in each direction, compiled on CUDA; it has not run on a GPU yet.
 """
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -161,7 +159,7 @@ class _LogProbabilities(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
-@partial(Fused, reads=2)  # the maximum and the sum in one pass (Inductor's online softmax), then the entropy
+@Fused
 def _reduced(product_NV: Tensor, column_N: Tensor, entropy: bool, settings: tuple) -> Tensor:
     """(2 or 3, n): the log of the sum of exponentials, the logit of a column, the entropy.
 

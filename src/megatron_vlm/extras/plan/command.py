@@ -23,16 +23,13 @@ def plan(
     rehearse: Annotated[bool, typer.Option("--rehearse", help="Run a real step on shapes alone.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Rehearse this rank; default: several.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Propose the quickest layouts that fit.")] = False,
-    gpu: arguments.GpuNumbers = None,
 ) -> None:
     """Say what each GPU would hold and do, and what to change when it does not fit. Needs no GPU.
 
     Of the checkpoint it reads only config.json. `data.visual_share` and `data.max_pixels` say how many images
-    a row has. --rehearse and --search tell the time of a step, too, by a simple model of an H100.
+    a row has.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
-    if gpu and not (rehearse or search):
-        raise configs.ConfigError("--gpu: only --rehearse and --search tell a time by it; add one of them.")
     if rank is not None and not rehearse:
         raise configs.ConfigError(f"--rank {rank}: only --rehearse looks at a rank; add it.")
     config = recipe_table.compose(recipe, file, settings or ())
@@ -42,20 +39,20 @@ def plan(
     shipped = shipped_config(config.model.hf_path)
     read_config(shipped or config.model.hf_path)
 
-    from megatron_vlm.extras.plan.notes import advice, describe, rehearsed, searched
+    from megatron_vlm.extras.plan import describe
     from megatron_vlm.extras.plan.plan import make_plan
     from megatron_vlm.models.hf import look_at
 
     description, assumed = look_at(shipped or config.model.hf_path)
     made = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
-    typer.echo(describe(made))
+    capacity = gpu_memory * 1e9
+    for line in describe.describe(made, capacity):
+        typer.echo(line)
     if shipped:
         typer.echo(f"Read for {config.model.hf_path}: the copy of its config.json in this package.")
     if assumed:
         typer.echo(assumed)
-    for line in advice(made, gpu_memory * 1e9):
+    for line in describe.rehearsed(made, rank) if rehearse else ():
         typer.echo(line)
-    for line in rehearsed(made, rank, gpu or []) if rehearse else ():
-        typer.echo(line)
-    for line in searched(made, gpu_memory * 1e9, gpu or []) if search else ():
+    for line in describe.searched(made, capacity) if search else ():
         typer.echo(line)

@@ -1,28 +1,34 @@
 """A training step of any rank of any layout at real size, in one process without a GPU.
 
 The step is the real one: model, optimizer, streams, schedule. Its device is `meta`, so tensors have shapes
-and no numbers, and its collectives go to torch's fake process group. `planning.recorder` counts.
+and no numbers, and its collectives go to torch's fake process group. `recorder` counts.
 """
 
 import gc
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.optim import adam
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.config import ConfigError, RunConfig, derived
 from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.extras.plan.recorder import META, Collective, DeviceWork, Recorder, Seen
-from megatron_vlm.extras.plan.shapes_only import shapes_only
+from megatron_vlm.extras.plan.recorder import META, Collective, Recorder
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
+from megatron_vlm.models.layers.kernels.fused import Fused
 from megatron_vlm.models.opened import build_model
+from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.models.work import costs
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import cpu, setup
@@ -32,17 +38,13 @@ from megatron_vlm.training.offloaded_adam import offloaded_bytes
 from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.step import train_step
 
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The bytes that one rank holds in a training step, and the numbers of its calls.
+    """The bytes that one rank holds in a training step, and what it exchanges."""
 
-    `micro_batch` counts what happens for each micro batch (a mean over those rehearsed), `once` what happens
-    once in a step: the reduction of gradients and the optimizer.
-    """
-
-    config: RunConfig
-    gpus: int
     rank: int
     stage: int
     weights: int
@@ -50,35 +52,20 @@ class Rehearsal:
     optimizer: int
     offloaded: int  # what Adam keeps in the host's memory, which the others do not count
     peak: int
-    micro_batches: int  # of a step
-    micro_batch: Seen
-    once: Seen
+    collectives: Counter[Collective]  # of a step
 
     @property
     def activations(self) -> int:
         """The most bytes besides weights, gradients and optimizer state."""
         return self.peak - self.weights - self.gradients - self.optimizer
 
-    @property
-    def collectives(self) -> dict[tuple[str, str], tuple[float, float]]:
-        """(group, kind) -> (calls, bytes) of a step."""
+    def exchanged(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Return (calls, bytes) of a step by (group, kind)."""
         totals: dict[tuple[str, str], tuple[float, float]] = {}
-        for what, count in self._of_step(Collective):
-            calls, nbytes = totals.get((what.group, what.kind), (0, 0))
-            totals[what.group, what.kind] = calls + count, nbytes + count * what.nbytes
+        for call, number in self.collectives.items():
+            calls, nbytes = totals.get((call.group, call.kind), (0, 0))
+            totals[call.group, call.kind] = calls + number, nbytes + number * call.nbytes
         return totals
-
-    @property
-    def operations(self) -> float:
-        return sum(count for _, count in self._of_step(DeviceWork))
-
-    def flops(self, *kinds: str) -> float:
-        """The operations of a step of these kinds ("matmul", "attention")."""
-        return sum(what.flops * count for what, count in self._of_step(DeviceWork) if what.kind in kinds)
-
-    def _of_step(self, kind: type) -> Iterator[tuple[Any, float]]:
-        for seen, times in ((self.micro_batch, self.micro_batches), (self.once, 1)):
-            yield from ((what, count * times) for what, count in seen.of(kind).items())
 
 
 def rehearse(config: RunConfig, description: Description, gpus: int, rank: int = 0) -> Rehearsal:
@@ -92,8 +79,7 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
     """
     config = as_on_a_gpu(config)
     with on_shapes(config, description, gpus, rank) as recorder:
-        with META:
-            chunks = build_model(config, description, META)
+        chunks = model_on_shapes(config, description)
         model = data_parallel(chunks, config)
         optimizer, scheduler = build_optimizer(model, config)
         optimizer.step()  # makes its state
@@ -105,18 +91,17 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
         step_loss = objective_of(config).step_loss(config, model)
         reference = recorder.alive - before_losses
         count = derived(config, gpus)["micro_batches_per_step"]
-        stage = parallel_state.get_pipeline_model_parallel_rank()
+        stage = setup.parallel_state.get_pipeline_model_parallel_rank()
         batches = [example_batch(config, description)] * _enough(config, count, stage)
-        micro_batch = Seen()
-        once = Seen()
+        micro_batch: Counter[Collective] = Counter()
+        once: Counter[Collective] = Counter()
         recorder.seen, recorder.peak = micro_batch, recorder.alive
         step_loss = _then_counting(step_loss, recorder, once)
         train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
-    for what in [call for call in micro_batch.of(Collective) if call.group == "dp"]:
-        once[what] += micro_batch.pop(what)  # gradients of the last micro batch
+    for call, number in micro_batch.items():
+        # gradients are reduced in the last micro batch alone
+        once[call] += number if call.group == "dp" else number / len(batches) * count
     return Rehearsal(
-        config=config,
-        gpus=gpus,
         rank=rank,
         stage=stage,
         weights=weights + reference,
@@ -124,14 +109,14 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
         optimizer=before_losses - weights - gradients - offloaded,
         offloaded=offloaded,
         peak=recorder.peak - offloaded,
-        micro_batches=count,
-        micro_batch=Seen({what: number / len(batches) for what, number in micro_batch.items()}),
-        once=once,
+        collectives=once,
     )
 
 
 @contextmanager
-def on_shapes(config: RunConfig, description: Description, gpus: int, rank: int) -> Iterator[Recorder]:
+def on_shapes(
+    config: RunConfig, description: Description, gpus: int, rank: int, kind: type[Recorder] = Recorder
+) -> Iterator[Recorder]:
     """Inside, this process is `rank` among `gpus` processes, whose device is `meta`.
 
     Raises ConfigError or ValueError if the layout does not divide GPUs or model. Not for a process that sees
@@ -145,11 +130,17 @@ def on_shapes(config: RunConfig, description: Description, gpus: int, rank: int)
     with (
         setup.pretended(config.parallel, gpus, rank),
         cpu.standing_in(META),
-        Recorder() as recorder,
-        shapes_only(recorder),
+        kind() as recorder,
+        shapes_only(),
     ):
         setup.seed_all(config.train.seed)
         yield recorder
+
+
+def model_on_shapes(config: RunConfig, description: Description) -> list[VLMModel]:
+    """Return this rank's model chunks."""
+    with META:
+        return build_model(config, description, META)
 
 
 def as_on_a_gpu(config: RunConfig) -> RunConfig:
@@ -168,7 +159,7 @@ def _enough(config: RunConfig, count: int, stage: int) -> int:
     return min(count, 2 * pp if vpp > 1 else pp - stage + (pp > 1))
 
 
-def _then_counting(step_loss: StepLoss, recorder: Recorder, once: Seen) -> StepLoss:
+def _then_counting(step_loss: StepLoss, recorder: Recorder, once: Counter[Collective]) -> StepLoss:
     """The same loss; what happens after its backward passes is counted in `once`."""
 
     def counted(chunks: list[torch.nn.Module], micro_batches: list[Batch]) -> tuple[Reports, float]:
@@ -188,6 +179,66 @@ def _gradients(model: list[torch.nn.Module]) -> int:
     return _nbytes(buffer.grad_data for buffer in buffers)
 
 
+# --- what torch does on shapes -----------------------------------------------------------------------------
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Let functions of torch that know nothing of `meta` do there as on a GPU.
+
+    Attention is one kernel and does not store all scores; dropout is one and stores a byte for each number;
+    fused functions are called as where they are compiled; a tensor is made on the host and copied, also from
+    numbers of the device; Adam may be fused; memory can be pinned. Objects that ranks exchange are all this
+    rank's own.
+    """
+    changed = (
+        *((functional, name) for name in ("scaled_dot_product_attention", "dropout")),
+        *((torch, "tensor"), (torch.Tensor, "pin_memory"), (adam, "_device_dtype_check_for_fused")),
+        *((dist, name) for name in ("all_gather_object", "broadcast_object_list")),
+        *((Fused, name) for name in ("compiles_on", "compiled")),
+    )
+    before = [getattr_static(owner, name) for owner, name in changed]
+    on_host = torch.tensor
+
+    def copied(data: Any, device: Any = None, **options: Any) -> Tensor:
+        if device is None:
+            return on_host(_numbers(data), **options)
+        return on_host(_numbers(data), device="cpu", **options).to(device)
+
+    functional.scaled_dot_product_attention = _one_kernel
+    functional.dropout = _dropped
+    torch.tensor = copied
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
+    adam._device_dtype_check_for_fused = lambda *_, **__: None
+    Fused.compiles_on = "meta"
+    Fused.compiled = property(lambda function: function.written)
+    dist.all_gather_object = _gathered
+    dist.broadcast_object_list = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for (owner, name), value in zip(changed, before, strict=True):
+            setattr(owner, name, value)
+
+
+def _one_kernel(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_) -> Tensor:
+    return KERNEL(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _dropped(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, training)[0] if training and p else x
+
+
+def _numbers(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_numbers(one) for one in data]
+    return data.item() if isinstance(data, Tensor) and data.is_meta else data
+
+
+def _gathered(values: list, value: Any, group: Any = None) -> None:
+    values[:] = [value] * len(values)
+
+
 # --- a micro batch ---------------------------------------------------------------------------------------
 
 
@@ -201,7 +252,7 @@ def example_batch(config: RunConfig, description: Description) -> Batch:
     documents = objective_of(config).documents
     documents_T = (torch.arange(length) // (length // documents)).clamp(max=documents - 1).int() + 1
     labels_T[:-1][documents_T.diff() > 0] = IGNORE_INDEX  # no document is trained to predict the next
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    first = setup.parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     visual = GenericVisualInputs.cat(images * rows) if first else None
     if visual is not None:
         dtype = DTYPES[config.model.dtype]

@@ -7,7 +7,7 @@ Compiled, they have not run on a GPU yet, only on a CPU in tests.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial, update_wrapper
+from functools import cached_property, update_wrapper
 from typing import Any
 
 import torch
@@ -21,14 +21,12 @@ class Fused:
     The compiler begins again for another number of axes, an axis of one, a view of what needs a gradient, and
     gaps, and gives up after eight. So callers join axes, it gets bare data, without gaps if that has at most
     two axes, and one row is not compiled.
-    Its kernels read what they are given `reads` times, which is for rehearsals.
     """
 
     compiles_on: str | None = "cuda"  # the type of the device, for all such functions
 
-    def __init__(self, written: Callable[..., Any], reads: int = 1):
+    def __init__(self, written: Callable[..., Any]):
         self.written = written
-        self.reads = reads
         update_wrapper(self, written)
 
     def __call__(self, first: Tensor, *rest: Any) -> Any:
@@ -112,7 +110,7 @@ def normed(
     return result.mul_(1.0 + scale if zero_centered else scale).type_as(x), inverse_rms
 
 
-@partial(Fused, reads=2)  # the weight's gradient is a sum over rows
+@Fused
 def _norm_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, zero_centered: bool, trained: bool
 ) -> tuple[Tensor, Tensor | None]:
