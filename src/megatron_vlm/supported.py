@@ -113,14 +113,14 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not problem and config_file(path).with_name(ADAPTER_FILE).exists():
         problem = f"Transformers would add the adapter of {ADAPTER_FILE} to the weights; merge or move it."
     if problem:
-        raise ConfigError(f"checkpoint {printable(path)}: {problem}")
+        raise ConfigError(f"checkpoint {path}: {problem}")
     return config
 
 
 def any_config(path: str | Path) -> dict[str, Any]:
     """The config.json of any checkpoint. Raises ConfigError unless it is a JSON object with parts."""
     file = config_file(path)
-    place = f"checkpoint {printable(path)}"
+    place = f"checkpoint {path}"
     try:
         config = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
@@ -147,7 +147,7 @@ def config_file(path: str | Path) -> Path:
         file = folder / CONFIG_FILE
         if not file.is_file():
             raise FileNotFoundError(
-                f"checkpoint {printable(path)}: no {CONFIG_FILE} in this folder; give the folder of a "
+                f"checkpoint {path}: no {CONFIG_FILE} in this folder; give the folder of a "
                 "Hugging Face checkpoint."
             )
         return file
@@ -175,14 +175,14 @@ def resolve(path: str | Path, check: Callable[[str | Path], Any] = read_config) 
 def _fetched(path: str | Path, fetch: Callable[..., str]) -> str:
     """Fetch a hub name. Raise FileNotFoundError with the reason of huggingface_hub."""
     if Path(path).is_absolute() or str(path).startswith((".", "~")):
-        raise FileNotFoundError(f"checkpoint {printable(path)}: no such folder")
+        raise FileNotFoundError(f"checkpoint {path}: no such folder")
     try:
         return fetch(str(path))
     except (OSError, ValueError) as error:
         reason = printable(" ".join(str(error).split()), 300)
         raise FileNotFoundError(
-            f"checkpoint {printable(path)}: no such folder, and not to be had from the hub ({reason}); where "
-            f"the hub can be reached, `hf download {printable(path)} --local-dir FOLDER` fetches it."
+            f"checkpoint {path}: no such folder, and not to be had from the hub ({reason}); where "
+            f"the hub can be reached, `hf download {path} --local-dir FOLDER` fetches it."
         ) from error
 
 

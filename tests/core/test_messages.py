@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -54,3 +55,22 @@ def test_what_a_library_logs_reaches_no_terminal_raw(capfd):
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert capfd.readouterr().err == "key a\\x1b]0;pwn\\x07\nnext\n"
+
+
+def test_a_hostile_name_is_escaped_where_an_error_and_a_line_of_a_run_are_printed(tmp_path):
+    """Names stand in messages as they are; the error, its traceback's file and a run's lines are escaped."""
+    code = (
+        "from megatron_vlm.callbacks.base import Run\n"
+        "from megatron_vlm.job.errors import exit_with_reason\n"
+        "from types import SimpleNamespace\n"
+        "name = '\\x1b]0;pwn\\x07\\u202e s3://KEY:SECRET@bucket/x'\n"
+        "Run.message(SimpleNamespace(is_first_rank=True), f'note {name}')\n"
+        "with exit_with_reason('test'):\n"
+        "    raise RuntimeError(f'{name}: it fails')\n"
+    )
+    clean = {"TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, **clean})
+    [file] = tmp_path.glob("megatron-vlm-*.txt")
+    for text in (ended.stdout.decode(), ended.stderr.decode(), file.read_text()):
+        assert r"\x1b]0;pwn\x07\u202e s3://…@bucket/x" in text, text
+        assert "SECRET" not in text and text.replace("\n", "").isprintable()

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import calling, object_of
 from megatron_vlm.job.errors import closing
-from megatron_vlm.messages import mask_addresses, printable
+from megatron_vlm.messages import printable, printable_lines
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -71,7 +71,7 @@ class Run:
     def message(self, text: str) -> None:
         """Print a line, above the progress bar, on the first rank."""
         if self.is_first_rank:
-            tqdm.write(mask_addresses(text), file=sys.stdout)
+            tqdm.write(printable_lines(text), file=sys.stdout)
             sys.stdout.flush()
 
 

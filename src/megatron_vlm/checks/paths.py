@@ -17,7 +17,6 @@ from megatron_vlm.config_rules.layout import misfit, sizes_in
 from megatron_vlm.config_rules.peft_config import settled
 from megatron_vlm.data.on_disk.paths import ROWS, paths_of
 from megatron_vlm.files import read_file
-from megatron_vlm.messages import printable
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.signatures import unreadable_files
 from megatron_vlm.supported import ADAPTER_FILE, read_config
@@ -70,7 +69,7 @@ def data_problems(dataset_type: str, key: str, paths: DataPaths, may_be_hub: boo
             yield f"{key}: {error}"
         else:
             if problem:
-                yield f"{key}: {printable(name)} {problem}."
+                yield f"{key}: {name} {problem}."
 
 
 def _data_problem(dataset_type: str, name: str, may_be_hub: bool) -> str | None:
@@ -93,16 +92,16 @@ def folder_problems(setting: str, given: str, refuse: Callable[[str | Path], Any
     """Yield messages about a folder, here or in a store, or a hub name, that is no checkpoint for a setting.
     `refuse` raises ConfigError if its config.json does not fit."""
     path = Path(given).expanduser()
-    shown = f"{setting}: {printable(given)}"
+    shown = f"{setting}: {given}"
     is_here = not stores.is_store(given) and (path.exists() or not is_hub_name(given))
     if is_here and not path.exists():
         yield f"{shown} does not exist; give a checkpoint folder or a Hugging Face hub name."
     elif is_here and not (path / "config.json").is_file():
         remedy = "give the folder of a Hugging Face checkpoint"
         if (path / "config.yaml").is_file():
-            remedy = f"export it first: megatron-vlm export {printable(given)} OUTPUT"
+            remedy = f"export it first: megatron-vlm export {given} OUTPUT"
         elif (path / ADAPTER_FILE).is_file():
-            remedy = f"give the folder of its base model, and adapter.start={printable(given)}"
+            remedy = f"give the folder of its base model, and adapter.start={given}"
         yield f"{shown} is {kind_of(path)}, and has no config.json; {remedy}."
     else:
         try:
@@ -142,7 +141,7 @@ def model_problems(config: RunConfig, needs_start: bool = False) -> Iterator[str
     if start is None or resumes and Path(config.run_dir, "checkpoints", "adapter_start").is_dir():
         return
     if not (Path(start) / ADAPTER_FILE).is_file():
-        yield f"adapter.start: {printable(start)} holds no {ADAPTER_FILE}; give a folder that peft wrote."
+        yield f"adapter.start: {start} holds no {ADAPTER_FILE}; give a folder that peft wrote."
     else:
         try:
             settled(AdapterConfig(start=start))
@@ -154,7 +153,7 @@ def run_problems(run_dir: Path) -> Iterator[str]:
     """Yield a message about a folder that cannot be read as a run's."""
     if not (run_dir / "config.yaml").exists():
         kind = f"is {kind_of(run_dir)}, not the folder of a run" if run_dir.exists() else "does not exist"
-        yield f"{printable(run_dir)} {kind}; give what was --run_dir when it was trained."
+        yield f"{run_dir} {kind}; give what was --run_dir when it was trained."
 
 
 def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
@@ -166,9 +165,9 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
             problems += data_problems(data.dataset_type, f"data.{key}", getattr(data, key))
         problems += data_problems("hf", "data.score_path", data.score_path)
         if data.media_dir and not (stores.is_store(data.media_dir) or exists(data.media_dir)):
-            problems.append(f"data.media_dir={printable(data.media_dir)} does not exist; give a folder.")
+            problems.append(f"data.media_dir={data.media_dir} does not exist; give a folder.")
     if stores.is_store(str(config.run_dir)):
-        shown = printable(config.run_dir)
+        shown = config.run_dir
         problems.append(
             f"run_dir: {shown} is in a store; give a folder on disk, and train.upload_to={shown}."
         )

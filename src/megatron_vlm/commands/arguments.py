@@ -18,7 +18,6 @@ from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.files import check_output, read_file, refuse_existing
 from megatron_vlm.job.watchdog import LAUNCHER
-from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
 from megatron_vlm.supported import read_config
@@ -199,13 +198,13 @@ def configs_of_two(checked: str, source: str) -> list[RunConfig]:
     both = [config_of_model(checked), config_of_model(source)]
     if Path(checked).is_dir() and Path(checked).resolve() == Path(source).resolve():
         raise ConfigError(
-            f"verify: {printable(checked)} is given twice; give what it is to be compared with, such as its "
+            f"verify: {checked} is given twice; give what it is to be compared with, such as its "
             "export or the checkpoint that it was trained from."
         )
     mine, theirs = (read_config(config.model.hf_path)["model_type"] for config in both)
     if mine != theirs:
         raise ConfigError(
-            f"verify: {printable(checked)} is of model type {mine}, and {printable(source)} of {theirs}; "
+            f"verify: {checked} is of model type {mine}, and {source} of {theirs}; "
             "give two checkpoints of one model."
         )
     return both
@@ -227,13 +226,11 @@ def new_output(output: str, run_dir: Path) -> str:
     """
     if stores.is_store(output):
         remedy = "give a folder on disk; a run with train.upload_to copies its exports"
-        raise ConfigError(f"{printable(output)} is in a store; {remedy}.")
+        raise ConfigError(f"{output} is in a store; {remedy}.")
     output = str(Path(output).expanduser())
     parts = [run_dir / name for name in FOLDERS if name != "exports"]
     if any(_is_in(Path(output), part) for part in parts):
-        raise ConfigError(
-            f"{printable(output)} lies among what the run writes; give one outside of {printable(run_dir)}."
-        )
+        raise ConfigError(f"{output} lies among what the run writes; give one outside of {run_dir}.")
     refuse_existing(Path(output))
     return output
 
@@ -245,7 +242,7 @@ def _is_in(path: Path, folder: Path) -> bool:
 def image_of(path: Path) -> bytes:
     """The bytes of an image file. Raises ConfigError, which names it, if there is no image in it."""
     if not path.exists():
-        raise ConfigError(f"--image: {printable(path)} does not exist; give the path of an image file.")
+        raise ConfigError(f"--image: {path} does not exist; give the path of an image file.")
     content = read_file(path)
 
     from megatron_vlm.data.accounts.bad_sample import BadSample
@@ -254,7 +251,7 @@ def image_of(path: Path) -> bytes:
     try:
         decode_image(content)
     except BadSample as bad:
-        raise ConfigError(f"--image: {printable(path)}: {bad.detail}; give another image.") from bad
+        raise ConfigError(f"--image: {path}: {bad.detail}; give another image.") from bad
     return content
 
 

@@ -9,7 +9,6 @@ from megatron_vlm import stores
 from megatron_vlm.checks.paths import data_problems
 from megatron_vlm.commands.program import on_disk
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable
 from megatron_vlm.overrides import fitted
 
 
@@ -57,7 +56,7 @@ def prepare(
         for problem in data_problems("hf", "prepare: source", source, may_be_hub=format == "hf"):
             raise ConfigError(problem)
         if image_root and not (stores.is_store(image_root) or Path(image_root).expanduser().is_dir()):
-            raise ConfigError(f"prepare: --image-root {printable(image_root)} is not a folder; give one.")
+            raise ConfigError(f"prepare: --image-root {image_root} is not a folder; give one.")
 
     from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
@@ -114,5 +113,5 @@ def _parse(pairs: list[str], wrong: str, kind: type = str) -> dict[str, Any]:
         try:
             parsed[name] = fitted(value or None, kind)
         except (TypeError, ValueError) as error:
-            raise ConfigError(wrong.format(printable(pair))) from error
+            raise ConfigError(wrong.format(pair)) from error
     return parsed

@@ -83,7 +83,7 @@ def world_size() -> int | None:
 def on_disk(path: Path | None) -> Path | None:
     """Return the path. Raise ConfigError for an address, where only a disk is written."""
     if path is not None and re.match("(s3|msc):/", str(path)):
-        raise ConfigError(f"{printable(path)}: this command writes on a disk alone; give a path there.")
+        raise ConfigError(f"{path}: this command writes on a disk alone; give a path there.")
     return path
 
 

@@ -22,7 +22,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.stops import Stopped
 from megatron_vlm.job.watchdog import AGAIN
-from megatron_vlm.messages import mask_addresses, printable
+from megatron_vlm.messages import printable, printable_lines
 
 BUG_CODE, USERS_CODE = 1, 2
 REASON_SECONDS = 10.0  # in which a rank that fails has said why
@@ -237,8 +237,7 @@ def _raised_in_users_file(error: BaseException) -> bool:
 
 def _keep_traceback(error: BaseException) -> Path:
     """Write the traceback to this rank's file in the run folder, else to a new file, and return the path."""
-    text = mask_addresses("".join(traceback.format_exception(error)))
-    text = text.encode(errors="backslashreplace").decode()
+    text = printable_lines("".join(traceback.format_exception(error)))
     if os.environ.get("MEGATRON_VLM_DEBUG"):
         print(text, file=sys.stderr)
     watched, is_for_users = watchdog.watch(), _is_for_users(error)

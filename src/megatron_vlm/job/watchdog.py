@@ -300,6 +300,7 @@ def report_end(kind: str, code: int, message: str, speaks: bool = True) -> None:
 
     `kind` is error, interrupt or lost (another rank ended). Without `--nproc`, ranks that `speaks` print.
     """
+    message = printable_lines(message)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         now = time.time()
         extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now, "kind": kind, "code": code}
@@ -308,7 +309,7 @@ def report_end(kind: str, code: int, message: str, speaks: bool = True) -> None:
     if _watch is not None:  # after its reason is there, as others wait for it
         _watch.write(has_ended=True)
     if message and speaks and LAUNCHER not in os.environ:
-        print(printable_lines(message), file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
 
 
 def _status(content: dict[str, Any]) -> str:

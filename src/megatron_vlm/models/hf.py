@@ -93,7 +93,7 @@ def as_hf_config(config: dict[str, Any], path: str | Path) -> PreTrainedConfig:
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
         reason = printable(" ".join(str(error).split()), longest=400)
         raise ConfigError(
-            f"checkpoint {printable(path)}: Transformers refuses its {CONFIG_FILE} ({type(error).__name__}: "
+            f"checkpoint {path}: Transformers refuses its {CONFIG_FILE} ({type(error).__name__}: "
             f"{reason}); correct it or download it again."
         ) from error
 
@@ -123,7 +123,7 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
     # without these files, Transformers would make an empty tokenizer
     if not any((Path(folder) / name).is_file() for name in TOKENIZERS):
         names = " or ".join(TOKENIZERS)
-        problems.append(f"checkpoint {printable(folder)} has no tokenizer ({names}); copy the original one.")
+        problems.append(f"checkpoint {folder} has no tokenizer ({names}); copy the original one.")
     if problems:
         raise ConfigError("\n".join(problems))
     try:
@@ -132,11 +132,11 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
         for problem in unparsable_files(Path(folder)):
             raise ConfigError(problem) from error
         raise FileNotFoundError(
-            f"checkpoint {printable(folder)}: no processor that Transformers knows ({_first_line(error)}); "
+            f"checkpoint {folder}: no processor that Transformers knows ({_first_line(error)}); "
             "put the files of its processor and tokenizer there."
         ) from error
     except ImportError as error:  # it names the package
-        raise ConfigError(f"checkpoint {printable(folder)}: {_first_line(error)}") from error
+        raise ConfigError(f"checkpoint {folder}: {_first_line(error)}") from error
     except Exception as error:
         for problem in unparsable_files(Path(folder)):
             raise ConfigError(problem) from error
@@ -146,7 +146,7 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
         raise
     if not isinstance(processor, ProcessorMixin):
         raise FileNotFoundError(
-            f"checkpoint {printable(folder)}: it has a {type(processor).__name__} and no processor; put its "
+            f"checkpoint {folder}: it has a {type(processor).__name__} and no processor; put its "
             "processor_config.json or preprocessor_config.json there."
         )
     kind_of(processor)  # reads its settings
@@ -157,7 +157,7 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
         try:
             render_jinja_template([], chat_template=template)
         except TemplateSyntaxError as error:
-            place = f"checkpoint {printable(folder)}: line {error.lineno} of its chat template"
+            place = f"checkpoint {folder}: line {error.lineno} of its chat template"
             remedy = "correct chat_template.jinja there, or download it again"
             if own:
                 place = f"data.chat_template: line {error.lineno}"
@@ -187,5 +187,5 @@ def load_model(folder: Path, dtype: dtype | str = "auto") -> PreTrainedModel:
     for name, stored, wanted in found["mismatched_keys"]:
         problems.append(f"{printable(name)} is {tuple(stored)}, and config.json asks for {tuple(wanted)}")
     if problems:
-        raise ConfigError(f"checkpoint {printable(folder)}: {min(problems)}; download it again.")
+        raise ConfigError(f"checkpoint {folder}: {min(problems)}; download it again.")
     return model.eval()

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_text
-from megatron_vlm.messages import listed, odd_fields, printable, suggestion
+from megatron_vlm.messages import listed, odd_fields, suggestion
 from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, split_override
 from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings, merged
 from megatron_vlm.recipes.published import OF_PARTS, RECIPES, Recipe
@@ -74,7 +74,7 @@ def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | No
         return None
     fitting = [one.name for one in RECIPES.values() if one.model_type == model_type]
     return (
-        f"recipe {name} is for {of_recipe}, and {printable(hf_path)} is {model_type}: its layout, "
+        f"recipe {name} is for {of_recipe}, and {hf_path} is {model_type}: its layout, "
         f"lengths and rates are taken all the same; recipes for {model_type}: {listed(fitting, 4)}"
     )
 

@@ -75,7 +75,7 @@ def complete_checkpoints(run_dir: str | Path) -> list[str]:
     folder = checkpoints(run_dir)
     if not folder.is_dir():
         if os.path.lexists(folder):
-            raise ConfigError(f"run_dir: {printable(folder)} is not a folder; give another run_dir.")
+            raise ConfigError(f"run_dir: {folder} is not a folder; give another run_dir.")
         return []
     return sorted(name for name in os.listdir(folder) if _is_complete(folder / name))
 
@@ -152,7 +152,7 @@ def check_folder(run_dir: str | Path) -> None:
         found = [f"other things, such as {printable(foreign[0])}"]
     if found:
         raise ConfigError(
-            f"run_dir: {printable(run_dir)} holds {found[0]} and no run; give a folder that is new or empty."
+            f"run_dir: {run_dir} holds {found[0]} and no run; give a folder that is new or empty."
         )
 
 
@@ -195,7 +195,7 @@ def check_model(setting: str, place: str | Path, content: bytes, hf_path: str, i
     if is_used and theirs != hf_path and _absolute(theirs) != _absolute(hf_path):
         raise ConfigError(
             f"{setting}: {printable(place)} holds a run of {printable(theirs)}, and model.hf_path is "
-            f"{printable(hf_path)}. Give another {setting}; or, where the same model only moved, write its "
+            f"{hf_path}. Give another {setting}; or, where the same model only moved, write its "
             f"new path into {printable(file)}."
         )
 
@@ -320,9 +320,7 @@ def remove(path: Path) -> None:
 def damaged(path: Path, problems: list[str]) -> str:
     """The message about a checkpoint with these problems, and what to do."""
     if not path.exists():
-        return (
-            f"checkpoint: {printable(path)} was removed while it was read; start again, to read a newer one."
-        )
+        return f"checkpoint: {path} was removed while it was read; start again, to read a newer one."
     more = f", and {len(problems) - 1} more of its files are not as saved" if len(problems) > 1 else ""
     others = [name for name in complete_checkpoints(path.parent.parent) if name != path.name]
     fact = f"checkpoint: {problems[0]}{more}. Restore it from a copy, or"

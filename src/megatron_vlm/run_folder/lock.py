@@ -97,7 +97,7 @@ def _lock_all(file: BinaryIO, run_dir: str | Path, patience: float, whose: str =
     while not _try(file, _TO_THE_END, 0):
         if time.monotonic() >= deadline:
             raise ConfigError(
-                f"{setting}: {printable(run_dir)} belongs to {owner} that lives: {_holders(file)}. "
+                f"{setting}: {run_dir} belongs to {owner} that lives: {_holders(file)}. "
                 f"Wait until it ends, end it with `kill` on its host, or give another {setting}."
             )
         time.sleep(0.05)

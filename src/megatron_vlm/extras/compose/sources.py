@@ -71,7 +71,7 @@ def _open(
     what: str,
 ) -> Component:
     """`files` hold `what`, and one of them is needed."""
-    for problem in folder_problems(option, path, partial(read, named=f"{option} {printable(path)}")):
+    for problem in folder_problems(option, path, partial(read, named=f"{option} {path}")):
         raise ConfigError(problem)
     folder = resolve(Path(path).expanduser() if Path(path).expanduser().is_dir() else path, read)
     try:
@@ -80,7 +80,7 @@ def _open(
         raise ConfigError(f"{option}: {error}") from error
     if not any((folder / name).is_file() for name in files):
         raise ConfigError(
-            f"{option} {printable(path)} has no file of {what} ({' or '.join(files)}); copy the original "
+            f"{option} {path} has no file of {what} ({' or '.join(files)}); copy the original "
             "checkpoint's into it."
         )
     for problem in (*unreadable_files(folder), *unparsable_files(folder)):
@@ -141,12 +141,10 @@ def named_tokens(pairs: Iterable[str]) -> dict[str, str]:
     for pair in pairs:
         role, _, token = pair.partition("=")
         if role not in ROLES:
-            raise ConfigError(
-                f"--token {printable(pair)}: {printable(role)} is no role{suggestion(role, ROLES)}"
-            )
+            raise ConfigError(f"--token {pair}: {printable(role)} is no role{suggestion(role, ROLES)}")
         if not token or token != token.strip():
             what = "spaces around the token" if token.strip() else "no token"
-            raise ConfigError(f"--token {printable(pair)}: {what}; write ROLE=TOKEN, as {role}=<|{role}|>.")
+            raise ConfigError(f"--token {pair}: {what}; write ROLE=TOKEN, as {role}=<|{role}|>.")
         if role in named:
             raise ConfigError(f"--token: {role} is given twice, {named[role]} and {token}; give it once.")
         named[role] = token

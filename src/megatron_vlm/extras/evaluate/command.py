@@ -11,7 +11,7 @@ from megatron_vlm.commands import arguments
 from megatron_vlm.commands.program import on_disk, start_ranks
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable, printable_lines
+from megatron_vlm.messages import printable_lines
 from megatron_vlm.overrides import apply_overrides
 
 NAMES = ("exact_match", "contained", "anls", "boxes")  # of metrics, whose file is slow to import
@@ -49,7 +49,7 @@ def evaluate(
     config = _with_data(arguments.config_of_model(model, settings, nproc), data)
     names = set(os.listdir(output)) if output.exists() else set()
     if names - {"errors", "lock"} and "settings.json" not in names:
-        raise ConfigError(f"--output: {printable(output)} holds no evaluation; give a new folder.")
+        raise ConfigError(f"--output: {output} holds no evaluation; give a new folder.")
     arguments.prepare_cuda(config.parallel)
     if nproc:
         flags = {"output": output, "samples": samples, "max-new-tokens": max_new_tokens}

@@ -66,7 +66,7 @@ def evaluate_model(
         _write(output, title, questions, source, records, result)
         yield f"{len(records)} questions of {printable(questions.name)}"
         yield from result.lines()
-        yield f"wrote {printable(output)}/answers.jsonl, scores.json and answers.html"
+        yield f"wrote {output}/answers.jsonl, scores.json and answers.html"
     setup.shutdown()
 
 
@@ -87,7 +87,7 @@ def _begin(folder: Path, settings: dict[str, Any], locks: list[BinaryIO]) -> lis
     text = json.dumps(settings, indent=1)
     if kept.exists() and read_text(kept) != text:
         raise ConfigError(
-            f"--output: {printable(folder)} has answers of another model, to other questions or with other "
+            f"--output: {folder} has answers of another model, to other questions or with other "
             "settings; give a new folder."
         )
     write_whole(kept, text)
