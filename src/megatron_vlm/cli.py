@@ -80,7 +80,7 @@ def train(
     if arguments.is_first_process() and (
         note := recipe_table.family_note(recipe, file, config.model.hf_path)
     ):
-        typer.echo(note)
+        typer.echo(printable_lines(note))
     arguments.prepare_cuda(config.parallel)
     if nproc:
         options = {"recipe": recipe, "config": file, **flags, "profile": profile}

@@ -100,7 +100,10 @@ def test_a_damaged_generation_config_is_named(tmp_path):
     GenerationConfig(eos_token_id=1).save_pretrained(tmp_path)
     assert stop_tokens(tmp_path, Config()) == [1]
     file = tmp_path / "generation_config.json"
-    wrong = {"{": " is no whole JSON", '{"eos_token_id": "</s>"}': ": eos_token_id is '</s>', expected int"}
+    wrong = {
+        "{": " is no JSON object",
+        '{"eos_token_id": "</s>"}': ": eos_token_id is ['</s>'], expected",
+    }
     for text, problem in wrong.items():
         file.write_text(text)
         code, said = explained(stop_tokens, tmp_path, Config())

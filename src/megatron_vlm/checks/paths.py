@@ -180,11 +180,15 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
     known = ["sh", "-c", 'command -v "$1"', "", word[1]] if word else ["true"]
     if subprocess.run(known, stdout=subprocess.DEVNULL).returncode:
         problems.append(f"train.on_export: sh knows no {word[1]}; correct it, or give its whole path.")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    _refuse(problems)
 
 
 def validate_model(config: RunConfig) -> None:
     """Do as `validate_paths` for commands that build a run's model and neither read data nor train."""
-    if problems := list(model_problems(config)):
-        raise ConfigError("\n".join(problems))
+    _refuse(list(model_problems(config)))
+
+
+def _refuse(problems: list[str]) -> None:
+    """Raise ConfigError with a line for each problem; a name with a line break stays on its line."""
+    if problems:
+        raise ConfigError("\n".join(problem.replace("\n", r"\n") for problem in problems))

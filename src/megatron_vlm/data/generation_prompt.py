@@ -62,11 +62,15 @@ def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
     Transformers) from its config.json. Raises ConfigError that names a damaged file.
     """
     ids = hf_config.get_text_config().eos_token_id
-    if (folder / GENERATION_FILE).is_file():
-        ids = json.loads(read_text(folder / GENERATION_FILE)).get("eos_token_id")
+    file = folder / GENERATION_FILE
+    if file.is_file():
+        try:
+            ids = json.loads(read_text(file)).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{file} is no JSON object ({error}); download it again.") from error
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(number) is int for number in ids):
-        raise ConfigError(f"{folder / GENERATION_FILE}: eos_token_id is {ids}, expected numbers of tokens.")
+        raise ConfigError(f"{file}: eos_token_id is {ids}, expected numbers of tokens.")
     return ids
 
 
