@@ -71,7 +71,7 @@ def test_dry_run_says_what_is_still_to_give():
     [
         (
             ["train", "--recipe=gemma3_vl_4b", "tp=1", "--train_data_path=/no"],
-            "/no does not exist; write one",
+            "/no does not exist; give a file or folder",
         ),
         (["export", "/no", "out"], "/no does not exist"),
     ],
