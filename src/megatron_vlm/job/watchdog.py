@@ -83,8 +83,9 @@ def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -
     yield
     _watch.finish()
     _watch = None
-    if not lock.stat().st_size:  # no run has taken it
-        lock.unlink()
+    with contextlib.suppress(FileNotFoundError):  # another rank was first
+        if not lock.stat().st_size:  # no run has taken it
+            lock.unlink()
 
 
 def end_with_parent(parent: int) -> None:
