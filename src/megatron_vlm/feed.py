@@ -119,8 +119,8 @@ class Feed:
         return rows + (step - done) * self._train.global_batch_size
 
     def epoch_after(self, step: int) -> dict[str, float]:
-        """{"epoch": how many epochs of the data were trained when `step` ends}; without it where that is not
-        known, and on all ranks but the first."""
+        """{"epoch": how many epochs of the data were trained when `step` ends}; empty if that is not known,
+        and on all ranks but the first."""
         return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
 
     def notes(self, milestones: Milestones) -> Iterator[str]:

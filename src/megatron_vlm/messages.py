@@ -82,7 +82,7 @@ def readable_size(size: int) -> str:
 
 
 def check_number(name: str, value: Any, holds: Callable[[Any], bool], wanted: str) -> None:
-    """Raises ValueError, which says what is `wanted`, unless `value` is a number of which that holds."""
+    """Raises ValueError, which says what is `wanted`, unless `value` is a number that passes `holds`."""
     try:
         right = holds(value)
     except TypeError:  # a text, None

@@ -103,7 +103,7 @@ def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDi
 
 
 def _scaled(key: str, tensors: Mapping[str, OnDisk]) -> str | None:
-    """The FP8 tensor of which this is a scale, by its name."""
+    """The FP8 tensor that this scales, by its name."""
     names = (key.removesuffix(end) + own for end, own in (SCALES | UNREAD).items() if key.endswith(end))
     return next((of for of in names if of in tensors and tensors[of].dtype == FP8), None)
 

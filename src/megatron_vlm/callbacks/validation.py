@@ -29,7 +29,7 @@ class Best(Callback):
         self._last: dict[str, Any] = {"last_step": None, "last": None}  # the step that was rated last
 
     def state_dict(self) -> dict[str, Any]:
-        """Return also the step that was rated last, and its value, by which `run_folder` compares."""
+        """Return also the last rated step and its value: `run_folder` compares checkpoints by it."""
         return self.saved | self._last
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -52,8 +52,9 @@ class Best(Callback):
         return 0 < self._train.patience <= self.saved["since"]
 
     def rate(self, step: int, logged: Mapping[str, float], higher: Collection[str] = ()) -> float | None:
-        """The figure in what was logged after a step, as a number of which less is better; None if it was not
-        due. More is better of the scores in `higher`.
+        """Return `best_by` of what was logged, negated if more is better; None if it was not due.
+
+        Of the scores in `higher`, more is better.
 
         Raises ConfigError if figures of its kind were logged, and it is none of them.
         """

@@ -118,8 +118,8 @@ def check(config: RunConfig, nproc: int | None, needs_data: bool = True, restart
 
 
 def prepare_cuda(parallel: ParallelConfig) -> None:
-    """Sets what CUDA and torch read when they are loaded, for this process and those that it starts; what
-    the user has set stays."""
+    """Set what CUDA and torch read when they are loaded, for this process and its children; what the user
+    has set stays."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # micro batches differ in length: memory that one leaves is seldom what the next one asks for
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -60,7 +60,7 @@ class Request:
 
 
 class AnswerRows:
-    """One row for each answer of the pieces: R of them, of which the model computes those that are `held`.
+    """One row for each answer of the pieces: R of them; the model computes the rows that are `held`.
 
     `taken` (3, B, steps) fp64 are each row's tokens and their log-probabilities, see `Sampling.choose`;
     `counts` (B,) how many there are.

@@ -1,4 +1,4 @@
-"""Whatever ends a command, its last line is the reason and what to do; see `exit_with_reason`.
+"""The last line of every command that fails is the reason and what to do; see `exit_with_reason`.
 
 A rank writes its reason into the error file of torch's elastic agent; `--nproc` prints the first one when all
 have ended (`job.launch`). Tracebacks go to `<run_dir>/errors/rankN.txt`; MEGATRON_VLM_DEBUG=1 prints them.

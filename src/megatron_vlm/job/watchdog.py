@@ -173,7 +173,7 @@ class Watch:
             os.pwrite(self._heartbeat.fileno(), json.dumps(self.content).encode().ljust(ROOM), 0)
 
     def others(self) -> list[dict[str, Any]]:
-        """Return the content of the other ranks' files, of those that have one and belong to this job."""
+        """Return the content of the other ranks' files, as far as they are there and belong to this job."""
         contents = []
         for number in range(world_size()):
             # one that does not exist yet, or is being written, comes with the next look

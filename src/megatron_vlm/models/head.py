@@ -66,8 +66,8 @@ def output_logits(
 
 
 def of_all_context_ranks(local: Tensor, stream: Stream, dim: int) -> Tensor:
-    """The outputs of all of a stream's wanted tokens along `dim`, of which this rank has `local`; zeros where
-    a wanted token is padding.
+    """The outputs of all wanted tokens of a stream along `dim`; this rank has `local`. Zeros stand for a
+    wanted token that is padding.
 
     Every context-parallel rank must then compute the same loss of them: the gradient of its own goes back.
     """

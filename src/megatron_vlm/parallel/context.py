@@ -59,7 +59,7 @@ def _dealt(lengths: Sequence[int], ranks: int, most_work: float) -> list[list[Pi
     rest: list[Piece] = []
 
     def give(rank: int, document: int, start: int, stop: int) -> int:
-        """Gives the rank what it has room for; returns where that ends."""
+        """Give the rank as much as it has room for; return the end."""
         stop = min(stop, start + room[rank])
         if start < stop:
             placement[rank].append((document, start, stop))

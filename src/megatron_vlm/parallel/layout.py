@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def megatron_settings(parallel: ParallelConfig) -> dict[str, int | bool | None]:
-    """The keyword arguments by which a Megatron `TransformerConfig` learns this layout.
+    """The keyword arguments of a Megatron `TransformerConfig` for this layout.
 
     With interleaved stages the point-to-point messages are sent one by one: in a batch, two stages that
     exchange activations and gradients with the same peer mix them up (wrong losses, no error). With

@@ -1,4 +1,4 @@
-"""Torch's private operators are those that the package was written for, or one line says what differs."""
+"""Checks that torch's private operators are as expected, or says in one line what differs."""
 
 from itertools import zip_longest
 from typing import Any

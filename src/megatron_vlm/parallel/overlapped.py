@@ -32,7 +32,7 @@ for operator, stand_in in STAND_INS.items():
 
 
 class GatheredProduct(torch.autograd.Function):
-    """(T, B, O): rows of all ranks, of which this one has x (t, B, I), times its outputs' weights (O, I)."""
+    """(T, B, O): rows of all ranks, x (t, B, I) on this one, times its outputs' weights (O, I)."""
 
     @staticmethod
     def forward(ctx, x_tBI: Tensor, weight_OI: Tensor, group: dist.ProcessGroup) -> Tensor:

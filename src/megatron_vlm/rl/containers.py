@@ -63,7 +63,7 @@ class Batched:
         return self[torch.arange(self.batch_size).repeat(repeats)]
 
     def repeat_interleave(self, repeats: int | Sequence[int] | Tensor) -> Self:
-        """Each row `repeats` times, or as often as its own number says: 0, 0, 1, 1."""
+        """Each row `repeats` times, one number for all or one for each: 0, 0, 1, 1."""
         return self[torch.arange(self.batch_size).repeat_interleave(torch.as_tensor(repeats).cpu())]
 
 
@@ -279,7 +279,7 @@ def _field(key: str, value: object) -> Field:
 
 
 def _field_of_samples(key: str, values: list[Any]) -> Field:
-    """The field of what the samples have of one key; None for those that lack it."""
+    """The samples' values of one key as a field; a sample that lacks the key has None."""
     try:
         tensors = [None if value is None else torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:

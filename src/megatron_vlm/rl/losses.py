@@ -129,7 +129,7 @@ def dr_grpo_advantages(rewards_B: Tensor | Sequence[float], groups_B: Tensor | S
 
 
 def grpo_weights(masks: Iterable[Tensor]) -> TensorList:
-    """Weights by which each sample counts as the mean of its tokens: arXiv 2402.03300 eq. 3 (1 / |o|).
+    """Weights that let each sample count as the mean of its tokens: arXiv 2402.03300 eq. 3 (1 / |o|).
 
     `masks` has for each sample (T,) what counts. A sample without such tokens has zeros.
     """

@@ -1,4 +1,4 @@
-"""Experts of each token: those that a sample brings with it, and those that the policy chose."""
+"""Experts of each token: as a sample brings them, or as the policy chose them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

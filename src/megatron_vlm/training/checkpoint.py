@@ -229,7 +229,7 @@ def _adapters(model_chunks: list) -> list[str] | None:
 
 
 def _files_of_rank(names: Iterable[str]) -> list[str]:
-    """The files (`__RANK_0.distcp`) that this rank wrote, or its share of those that other ranks wrote."""
+    """The files (`__RANK_0.distcp`) that this rank wrote, and its share of files of ranks that are gone."""
     writers = {name: int(re.match(r"(?:__(\d+)_)?", name)[1] or 0) for name in names}
     return [name for name, writer in writers.items() if writer % dist.get_world_size() == dist.get_rank()]
 

@@ -95,7 +95,7 @@ class StepFigures:
         return torch.cat((numbers, experts, self._by_source.sums()))
 
     def of_step(self, seconds: float, data_seconds: float) -> dict[str, float]:
-        """The figures of the step that took `seconds`, in `data_seconds` of which it waited for data."""
+        """The figures of a step that took `seconds`, and waited for data for `data_seconds` of them."""
         done, ranks = Work(*self.sums[: len(Work._fields)]), dist.get_world_size()
         sizes = [len(stops.WAYS), 1, ranks, self._expert_tokens.numel()]
         parts = np.split(np.array(self.sums[len(done) :]), np.cumsum(sizes))
@@ -118,7 +118,7 @@ class StepFigures:
 
 
 def counts_data() -> bool:
-    """Whether this is the one rank of those that share data that counts it."""
+    """Whether this is the one rank that counts data, of all ranks that share it."""
     first = parallel_state.get_pipeline_model_parallel_rank() == 0
     return first and parallel_state.get_tensor_and_context_parallel_rank() == 0
 

@@ -76,8 +76,8 @@ def step_in_flight(step: Callable[[], Taken], chunks: list[DistributedDataParall
 
 @torch.no_grad()
 def step_if(optimizer: MegatronOptimizer, takes: Callable[[float], bool] = math.isfinite) -> Taken:
-    """Whether a step was taken with the reduced gradients, and their norm, by which `takes` decides; if not,
-    nothing has changed but the gradients. `optimizer.step()` (0.19) takes the norm too late to refuse."""
+    """Whether a step was taken with the reduced gradients, and their norm. `takes` decides by the norm; if it
+    says no, nothing has changed but the gradients. `optimizer.step()` (0.19) takes the norm too late."""
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if taken := takes(norm):

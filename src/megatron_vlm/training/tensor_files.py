@@ -132,7 +132,7 @@ def write_tensors(path: Path, copied: dict[str, Any], needed: int, group: dist.P
 
 
 def _replicas() -> dist.ProcessGroup:
-    """The ranks that hold the same weights, of which each writes and reads a share."""
+    """The ranks that hold the same weights; each writes and reads a share of them."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 

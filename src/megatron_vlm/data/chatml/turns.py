@@ -134,7 +134,7 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
 
 
 def role_of(turn: Any) -> str | None:
-    """Return the role of a turn as it is written; None if it has none that is known."""
+    """Return the role of a turn as it is written; None without a known role."""
     name = (turn.get("role") or turn.get("from")) if isinstance(turn, dict) else None
     return ROLES.get(name.lower()) if isinstance(name, str) else None
 

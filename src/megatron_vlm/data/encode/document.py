@@ -181,7 +181,7 @@ class DocumentEncoder:
         return self.boxes.written(sample.messages, sample.objects, self._images(sample), some)
 
     def _prompt(self, sample: ChatMLSample) -> RenderedChat:
-        """The rendered conversation, of which the replies are trained that the settings ask for."""
+        """The rendered conversation; the settings say which replies are trained."""
         messages = self._written(sample)
         if self._data.thinking == "drop":
             messages = [without_thinking(message) for message in messages]

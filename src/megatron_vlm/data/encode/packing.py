@@ -156,7 +156,7 @@ def _patterns(counts: list[int], capacity: int) -> Iterator[tuple[list[int], int
 
 
 class _Lengths:
-    """Finds lengths of which `waiting`, a list by length, still has documents; a used-up length stays so."""
+    """Finds lengths that `waiting`, a list by length, still has documents of; a used-up length stays so."""
 
     def __init__(self, waiting: list) -> None:
         self._waiting = waiting

@@ -17,8 +17,8 @@ from megatron_vlm.data.on_disk.fields import REFERENCES
 
 @dataclass
 class Question:
-    """A conversation up to its last reply: `text` is the last user's turn, and `references` are answers that
-    are right, of which that reply is one."""
+    """A conversation up to its last reply: `text` is the last user's turn, and `references` are the right
+    answers, that reply among them."""
 
     key: str
     text: str

@@ -26,7 +26,7 @@ class AnySize(Kind):
 
     @property
     def multiple(self) -> int:
-        """Pixels of which each side of a resized image is a multiple."""
+        """Each side of a resized image is a multiple of so many pixels."""
         return self.token_side
 
     def target(self, height: int, width: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
 
 
 class Patches(Kind):
-    """Any kind whose pixels are patches (P, F), of which grids (N, 3) say how many each item has."""
+    """Any kind whose pixels are patches (P, F); grids (N, 3) say how many each item has."""
 
     @property
     def merge(self) -> int:

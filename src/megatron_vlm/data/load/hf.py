@@ -96,7 +96,7 @@ class HFProvider:
         return HFTrainLoader(rows, sampler, micro_batch_size, data.num_workers, settings)
 
     def train_rows(self, encoder, seed: int, held_out: bool = False) -> EncodedRows:
-        """The rows of the training paths that are trained, or those that are held out of them.
+        """The trained rows of the training paths, or their held-out rows.
 
         Trained rows are there once for each size that their images are to have.
         """

@@ -17,9 +17,10 @@ ROWS = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst", 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One item of a data path setting: `PATH`; `PATH#5000`, of which an epoch has so many rows; `PATH*0.3`,
-    of which it has such a share; and `OWNER/NAME:SUBSET`, a subset of a dataset of the hub. `NAME=` before
-    any of them is what the source is called beside others."""
+    """One item of a data path setting: `PATH`, `PATH#5000`, `PATH*0.3` or `OWNER/NAME:SUBSET`.
+
+    An epoch has 5,000 of its rows, or 0.3 times its rows. A subset is one of a dataset of the hub. `NAME=`
+    before any of them is what the source is called beside others."""
 
     path: str
     subset: str | None = None

@@ -101,7 +101,7 @@ def _is(value: Any, ends: tuple[str, ...]) -> bool:
 
 
 def _placeholders(conversation: Conversation) -> Iterator[str]:
-    """Notes about a record's placeholders of other models: those that `place_media` reads, and others."""
+    """Notes about a record's placeholders of other models, whether `place_media` reads them or not."""
     messages = conversation.messages
     kinds = {part["type"] for message in messages for part in message["content"]}
     for kind, items in conversation.media.items():

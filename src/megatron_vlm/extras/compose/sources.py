@@ -47,7 +47,7 @@ IMAGE_TOKENS = (64, 256)  # the fewest and the most of an image in its own size
 
 @dataclass(frozen=True)
 class Component:
-    """A checkpoint of which a part is taken, and the config of that part."""
+    """A checkpoint, and the config of the part that is taken from it."""
 
     folder: Path
     config: dict[str, Any]
@@ -105,7 +105,7 @@ def tower_config(path: str | Path, named: str = "--tower") -> dict[str, Any]:
 
 
 def language_config(path: str | Path, named: str = "--language-model") -> dict[str, Any]:
-    """The config.json of a language model; raises ConfigError if it is none that can be composed."""
+    """The config.json of a language model; raises ConfigError unless it can be composed."""
     config = any_config(path)
     model_type = config.get("model_type")
     if model_type not in LANGUAGE_MODELS:

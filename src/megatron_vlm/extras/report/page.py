@@ -56,8 +56,8 @@ def _number(value: float) -> str:
 
 
 def _settings(runs: Sequence[History]) -> list[tuple[str, list[str], str]]:
-    """(setting, its value in every run, its default): of one run those that are not at their defaults, of
-    several those that differ."""
+    """(setting, its value in every run, its default) of the settings that differ between runs; of one run,
+    from their defaults."""
     defaults = flatten(load_yaml(to_yaml(RunConfig())))
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):

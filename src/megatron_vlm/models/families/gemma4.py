@@ -264,8 +264,8 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
         return super().visual_tokens(visual)
 
     def visual_kinds(self, input_ids: Any) -> Any:
-        """Placeholders of videos and audio, of which there are no features, count as a video's: a batch with
-        one is refused, where Transformers embeds padding."""
+        """Placeholders of videos and audio, which have no features, count as a video's: a batch with one is
+        refused, while Transformers embeds padding."""
         config = self.hf_config
         others = (input_ids == config.video_token_id) | (input_ids == config.audio_token_id)
         return (input_ids == config.image_token_id) * IMAGE + others * VIDEO

@@ -73,7 +73,7 @@ class SlicedVision(patch_towers.PatchVision):
         return patches_PE + embed.position_embedding(on_device(places_P, patches_PF.device))
 
     def _merged(self, merger: nn.Module, hidden_1PE: Tensor, sizes_N2: Tensor) -> Tensor:
-        """(1, P / 4, E): windows, the patches of which see each other alone, each made one."""
+        """(1, P / 4, E): each window, whose patches see only each other, made one."""
         windows_W4E = _in_squares(hidden_1PE[0], sizes_N2)
         attention = merger.self_attn
         normed = merger.layer_norm1(windows_W4E)

@@ -146,7 +146,7 @@ class ScaledRouter(Router):
         return weights_TJ * scale_TX.gather(1, experts_TJ), experts_TJ
 
     def gating(self, hidden_SBD: Tensor) -> Tensor:
-        """Logits in fp32, of which Megatron gives weights in fp32, as Transformers' are here."""
+        """Logits in fp32: Megatron then gives weights in fp32, as Transformers does here."""
         return super().gating(hidden_SBD).float()
 
 

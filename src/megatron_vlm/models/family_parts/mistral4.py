@@ -12,7 +12,7 @@ def _is_turned_part(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
 
 
 def section(scaling: Iterable[str]) -> keys.Section:
-    """`scaling`: keys of `rope_parameters` by which queries grow with their position."""
+    """`scaling`: keys of `rope_parameters` that let queries grow with their position."""
     return keys.Section(
         ("mistral4",),
         latent.TEXT

@@ -87,7 +87,7 @@ def joined_grids(visual: GenericVisualInputs) -> Tensor:
 
 
 def fused_qkv(attention: str, fused: str, q: Operation, k: Operation, v: Operation) -> list[Rule]:
-    """The rules of a tower's queries, keys and values, of which the HF tensors `fused` hold all three."""
+    """The rules of a tower's queries, keys and values; the HF tensors `fused` hold all three."""
     return [
         Rule(
             f"vision.{attention}.{of}_proj.{kind}",
@@ -102,7 +102,7 @@ def fused_qkv(attention: str, fused: str, q: Operation, k: Operation, v: Operati
 
 
 def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
-    """Transformers' tower for this config, a copy of which it keeps, with "sdpa" as its attention."""
+    """Transformers' tower for a copy of this config, with "sdpa" as its attention."""
     tower = AutoModel.from_config(
         deepcopy(vision), attn_implementation="sdpa", trust_remote_code=False, **options
     )
@@ -110,7 +110,7 @@ def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
 
 
 def tower_of_class(tower_class: type[PreTrainedModel], vision: Any) -> PreTrainedModel:
-    """`hf_tower` for a class of which `AutoModel` does not know, or not in every Transformers."""
+    """`hf_tower` for a class that `AutoModel` does not know, or not in every Transformers."""
     return with_patches_by_linears(tower_class._from_config(deepcopy(vision), attn_implementation="sdpa"))
 
 

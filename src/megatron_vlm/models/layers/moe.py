@@ -35,8 +35,8 @@ from megatron_vlm.parallel.linears import (
 
 
 class Choice:
-    """Which experts a token takes (T, k), in the order of their numbers: what `routes_TJ` says, or where that
-    is negative, what the router chooses.
+    """Which experts a token takes (T, k), in the order of their numbers: `routes_TJ`, or the choice of the
+    router for a token whose routes are negative.
 
     Megatron calls it in place of its own top-k, which orders experts by their scores with gradients, and not
     at all without. Another order would change the last bits of the sum that divides the weights.

@@ -46,7 +46,7 @@ def attend(
 
 
 def view_of(lengths: np.ndarray, device: torch.device) -> View:
-    """Segments of these lengths, in each of which all see all."""
+    """Segments of these lengths; inside each, all see all."""
     return View(Segments(lengths, lengths, None, None, device), None, np.empty(0, np.int64))
 
 

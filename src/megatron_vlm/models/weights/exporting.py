@@ -98,8 +98,8 @@ def _exported(
     files: Collection[str],
     value: Callable[[Tensor], Tensor | None],
 ) -> Iterator[tuple[list[str], Tensor, Rule]]:
-    """The weights that this rank exports: (name, value, rule); for an expert, with the names of those that
-    expert-parallel ranks hold in its place, of all of them in their order."""
+    """The weights that this rank exports: (name, value, rule). An expert comes with the names of the experts
+    that all expert-parallel ranks hold in its place, in their order."""
     for chunk in chunks:
         here, ranks = experts_per_rank(chunk.config), range(chunk.config.expert_model_parallel_size)
         for name, local in named_global_weights(chunk, value):

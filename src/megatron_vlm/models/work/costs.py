@@ -278,7 +278,7 @@ def language_model_passes(config: RunConfig) -> int:
 
 
 def output_passes(config: RunConfig) -> int:
-    """The cost of a training step through the output layer, which is never recomputed, likewise."""
+    """The cost of a training step through the output layer, which is never recomputed."""
     reference = reference_passes(config)
     return min(3, language_model_passes(config) - reference) + reference
 
@@ -289,7 +289,7 @@ def reference_passes(config: RunConfig) -> int:
 
 
 def vision_passes(config: RunConfig, image: ImageCost) -> int:
-    """The cost of a training step through the tower, likewise; a projector hardly counts."""
+    """The cost of a training step through the tower; a projector hardly counts."""
     again = image.passes > 1 and config.model.recompute == "full"
     return image.passes + again + reference_passes(config)
 

@@ -187,7 +187,7 @@ def _slabs(value: Tensor) -> list[slice]:
 
 
 class Recomputed(torch.autograd.Function):
-    """function(*tensors), of which only the inputs are kept for the backward pass."""
+    """function(*tensors); only its inputs are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx, function, *tensors: Tensor) -> Tensor:
