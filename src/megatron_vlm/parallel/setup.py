@@ -119,7 +119,9 @@ def collective_timeout() -> timedelta:
 def local_gpu(gpus: int) -> int:
     """The number of this process's GPU among the GPUs that it sees.
 
-    torchrun shows a machine's GPUs to all its processes, Slurm may show each its own alone. Raises ConfigError unless each process has one."""
+    torchrun shows a machine's GPUs to all its processes, Slurm may show each its own
+    alone. Raises ConfigError unless each process has one.
+    """
     if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0
     check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), gpus)

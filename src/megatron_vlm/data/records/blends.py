@@ -188,8 +188,8 @@ def is_held_out(key: str, share: float) -> bool:
 
 
 def divided(table: Table, share: float, held_out: bool) -> Table:
-    """The held-out rows, each once in an epoch; or all other rows, as often as in `table`, unless it says
-    how many rows an epoch has.
+    """The held-out rows, each once in an epoch; or all other rows, as many times as `table` has them,
+    unless it says how many rows an epoch has.
 
     Raises ValueError if no row is held out, or all rows of one of the sources are.
     """
