@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,12 +139,7 @@ def test_a_shard_that_breaks_names_its_file(datasets, processor, tmp_path, damag
         with shard.open("r+b") as file:
             file.write(os.urandom(shard.stat().st_size))
     encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
-    open_copy = partial(train_loader, copy, encoder, num_workers=num_workers, shuffle_buffer_size=1)
-    if damage == "overwritten":  # met when the first records are looked at
-        with pytest.raises(ValueError, match=r"train-00002\.tar: cannot be read: .*; restore the file"):
-            open_copy()
-        return
-    loader = open_copy()
+    loader = train_loader(copy, encoder, num_workers=num_workers, shuffle_buffer_size=1)
     if damage == "cut while it is read":
         os.truncate(shard, 700)
     if damage == "removed while it is read":

@@ -549,7 +549,8 @@ def test_an_empty_folder_and_one_with_logs_may_become_a_run(tmp_path, files):
     run_folder.check_start(tmp_path, MODEL)
 
 
-def test_a_run_that_failed_at_its_start_may_begin_again_in_its_folder(tmp_path):
+def test_a_run_that_failed_at_its_start_may_begin_again_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "_watch", None)
     with pytest.raises(RuntimeError), watchdog.watching(tmp_path, 60):
         watchdog.watch().file.write("Traceback")
         raise RuntimeError

@@ -151,10 +151,37 @@ def test_two_callbacks_of_one_class_have_their_own_state(tmp_path):
     log_step(run)
     second.heard.clear()
     state = run.callbacks.state_dict()
-    assert [state["Notes"], state["Notes 2"]] == [{"heard": 1}, {"heard": 0}]
+    name = f"{Notes.__module__}.Notes"
+    assert [state[name], state[f"{name} 2"]] == [{"heard": 1}, {"heard": 0}]
     run.callbacks.load_state_dict(state)
     assert first.heard[-1] == ("loaded", 1) and second.heard[-1] == ("loaded", 0)
     run.callbacks.close()
+
+
+class Forgets(Callback):
+    def before_optimizer_step(self, run, loss, grad_norm):
+        self.loss = loss
+
+
+def test_a_callback_that_gives_no_answer_about_a_step_is_named(tmp_path):
+    run = tracked(tmp_path, own=[Forgets()])
+    assert run.callbacks.judge_steps
+    with pytest.raises(TypeError, match="Forgets.before_optimizer_step returned no True or False"):
+        run.callbacks.before_optimizer_step(run, 2.0, 1.0)
+    run.callbacks.close()
+
+
+class FailsAtItsEnd(Callback):
+    def close(self):
+        raise ValueError("at its end")
+
+
+def test_all_callbacks_are_closed_also_if_one_fails(tmp_path):
+    run = tracked(tmp_path, own=[FailsAtItsEnd()])
+    log_step(run)
+    with pytest.raises(ValueError, match="at its end"):
+        run.callbacks.close()
+    assert (tmp_path / "loss.png").exists()  # the log is closed after it
 
 
 def test_a_callback_ends_the_run_after_the_step_that_has_begun(tmp_path):

@@ -76,13 +76,15 @@ class Run:
 
 
 class Callback:
-    """Override what you need. Every method is called on every rank, so it may use collectives.
+    """Override what you need. All methods but `on_log` are called on every rank, and may use collectives.
 
     An error in one ends the run. One that waits keeps the run waiting, and a rank that takes much longer than
     `train.hang_seconds` is taken for hanging. `run.stop(why)` ends the run early.
     """
 
-    ends_run = True  # whether an error in it does; else it is logged once, and the callback called no more
+    # Whether an error in it ends the run; else it is logged once, and the callback called no more. False is
+    # for callbacks without collectives: other ranks go on calling theirs.
+    ends_run = True
 
     def before_resume(self, config: RunConfig) -> None:
         """When the run folder belongs to this run, before its newest checkpoint is looked for."""
@@ -107,11 +109,11 @@ class Callback:
         """After a validation or scoring, with `valid_loss`, `valid_…` of each source, or `score/…`."""
 
     def on_log(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """A row was written to metrics.jsonl; numbers may be NaN or infinite."""
+        """On the first rank: a row was written to metrics.jsonl. Numbers may be NaN or infinite."""
 
     def on_save(self, run: Run, checkpoint: Path) -> None:
-        """When a checkpoint is complete in its folder: before the next step or, with `train.async_save`,
-        after one of the next steps, or at the end.
+        """When a checkpoint is complete in its folder: at the end of its step or, with `train.async_save`,
+        of one of the next steps, or of the run.
 
         All ranks call it after the same step, but do not wait for each other: call
         `torch.distributed.barrier()` before one of them moves or removes the checkpoint.
@@ -140,12 +142,8 @@ class Callbacks(Callback):
     def __init__(self, callbacks: Sequence[Callback]):
         self._callbacks = list(callbacks)
         self._begun: list[Callback] = []
-
-    @property
-    def judge_steps(self) -> bool:
-        """Whether any overrides `before_optimizer_step`."""
-        kinds = map(type, self._callbacks)
-        return any(kind.before_optimizer_step is not Callback.before_optimizer_step for kind in kinds)
+        methods = [type(callback).before_optimizer_step for callback in callbacks]
+        self.judge_steps = any(method is not Callback.before_optimizer_step for method in methods)
 
     def before_resume(self, config: RunConfig) -> None:
         for callback in self._callbacks:
@@ -161,7 +159,13 @@ class Callbacks(Callback):
 
     def before_optimizer_step(self, run: Run, loss: float, grad_norm: float) -> bool:
         """Return whether all let the step change the weights; all are asked."""
-        return all([each.before_optimizer_step(run, loss, grad_norm) for each in self._callbacks])
+        answers = []
+        for callback in self._callbacks:
+            answer = callback.before_optimizer_step(run, loss, grad_norm)
+            if answer is None:
+                raise TypeError(f"{type(callback).__name__}.before_optimizer_step returned no True or False")
+            answers.append(answer)
+        return all(answers)
 
     def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
         self._call("on_step_end", run, metrics)
@@ -212,10 +216,15 @@ class Callbacks(Callback):
                 run.message(f"{type(callback).__name__} failed and is called no more: {reason}")
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
-        """The callbacks with a name of their own, also of two of one class."""
+        """The callbacks with a name of their own, also of two of one class.
+
+        A user's class has its module in its name: some of ours are on the first rank alone.
+        """
         seen: Counter[str] = Counter()
         for callback in self._callbacks:
-            name = type(callback).__name__
+            kind = type(callback)
+            is_ours = kind.__module__.startswith("megatron_vlm.")
+            name = kind.__name__ if is_ours else f"{kind.__module__}.{kind.__name__}"
             seen[name] += 1
             yield (f"{name} {seen[name]}" if seen[name] > 1 else name), callback
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from megatron_vlm.callbacks import Callback, Callbacks, callback_class
-from megatron_vlm.callbacks.checkpoints import Checkpoints
+from megatron_vlm.callbacks.checkpoints import Checkpoints, SaveNotices
 from megatron_vlm.callbacks.exports import Exports
 from megatron_vlm.callbacks.preemption import Heartbeat, Preemption
 from megatron_vlm.callbacks.run_log import RunLog
@@ -20,25 +20,28 @@ from megatron_vlm.parallel import setup
 def callbacks_of(config: RunConfig, own: Sequence[Callback] = ()) -> Callbacks:
     """The callbacks of the package that the configuration asks for, and the user's.
 
-    What changes the metrics of a step comes before what writes them. What may end the run comes before the
-    checkpoint, which has the state of all others.
+    What changes the metrics of a step, or ends the run, comes before what writes and validates: the last
+    step is then known. `on_save` comes when the exports of its step are there, too.
     """
     train = config.train
     callbacks: list[Callback] = [Heartbeat(), Samples()]
     if train.on_spike is not None:
         callbacks.append(Spikes(train.on_spike))
+    callbacks.append(Preemption(train.stop_after))
+    callbacks += [*own, *(callback_class(name)() for name in items_of(train.callbacks))]
     callbacks.append(RunLog(config))
     if setup.is_first_rank():
         callbacks += trackers_of(config)
         if config.logging.report:
             callbacks.append(_extra("report.live", "LivePage")())
-    callbacks += [Preemption(train.stop_after), Best(train), Validation()]
+    callbacks += [Best(train), Validation()]
     if train.score_every or (train.keep_best and train.best_is_score):
         callbacks.append(_extra("evaluate.in_training", "Scoring")())
-    named = [callback_class(name)() for name in items_of(train.callbacks)]
-    callbacks += [*own, *named, Checkpoints()]
+    checkpoints = Checkpoints()
+    callbacks.append(checkpoints)
     if train.export_every:
         callbacks.append(Exports())
+    callbacks.append(SaveNotices(checkpoints))
     if train.upload_to:
         callbacks.append(_extra("stores.uploads", "Uploads")())
     return Callbacks(callbacks)

@@ -26,30 +26,40 @@ class Checkpoints(Callback):
         self.writer = CheckpointWriter(run.config, run.model, run.optimizer, run.scheduler)
 
     def on_step_begin(self, run: Run) -> None:
-        if not run.config.train.async_save:
-            self._announce(run)
         self.writer.check()
         run.figures.is_saving = self.writer.is_writing
 
     def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
         if run.config.train.async_save and not run.figures.any_rank_saves:
-            self._announce(run)
+            self.announce(run)
         if run.milestones.saves_after(run.step):
-            self._announce(run)  # the checkpoint before, if it took until now
+            self.announce(run)  # the checkpoint before, if it took until now
             extra = {**run.feed.progress(run.step), "callbacks": run.callbacks.state_dict()}
             self.writer.save(run.step, run.feed.state(), extra)
 
     def on_train_end(self, run: Run) -> None:
-        self._announce(run)
+        self.announce(run)
 
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
 
-    def _announce(self, run: Run) -> None:
+    def announce(self, run: Run) -> None:
+        """Call `on_save` for the checkpoint that was saved last, once, when it is complete."""
         step = self.writer.complete_step()
         if step is not None:
             run.callbacks.on_save(run, checkpoints(run.config.run_dir) / f"step_{step:08d}")
+
+
+class SaveNotices(Callback):
+    """Calls `on_save` at the end of the step that was saved, unless checkpoints are written beside steps."""
+
+    def __init__(self, checkpoints: Checkpoints):
+        self._checkpoints = checkpoints
+
+    def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        if not run.config.train.async_save:
+            self._checkpoints.announce(run)
 
 
 class CheckpointWriter:

@@ -68,6 +68,7 @@ class Exports(Callback):
 
     def close(self) -> None:
         """Ends the commands that still run."""
+        self._log_ended()
         for process in self.commands.values():
             self._tell(process.args[-1], "ended with the run, and started again with it")
             for number in (signal.SIGTERM, signal.SIGKILL):

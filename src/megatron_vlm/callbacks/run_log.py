@@ -88,7 +88,7 @@ class RunLog(Callback):
             self._totals[name] = self._totals.get(name, 0) + row.pop(name)
         self._totals["dropped_samples"] = run.feed.dropped_everywhere()
         rate = tokens / max(metrics["seconds"], 1e-9)
-        if run.step % run.config.logging.log_every == 0 or run.step in (1, run.milestones.steps):
+        if run.step % run.config.logging.log_every == 0 or run.step in (1, run.milestones.last):
             run.log({**row, "tokens_per_second": rate, **self._totals})
         words = [f"loss {row['loss']:.4f} · lr {row['lr']:.2e} · grad {row['grad_norm']:.2f}"]
         words += [f"{_short(rate)} trained tokens/s", *_in_words(row, self._formats)]

@@ -95,11 +95,12 @@ def closing(*parts: Any) -> Iterator[None]:
         if (watched := watchdog.watch()) and not hasattr(error, "doing"):
             error.doing = watched.content["doing"]  # where it came from, whatever is done while parts close
         for part in parts:
-            with contextlib.suppress(OSError, RuntimeError):
+            with contextlib.suppress(Exception):
                 part.close()
         raise
-    for part in parts:
-        part.close()
+    with contextlib.ExitStack() as stack:  # which calls all, in the reverse order, and raises the last error
+        for part in reversed(parts):
+            stack.callback(part.close)
 
 
 def _interrupt(owner: int, number: int, frame: Any) -> None:

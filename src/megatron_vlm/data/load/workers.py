@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.job.errors import killed_message
+from megatron_vlm.job.watchdog import AGAIN
 
 
 def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
@@ -45,8 +46,12 @@ def worker_death(workers: Iterable[BaseProcess]) -> str:
         for worker in workers:
             worker.join(5 if worker.sentinel in ended else 0)
     dead = next((worker for worker in workers if worker.exitcode), None)
-    number = -dead.exitcode if dead and dead.exitcode < 0 else signal.SIGKILL
-    return killed_message(f"data: a DataLoader worker{f' (pid {dead.pid})' if dead else ''}", number)
+    who = f"data: a DataLoader worker{f' (pid {dead.pid})' if dead else ''}"
+    if dead and dead.exitcode > 0:  # see `shared_memory._end`
+        full = "could not send what it read: /dev/shm is full (`df -h /dev/shm`)"
+        return f"{who} {full}.\n{AGAIN.capitalize()}."
+    number = -dead.exitcode if dead else signal.SIGKILL
+    return killed_message(who, number)
 
 
 def notice_the_dead(loader: DataLoader) -> None:
