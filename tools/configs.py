@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import FAMILIES, load
-from megatron_vlm.models.family_parts.keys import ANY, ASKED_FOR, NAMES, NO_EFFECT, Section, shown
+from megatron_vlm.models.family_parts.keys import ANY, ASKED_FOR, NAMES, NO_EFFECT, Section, as_json
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configs.md"
 HEAD = """# What is read of config.json
@@ -82,7 +82,7 @@ def _section(name: str, section: Section) -> str:
     lines += [f"- {_keys(keys)}: {words}" for words, keys in limited.items()]
     if section.no_effect:
         lines.append(f"- no effect: {_keys(sorted(section.no_effect))}")
-    fixed = [f"`{key}` {shown(value)}" for key, value in sorted(section.fixed(default).items())]
+    fixed = [f"`{key}` {as_json(value)}" for key, value in sorted(section.fixed(default).items())]
     lines.append(f"- refused unless: {', '.join(fixed)}")
     return "\n".join(_wrapped(line) for line in lines) + "\n"
 

@@ -91,7 +91,7 @@ def cases(gate_backwards: list[Callable[..., Any]]) -> dict[str, tuple[Callable[
     of_tokens, settings = on_card(5, TOKENS, dtype=torch.float32), (1.0, None, VOCABULARY)
     of_inner, (plain, weighted) = on_card(TOKENS, FFN), gate_backwards
     norm, backward = fused.normed.written, fused._norm_backward.written
-    turned_by, gate = fused.turned.written, feed_forward._gate.written
+    turned_by, gate = fused.rotate_rows.written, feed_forward._gate.written
     return {
         "norm": (norm, [rows, weight, 1e-6, False, False]),
         "norm, zero-centered": (norm, [rows, weight, 1e-6, True, False]),

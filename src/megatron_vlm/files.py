@@ -135,7 +135,7 @@ def write_whole(path: str | Path, content: str | bytes | Iterable[bytes]) -> Non
     """
     path, content = Path(path), content.encode(errors="replace") if isinstance(content, str) else content
     with naming(path):
-        aside = beside(path)
+        aside = temporary_name(path)
         try:
             with open(aside, "xb") as file:
                 file.writelines([content] if isinstance(content, bytes) else content)
@@ -161,7 +161,7 @@ def folder_aside(output: str | Path) -> Iterator[Path]:
     with naming(output):
         refuse_existing(output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        aside = beside(output)
+        aside = temporary_name(output)
         aside.mkdir()
         try:
             yield aside
@@ -362,7 +362,7 @@ def _open_at_once(path: str | Path, flags: int, mode: int = 0o666) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
 
 
-def beside(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
     """A name beside `path` that nothing has: what carries it was left by a killed process, and may go."""
     return path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
 

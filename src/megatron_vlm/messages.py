@@ -23,14 +23,14 @@ def printable(text: object, longest: int = LONGEST) -> str:
     More than `longest` characters are cut in the middle, as both ends of a path are useful. Keys in an
     address are left out, see `mask_addresses`.
     """
-    shown = "".join(_shown(character) for character in _cut(mask_addresses(text), longest))
+    shown = "".join(_escape(character) for character in _cut(mask_addresses(text), longest))
     return _cut(shown, 3 * longest)  # an escape takes up to ten characters
 
 
 def printable_lines(text: object) -> str:
     """A whole text that no terminal obeys: as by `printable`, but nothing is cut, and newlines, tabs, all
     spaces and what joins characters of scripts and emojis are kept."""
-    return "".join(c if _is_of_text(c) else _shown(c) for c in mask_addresses(text))
+    return "".join(c if _is_of_text(c) else _escape(c) for c in mask_addresses(text))
 
 
 def mask_addresses(text: object) -> str:
@@ -124,7 +124,7 @@ def _is_of(value: Any, hint: Any) -> bool:
     return not inner or all(_is_of(item, inner[0]) for item in value)
 
 
-def _shown(character: str) -> str:
+def _escape(character: str) -> str:
     if character.isprintable():
         return character
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")

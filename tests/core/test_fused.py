@@ -17,12 +17,12 @@ from megatron_vlm.models.layers import feed_forward
 from megatron_vlm.models.layers.feed_forward import gated
 from megatron_vlm.models.layers.kernels import fused
 from megatron_vlm.models.layers.kernels.checks import check, fused_disagreement
-from megatron_vlm.models.layers.kernels.fused import Fused, compiled_on, joined, norm, of_channels, rotate
+from megatron_vlm.models.layers.kernels.fused import Fused, compiled_on, merge_axes, norm, of_channels, rotate
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
 FUNCTIONS = (
-    *(fused.normed, fused._norm_backward, fused.turned),
+    *(fused.normed, fused._norm_backward, fused.rotate_rows),
     *(feed_forward._gate, feed_forward._gate_backward),
 )
 
@@ -135,10 +135,10 @@ def test_axes_are_joined_without_a_copy():
     all_three = torch.randn(5, 1, 3, 4, HEAD, dtype=torch.float64, requires_grad=True)
     query, key = all_three[..., :2, :], all_three[..., 2:3, :]
     for x, shape in ((query, (15, 2, HEAD)), (key, (15, HEAD))):
-        assert joined(x) is x
+        assert merge_axes(x) is x
         with compiled_on("cpu"):
-            assert joined(x).shape == shape and joined(x).data_ptr() == x.data_ptr()
-            assert torch.equal(joined(x), x.reshape(shape))
+            assert merge_axes(x).shape == shape and merge_axes(x).data_ptr() == x.data_ptr()
+            assert torch.equal(merge_axes(x), x.reshape(shape))
         weight = torch.rand(HEAD, dtype=torch.float64, requires_grad=True)
         found, expected = norm(x, weight, 1e-6, False), llama_norm(x, weight)
         torch.testing.assert_close(found, expected)
@@ -146,7 +146,10 @@ def test_axes_are_joined_without_a_copy():
         for ours, theirs in zip(*grads, strict=True):
             torch.testing.assert_close(ours, theirs)
     with compiled_on("cpu"):
-        assert joined(all_three).shape == (60, HEAD) and joined(all_three[:1, 0, 0, 0]).shape == (1, HEAD)
+        assert merge_axes(all_three).shape == (60, HEAD) and merge_axes(all_three[:1, 0, 0, 0]).shape == (
+            1,
+            HEAD,
+        )
 
 
 def kept(function: Callable, given: list[Tensor]) -> int:
@@ -246,7 +249,7 @@ def test_the_check_turns_the_compiler_off_where_it_fails(without_compiler):
     def no_compiler(*_):
         raise RuntimeError("backend='inductor' raised:\nTritonMissing: cannot find a working triton")
 
-    without_compiler.setitem(vars(fused.turned), "compiled", no_compiler)
+    without_compiler.setitem(vars(fused.rotate_rows), "compiled", no_compiler)
     with pytest.warns(UserWarning, match=r"torch.compile fails here \(backend='inductor' raised: TritonMiss"):
         check("fused", fused_disagreement(CONFIG, CPU), ModelConfig(fallbacks=["fused"]))
     assert Fused.compiles_on is None

@@ -20,7 +20,7 @@ from tiny.distributed import run_distributed
 FUNCTIONS = {
     "norm": fused.normed,
     "norm backward": fused._norm_backward,
-    "rotary": fused.turned,
+    "rotary": fused.rotate_rows,
     "gate": feed_forward._gate,
     "gate backward": feed_forward._gate_backward,
     "head": head._reduced,

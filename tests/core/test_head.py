@@ -184,7 +184,7 @@ def test_the_logits_of_the_last_chunk_are_not_computed_again(settings, buffer):
     labels = torch.empty(TOKENS_8B, dtype=torch.long, device="meta")
     in_place = {torch.ops.aten.addmm_: addmm_flop}
     with (
-        setup.pretended(ParallelConfig(), 1),
+        setup.pretend_rank(ParallelConfig(), 1),
         FlopCounterMode(display=False, custom_mapping=in_place) as counter,
     ):
         values = head.log_probabilities(hidden, weight, labels, VOCABULARY_8B, **settings)

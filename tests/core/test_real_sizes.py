@@ -63,7 +63,7 @@ def count_on(rank: int, processes: int, run, hf_config) -> tuple[int, int, int] 
 
     description = describe(hf_config)
     rules, total, held = description.rules, 0, 0
-    with setup.pretended(run.parallel, processes, rank):
+    with setup.pretend_rank(run.parallel, processes, rank):
         ps = setup.parallel_state
         if ps.get_data_parallel_rank() or ps.get_tensor_model_parallel_rank():
             return None  # as large as the first

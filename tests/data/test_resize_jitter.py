@@ -14,7 +14,7 @@ from prepared_shards import prepare
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.encode.document import drawn
+from megatron_vlm.data.encode.document import draw_pixels
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.length_cache import measure_dataset
 from tiny.checkpoints import build_tiny_checkpoint
@@ -194,7 +194,7 @@ def test_another_number_of_sizes_is_another_run(opened):
 
 
 def test_draws_spread_between_the_limits():
-    sizes = [drawn(f"5 0 row {number}", LEAST, MOST) for number in range(2000)]
+    sizes = [draw_pixels(f"5 0 row {number}", LEAST, MOST) for number in range(2000)]
     assert LEAST <= min(sizes) < 1.01 * LEAST and 0.99 * MOST < max(sizes) <= MOST
     assert abs(np.mean(np.array(sizes) < np.sqrt(LEAST * MOST)) - 0.5) < 0.05
 

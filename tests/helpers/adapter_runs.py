@@ -43,13 +43,13 @@ class Run:
     def __init__(self, run: RunConfig):
         from megatron_vlm.models.hf import open_source
         from megatron_vlm.parallel import setup
-        from megatron_vlm.run_folder.adapter_start import begun
+        from megatron_vlm.run_folder.adapter_start import with_own_start
         from megatron_vlm.train import starting_model
         from megatron_vlm.training import checkpoint
         from megatron_vlm.training.optimizer import build_optimizer
 
         setup.reset_layout(run.parallel, seed=1)
-        run = begun(run)
+        run = with_own_start(run)
         self.config, self.source = run, open_source(run.model.hf_path)
         self.model = starting_model(run, self.source)
         self.optimizer, self.scheduler = build_optimizer(self.model, run)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_vlm.config import AdapterConfig, ConfigError
-from megatron_vlm.config_rules.peft_config import READ, WITHOUT_EFFECT, settled
+from megatron_vlm.config_rules.peft_config import READ, WITHOUT_EFFECT, with_peft_settings
 
 SOUND = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 OTHERS = ["bias", "init_lora_weights", "megatron_config", "use_qalora", "something_new"]
@@ -20,7 +20,7 @@ def read_or_refused(folder, key, value):
     """The adapter with this value, or None if it is refused by file and key."""
     (folder / "adapter_config.json").write_text(json.dumps(SOUND | {key: value}))
     try:
-        return settled(AdapterConfig(start=str(folder)))
+        return with_peft_settings(AdapterConfig(start=str(folder)))
     except ConfigError as error:
         last = str(error).splitlines()[-1]
         assert "adapter_config.json" in last and key in last, (key, value, last)
@@ -50,7 +50,7 @@ def test_what_is_not_read_is_refused_by_file_and_key_where_it_has_an_effect(tmp_
 def test_of_several_wrong_values_each_is_named_with_the_file(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND | {"lora_alpha": 0, "lora_dropout": 2}))
     with pytest.raises(ConfigError) as raised:
-        settled(AdapterConfig(start=str(tmp_path)))
+        with_peft_settings(AdapterConfig(start=str(tmp_path)))
     lines = str(raised.value).splitlines()
     assert len(lines) == 2 and all("adapter_config.json: adapter.lora_" in line for line in lines)
 

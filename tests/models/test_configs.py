@@ -125,7 +125,7 @@ def test_whatever_transformers_asks_its_configs_for_is_declared(versions):
             sections = map(section_for, load(family.split()[0]).sections, found["types"])
             for section, asked, has in zip(sections, found["asked"], found["fields"], strict=True):
                 assert len(asked) > 10
-                missing = set(asked) - set(has) - section.known()
+                missing = set(asked) - set(has) - section.known_keys()
                 undeclared |= {(version["version"], family, section.model_types, key) for key in missing}
     assert not undeclared
 
@@ -140,7 +140,7 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
         known.update(OF_ENGINES, *(config.get(name, {}) if name else config for config in published))
         for family, entry in versions[0]["families"].items():
             section = section_for(load(family.split()[0]).sections[number], entry["types"][number])
-            assert section.known() <= known | {*NO_EFFECT, *ASKED_FOR, *NAMES}, family
+            assert section.known_keys() <= known | {*NO_EFFECT, *ASKED_FOR, *NAMES}, family
 
 
 # ---- every key changed ------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def test_keys_of_other_families_are_refused_by_name_or_do_not_reach_a_descriptio
                 (getattr(d.hf_config, name) if name else d.hf_config) for d in (plain, described)
             )
             new = {key for key in vars(after).keys() - vars(before).keys() if not key.startswith("_")}
-            assert new <= section_for(choices, before.model_type).known(), path
+            assert new <= section_for(choices, before.model_type).known_keys(), path
 
 
 # ---- nulls, and keys that nobody reads --------------------------------------------------------------------

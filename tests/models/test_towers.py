@@ -239,7 +239,7 @@ def test_forward_and_backward_never_wait_for_the_device(name, recompute, tmp_pat
     run.model.recompute = recompute
     visual = GenericVisualInputs(**description.blank_image(64**2)).to("meta")
     tokens = sum(description.visual_tokens(visual)) + 8
-    with setup.pretended(run.parallel, 1):
+    with setup.pretend_rank(run.parallel, 1):
         with torch.device("meta"):
             (model,) = build_model(run, description, torch.device("meta"))
         axes = (3,) if model.language_model.rotary.axes is not None else ()

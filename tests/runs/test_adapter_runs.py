@@ -22,7 +22,7 @@ from transformers import AutoModelForImageTextToText
 from megatron_vlm.checks.paths import validate_paths
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules import patterns
-from megatron_vlm.config_rules.peft_config import settled
+from megatron_vlm.config_rules.peft_config import with_peft_settings
 from megatron_vlm.models.adapters.files import _config_for_peft, notes_of_start
 from megatron_vlm.models.adapters.targets import _refuse, find_targets, find_whole, hf_modules
 from megatron_vlm.models.hf import open_source
@@ -376,7 +376,7 @@ def test_layers_to_transform_are_those_of_peft(source, parts, tmp_path, settings
     """So are scales that are no whole numbers; and peft reads what is written of them."""
     theirs = adapter_parity.peft_model(parts[0], {"r": 4} | settings)
     theirs.save_pretrained(tmp_path)
-    adapter = settled(AdapterConfig(start=str(tmp_path)))
+    adapter = with_peft_settings(AdapterConfig(start=str(tmp_path)))
     ours = find_targets(adapter, source.description)
     found = {n: m for n, m in theirs.named_modules() if hasattr(m, "lora_A")}
     assert found.keys() == {f"base_model.model.{target.module}" for target in ours}
@@ -442,15 +442,15 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
 def test_a_folder_of_another_kind_of_adapter_is_refused_with_the_reason(tmp_path, change, said):
     (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND | change))
     with pytest.raises(ConfigError, match=f"adapter_config.json.*{said}"):
-        settled(AdapterConfig(start=str(tmp_path)))
+        with_peft_settings(AdapterConfig(start=str(tmp_path)))
     (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND))
-    assert settled(AdapterConfig(start=str(tmp_path))).r == 4
+    assert with_peft_settings(AdapterConfig(start=str(tmp_path))).r == 4
 
 
 def test_parameters_without_modules_mean_no_modules_as_in_peft(tmp_path):
     given = SOUND | {"target_modules": None, "target_parameters": ["experts.down_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(given))
-    assert settled(AdapterConfig(start=str(tmp_path))).target_modules == []
+    assert with_peft_settings(AdapterConfig(start=str(tmp_path))).target_modules == []
 
 
 @pytest.mark.parametrize("text", [None, "[", "[]", "{}", "[" * 100_000])
@@ -458,7 +458,7 @@ def test_a_folder_without_a_sound_description_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(ConfigError, match="adapter.start: .*adapter_config.json"):
-        settled(AdapterConfig(start=str(tmp_path)))
+        with_peft_settings(AdapterConfig(start=str(tmp_path)))
 
 
 def test_a_start_on_a_base_of_another_name_is_said(tmp_path):

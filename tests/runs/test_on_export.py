@@ -177,7 +177,7 @@ def test_the_watchdog_hears_of_the_wait_which_a_warning_ends(tmp_path, monkeypat
         content = watchdog.watch().content
         beats = content["beats"]
         left = iter([False, False, True])
-        monkeypatch.setattr(stops, "asked", lambda: [next(left), False, False])
+        monkeypatch.setattr(stops, "stop_flags", lambda: [next(left), False, False])
         run.callbacks.on_train_end(run)
         assert run.stopped_by == ["SIGTERM"]
         assert content["beats"] == beats + 2 and "on_export of step 4" in content["doing"]

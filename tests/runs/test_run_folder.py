@@ -19,7 +19,7 @@ from megatron_vlm.callbacks.samples import BatchLog
 from megatron_vlm.commands.arguments import check_run_folder, config_of_trained_run
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.accounts.drops import DropReport
-from megatron_vlm.files import NotAFile, beside
+from megatron_vlm.files import NotAFile, temporary_name
 from megatron_vlm.job import watchdog
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder import folder as run_folder
@@ -413,7 +413,7 @@ def test_leftovers_of_a_kill_are_removed_and_never_taken_for_a_checkpoint(run_di
     folder = run_dir / "checkpoints"
     (folder / "step_00000008.tmp").mkdir()
     (folder / "step_00000008.tmp/state.json").write_text("{}")
-    os.rename(folder / "step_00000002", beside(folder / "step_00000002"))
+    os.rename(folder / "step_00000002", temporary_name(folder / "step_00000002"))
     (folder / "latest.tmp").write_text("step_0000")
     (folder / "step_00000009.tmp.mine").mkdir()
     assert run_folder.complete_checkpoints(run_dir) == ["step_00000004", "step_00000006"]

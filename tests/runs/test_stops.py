@@ -127,8 +127,8 @@ def test_time_counts_from_the_command_that_started_the_ranks(monkeypatch):
     """A rank that `--restarts` started has no more time than the first."""
     for started, is_over in ((time.time() - 50, False), (time.time() - 70, True)):
         monkeypatch.setenv(stops.STARTED, str(started))
-        with stops.heeding("60s"):
-            assert stops.asked()[-1] == is_over
+        with stops.note_sigterm("60s"):
+            assert stops.stop_flags()[-1] == is_over
 
 
 @pytest.mark.long
@@ -211,9 +211,9 @@ with errors.exit_with_reason("megatron-vlm"):
     stops.expect_warnings()
     with watchdog.watching(sys.argv[1], 60):
         {before}
-        with stops.heeding(sys.argv[2] if sys.argv[2:] else None):
+        with stops.note_sigterm(sys.argv[2] if sys.argv[2:] else None):
             {within}
-            print([way for way, is_asked in zip(stops.WAYS, stops.asked()) if is_asked])
+            print([way for way, is_asked in zip(stops.WAYS, stops.stop_flags()) if is_asked])
 """
 
 

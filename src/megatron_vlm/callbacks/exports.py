@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import RunConfig
-from megatron_vlm.files import beside, last_lines, naming, need_room, open_to_write
+from megatron_vlm.files import last_lines, naming, need_room, open_to_write, temporary_name
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.files import save_adapters
@@ -84,7 +84,7 @@ class Exports(Callback):
         """Wait until all commands have ended, or a rank is asked to stop; return how it was asked then."""
         while True:
             self._log_ended()
-            states = setup.from_all_ranks((list(self.commands), stops.asked()))
+            states = setup.from_all_ranks((list(self.commands), stops.stop_flags()))
             waiting_steps = states[0][0]
             asked = [any(flags) for flags in zip(*(flags for _, flags in states), strict=True)]
             if not waiting_steps or any(asked):
@@ -203,6 +203,6 @@ def _make_room(folder: Path, needed: int) -> None:
     with naming(folder):
         folder.parent.mkdir(exist_ok=True)
         if folder.exists():
-            folder.rename(beside(folder))
+            folder.rename(temporary_name(folder))
         remove_leftovers(folder.parent)
         need_room(folder, needed)

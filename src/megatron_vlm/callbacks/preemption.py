@@ -30,7 +30,7 @@ class Preemption(Callback):
         self._signals = ExitStack()
 
     def on_train_begin(self, run: Run) -> None:
-        self._signals.enter_context(stops.heeding(self._stop_after))
+        self._signals.enter_context(stops.note_sigterm(self._stop_after))
 
     def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
         if run.figures.asked_to_stop:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_vlm import stores
 from megatron_vlm.config import AdapterConfig, ConfigError, DataPaths, RunConfig
 from megatron_vlm.config_rules.layout import misfit, sizes_in
-from megatron_vlm.config_rules.peft_config import settled
+from megatron_vlm.config_rules.peft_config import with_peft_settings
 from megatron_vlm.data.on_disk.paths import ROWS, paths_of
 from megatron_vlm.files import read_file
 from megatron_vlm.objectives import objective_of
@@ -144,7 +144,7 @@ def model_problems(config: RunConfig, needs_start: bool = False) -> Iterator[str
         yield f"adapter.start: {start} holds no {ADAPTER_FILE}; give a folder that peft wrote."
     else:
         try:
-            settled(AdapterConfig(start=start))
+            with_peft_settings(AdapterConfig(start=start))
         except ConfigError as error:
             yield str(error)
 

@@ -183,7 +183,7 @@ def config_of_model(given: str, settings: Sequence[str] = (), nproc: int | None 
     if Path(given, "config.yaml").exists() and not Path(given, "config.json").exists():
         return config_of_trained_run(Path(given), list(settings), nproc)
     assumed = {"model.hf_path": given, "data.train_data_path": NO_DATA, "data.seq_length": 1}
-    config = apply_overrides(RunConfig(), assumed | recipe_table.said(settings, {}))
+    config = apply_overrides(RunConfig(), assumed | recipe_table.read_settings(settings, {}))
     if settings:
         validate(apply_overrides(config, {"run_dir": "none"}), processes(nproc) or 1)
     try:

@@ -22,7 +22,7 @@ from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
-from megatron_vlm.run_folder.adapter_start import begun
+from megatron_vlm.run_folder.adapter_start import with_own_start
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
@@ -39,7 +39,7 @@ def open_run(config: RunConfig, raw_pixels: bool = False) -> tuple[list[VLMModel
         raise FileNotFoundError(
             f"{config.run_dir}: no complete checkpoint in this run folder; train it first"
         )
-    config = begun(config)
+    config = with_own_start(config)
     setup.init_distributed(config.parallel, config.train.seed)
     tied = checkpoint.saved(config.run_dir).tied if is_run else None
     source = open_source(config.model.hf_path, tied, config.data)
@@ -73,7 +73,9 @@ def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> 
     """
     chunks, source = open_run(config)
     if adapter:
-        save_adapters(chunks, output, begun(config).adapter, config.model.hf_path, source.own_template)
+        save_adapters(
+            chunks, output, with_own_start(config).adapter, config.model.hf_path, source.own_template
+        )
     else:
         for chunk in chunks if config.adapter.used else ():
             merge(chunk)

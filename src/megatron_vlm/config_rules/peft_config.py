@@ -33,7 +33,7 @@ OFF = (None, False, "none", {}, [])  # values by which a key has no effect
 MOST_BYTES = 1 << 24  # of a config file
 
 
-def settled(adapter: AdapterConfig) -> AdapterConfig:
+def with_peft_settings(adapter: AdapterConfig) -> AdapterConfig:
     """The settings that count: the folder's in `adapter.start`, if there is one.
 
     Raises ConfigError, which names the file, for a folder that is none of peft's, or whose adapter is of a

@@ -49,7 +49,7 @@ def expect_warnings() -> None:
 
 
 @contextlib.contextmanager
-def heeding(stop_after: str | None = None) -> Iterator[None]:
+def note_sigterm(stop_after: str | None = None) -> Iterator[None]:
     """Within the block, SIGTERM is noted, too.
 
     So is the end of `stop_after`, a time as `config.seconds_in` reads it. It counts from the start of the
@@ -71,7 +71,7 @@ def heeding(stop_after: str | None = None) -> Iterator[None]:
         _noted.clear()
 
 
-def asked() -> list[bool]:
+def stop_flags() -> list[bool]:
     """For each of WAYS, whether this rank was asked to stop."""
     if time.time() >= _ends:
         _noted.setdefault("train.stop_after", _ends)

@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.config_rules.peft_config import settled
+from megatron_vlm.config_rules.peft_config import with_peft_settings
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.adapters.files import load_adapters
 from megatron_vlm.models.adapters.model import add_adapters
@@ -77,7 +77,7 @@ def build_model(
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunks.append(VLMModel(megatron_config, description, first, last, vp_stage, processor))
-    adapter = settled(config.adapter)
+    adapter = with_peft_settings(config.adapter)
     if adapter.r:
         targets, saved = find_targets(adapter, description), find_whole(adapter, description)
     for chunk in chunks:

@@ -84,7 +84,7 @@ def _repeat_exactly() -> None:
 
 
 @contextmanager
-def pretended(parallel: ParallelConfig, processes: int, rank: int = 0) -> Iterator[None]:
+def pretend_rank(parallel: ParallelConfig, processes: int, rank: int = 0) -> Iterator[None]:
     """Lays this process out as `rank` of many that do not exist: enough to build on the meta device, and to
     run there under `cpu.standing_in`."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 registers the backend

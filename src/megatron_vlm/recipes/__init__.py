@@ -48,7 +48,7 @@ def compose(
     setting that is given under two names with two values.
     """
     written = _read_run_file(file) if file else {}
-    given = {**as_settings(assumed or {}), **said(settings, arguments or {})}
+    given = {**as_settings(assumed or {}), **read_settings(settings, arguments or {})}
     if written and recipe and written.get("recipe") != recipe:
         held = f"is of the recipe {written['recipe']}" if "recipe" in written else "is a whole configuration"
         raise ConfigError(f"{file}: {held}, and --recipe says {recipe}; give one of them.")
@@ -79,7 +79,7 @@ def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | No
     )
 
 
-def said(settings: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def read_settings(settings: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a command line, by dotted key. Raises ConfigError if it gives a setting two values."""
     pairs = dict(split_override(text) for text in settings)
     written = [(f"--{name} {value}", name, value) for name, value in arguments.items()]

@@ -35,7 +35,7 @@ class Given(NamedTuple):
         return cls(max(1, rows), float(normalizer), len(documents), checksum, model)
 
 
-def told(own: Any, error: Exception | None = None) -> list[Any]:
+def gather(own: Any, error: Exception | None = None) -> list[Any]:
     """Lists what each rank has, by rank. Collective.
 
     If a rank has an error, it raises that, and the others ValueError that quotes it.
@@ -52,10 +52,10 @@ def told(own: Any, error: Exception | None = None) -> list[Any]:
 def most_rows(given: Given | None, error: Exception | None) -> int:
     """The most rows that a rank has. Collective.
 
-    Raises an error of any rank as `told` does, and ValueError on every rank if the normalizers differ, or the
-    samples of ranks that share a model.
+    Raises an error of any rank as `gather` does, and ValueError on every rank if the normalizers differ, or
+    the samples of ranks that share a model.
     """
-    every = told(given, error)
+    every = gather(given, error)
     if len(normalizers := sorted({each.normalizer for each in every})) > 1:
         shown = ", ".join(f"{each:g}" for each in normalizers)
         raise ValueError(
@@ -78,7 +78,7 @@ def means(
 ) -> dict[str, float]:
     """Name -> mean over all data-parallel ranks of what the rows' losses logged; `loss` is a sum. Collective.
 
-    Raises the first of what `failed`, and ValueError for a loss that is not finite, as `told` does.
+    Raises the first of what `failed`, and ValueError for a loss that is not finite, as `gather` does.
     """
     sums: dict[str, np.ndarray] = {}
     wrong: list[int] = []
@@ -96,7 +96,7 @@ def means(
         failed = [*failed, ValueError(f"the loss of samples {wrong} is not finite{fields}")]
     model = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
     total = {"loss": np.zeros(2)}  # there may be no samples
-    for of_rank in told(sums if model == (0, 0) else {}, failed[0] if failed else None):
+    for of_rank in gather(sums if model == (0, 0) else {}, failed[0] if failed else None):
         for name, pair in of_rank.items():
             total[name] = total.get(name, 0) + pair
     return {name: float(value / (count or 1.0)) for name, (value, count) in total.items()}

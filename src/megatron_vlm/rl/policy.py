@@ -40,7 +40,7 @@ from megatron_vlm.rl.micro_batches import (
     micro_batches,
 )
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
-from megatron_vlm.run_folder.adapter_start import begun
+from megatron_vlm.run_folder.adapter_start import with_own_start
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import (
     data_parallel,
@@ -92,7 +92,7 @@ class Policy:
 
         `max_tokens` is the length of a packed row; a longer sample has a row for itself, of any length.
         """
-        config = _joined(config, max_tokens)
+        config = _without_balancing_loss(config, max_tokens)
         source = open_source(config.model.hf_path, data=config.data)
         chunks = open_model(config, source)
         return cls(config, source, data_parallel(chunks, config, one_backward=False), max_tokens)
@@ -100,7 +100,9 @@ class Policy:
     @classmethod
     def from_run(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
         """The model of the latest checkpoint in `config.run_dir`, with a new optimizer."""
-        config = setup.on_first_rank(begun, _joined(config, max_tokens))  # whose disk may be ahead
+        config = setup.on_first_rank(
+            with_own_start, _without_balancing_loss(config, max_tokens)
+        )  # whose disk may be ahead
         source = open_source(config.model.hf_path, checkpoint.saved(config.run_dir).tied, config.data)
         chunks = open_model(config, source, resumes=True)
         if checkpoint.load_latest(config.run_dir, chunks) is None:
@@ -283,7 +285,7 @@ class Policy:
         return rows + [blank(needs, self.source.description.visual_kinds)] * missing
 
 
-def _joined(config: RunConfig, max_tokens: int) -> RunConfig:
+def _without_balancing_loss(config: RunConfig, max_tokens: int) -> RunConfig:
     """The configuration without a load-balancing loss, which would be weighed by tokens, not by `normalizer`.
     Several policies may live in one process; they have one layout."""
     check_number("max_tokens", max_tokens, lambda n: index(n) >= 1, "a whole number above 0")

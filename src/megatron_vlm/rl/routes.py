@@ -22,7 +22,7 @@ def add_routes(rows: list[MicroBatch], chunks: list[nn.Module]) -> None:
     """Gives rows the routes of their samples, which may lack them. Raises ValueError for impossible ones."""
     config = get_model_config(chunks[0])
     for row in rows:
-        if not any(_given(document) is not None for document in row.documents):
+        if not any(_routes_of(document) is not None for document in row.documents):
             continue
         if not config.num_moe_experts:
             raise ValueError(
@@ -31,7 +31,7 @@ def add_routes(rows: list[MicroBatch], chunks: list[nn.Module]) -> None:
         row.batch["routes"] = torch.cat([_routes(document, config) for document in row.documents])[None]
 
 
-def _given(document: Document) -> Tensor | None:
+def _routes_of(document: Document) -> Tensor | None:
     routes = document.sample.get(FIELD)
     return torch.as_tensor(routes).cpu() if routes is not None and len(routes) else None
 
@@ -40,7 +40,7 @@ def _routes(document: Document, config) -> Tensor:
     """(T, layers, k) int16, checked."""
     tokens, shape = len(document.input_ids), (config.num_layers, config.moe_router_topk)
     routes_TLJ = torch.full((tokens, *shape), FREE_ROUTE, dtype=torch.int16)
-    routes = _given(document)
+    routes = _routes_of(document)
     if routes is None:
         return routes_TLJ
     place = f"sample {document.number}: {FIELD}"

@@ -1,6 +1,6 @@
 """The adapter that a run began with: the run keeps a copy of `adapter.start` and goes on from that.
 
-<run_dir>/checkpoints/adapter_start/   what it was when the run began, with its settings; see `begun`
+<run_dir>/checkpoints/adapter_start/   what it was when the run began, with its settings; see `with_own_start`
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from megatron_vlm.run_folder.folder import checkpoints, latest_checkpoint, remov
 NAME = "adapter_start"
 
 
-def begun(config: RunConfig) -> RunConfig:
+def with_own_start(config: RunConfig) -> RunConfig:
     """The configuration with the run's own copy as `adapter.start`, if it has a checkpoint and a copy.
 
     So the folder that a run began with may then be moved, changed or removed.

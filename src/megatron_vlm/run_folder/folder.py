@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import beside, naming, need_room, open_file, read_file, refuse_odd, sync, write_whole
+from megatron_vlm.files import (
+    naming,
+    need_room,
+    open_file,
+    read_file,
+    refuse_odd,
+    sync,
+    temporary_name,
+    write_whole,
+)
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
@@ -243,7 +252,7 @@ def make_latest(partial: Path) -> Path:
     with naming(partial):
         sync(partial)
         if os.path.lexists(final):
-            os.rename(final, beside(final))
+            os.rename(final, temporary_name(final))
         # The rename makes it complete. If a kill comes before `latest`, latest.tmp tells the next run so.
         write_whole(folder / "latest.tmp", final.name + "\n")
         sync(folder)
@@ -266,7 +275,7 @@ def prune(run_dir: str | Path, newest: str, keep: int, keep_best: bool = False) 
             write_whole(folder / "best", best + "\n")
         for name in [name for name in complete_checkpoints(run_dir) if name <= newest][: -max(keep, 1)]:
             if name != best:
-                os.rename(folder / name, beside(folder / name))
+                os.rename(folder / name, temporary_name(folder / name))
         remove_leftovers(folder)
 
 

@@ -88,7 +88,7 @@ class StepFigures:
         """The numbers to add over all ranks, fp64 on the device."""
         memory = [0.0] * dist.get_world_size()  # added, it has that of each rank
         memory[dist.get_rank()] = _peak_memory()
-        numbers = np.array([*self._done, *stops.asked(), self.is_saving, *memory], np.float64)
+        numbers = np.array([*self._done, *stops.stop_flags(), self.is_saving, *memory], np.float64)
         numbers = on_device(numbers, setup.device())
         experts = self._expert_tokens.flatten().double()
         self._expert_tokens.zero_()

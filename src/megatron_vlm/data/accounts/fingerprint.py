@@ -71,10 +71,12 @@ def _processor_settings(parts: Mapping[str, Any]) -> dict[str, Any]:
     settings = {f"processor.{name}": value for name, value in plain.items() if not isinstance(value, dict)}
     for part, values in plain.items():
         if isinstance(values, dict):
-            settings |= {f"processor.{part}.{name}": _known(value) for name, value in values.items()}
+            settings |= {
+                f"processor.{part}.{name}": _without_null_sides(value) for name, value in values.items()
+            }
     return {name: value for name, value in settings.items() if not name.endswith(NAMES_OF_CLASSES)}
 
 
-def _known(value: Any) -> Any:
+def _without_null_sides(value: Any) -> Any:
     """A size without the sides that it leaves open: some versions of Transformers write them as null."""
     return {side: n for side, n in value.items() if n is not None} if isinstance(value, dict) else value

@@ -15,7 +15,7 @@ class LostSample(RuntimeError):
     """A row was neither trained on nor counted as dropped."""
 
 
-def lost(keys: Sequence[Any], happened: str) -> LostSample:
+def lost_samples(keys: Sequence[Any], happened: str) -> LostSample:
     """The error that says what `happened` to the rows with `keys`."""
     return LostSample(f"data: {listed([*map(printable, keys)])}: {happened}. {REMEDY}")
 
@@ -24,4 +24,4 @@ def check_each_once(documents: ArrayLike, count: int, what: str) -> None:
     """Raises LostSample unless `documents` are 0 … count - 1, in any order."""
     times = np.bincount(np.asarray(documents, int), minlength=count)
     if len(times) > count or (times != 1).any():
-        raise lost(np.flatnonzero(times != 1).tolist(), f"of {count} {what}, not taken exactly once")
+        raise lost_samples(np.flatnonzero(times != 1).tolist(), f"of {count} {what}, not taken exactly once")

@@ -389,7 +389,7 @@ def _chosen_and_rejected(record: Record, name: str | None) -> tuple[Any, Any]:
         if turns and prompt is None:
             raise BadSample("bad_conversation", f"{name} is {type(turns).__name__}, not a list of turns")
         if not prompt:
-            prompt = _turns(_asked(record, "bad_preference") or [], "user")
+            prompt = _turns(_prompt_of(record, "bad_preference") or [], "user")
         prompt = _without_reply(prompt, record[fields.CHOSEN])
         turns = _answered(prompt, chosen)
         if not prompt and not any(role_of(turn) == "user" for turn in turns):
@@ -433,7 +433,7 @@ def _same_turns(one: Any, other: Any) -> bool:
         return False
 
 
-def _asked(record: Record, reason: str) -> Any:
+def _prompt_of(record: Record, reason: str) -> Any:
     """Return the prompt of a record, and its query after a newline; None if it asks nothing."""
     prompt = record.get(_first_name(record, fields.PROMPTS, reason))
     query = record.get(_first_name(record, fields.QUERIES, reason))
@@ -508,7 +508,7 @@ def _plain_turns(record: Record) -> list[dict]:
 
 def _exchanges(record: Record) -> list[dict]:
     """Return the turns of a question, its answer, and a history before them."""
-    prompt = _asked(record, "bad_conversation")
+    prompt = _prompt_of(record, "bad_conversation")
     reply, references = _reply(record)
     if prompt is None or reply is None:
         lacks = "" if prompt is None else "a question without an answer, and "

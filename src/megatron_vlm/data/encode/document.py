@@ -155,7 +155,7 @@ class DocumentEncoder:
             within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in named.items()}
             own_most, own_least = within.get("max_pixels", most), within.get("min_pixels", least)
             if sample.sizes is not None:
-                own_most = own_least = drawn(f"{sample.sizes} {number}", own_least, own_most)
+                own_most = own_least = draw_pixels(f"{sample.sizes} {number}", own_least, own_most)
             images.append(SizedImage(image, own_most, own_least))
         return images
 
@@ -237,7 +237,7 @@ def without_thinking(turn: dict) -> dict:
     return {key: value for key, value in turn.items() if key not in THINKING_KEYS} | {"content": parts}
 
 
-def drawn(source: str, least: int, most: int) -> int:
+def draw_pixels(source: str, least: int, most: int) -> int:
     """A number of pixels between two, which `source` alone decides: twice as many are as likely anywhere."""
     share = int.from_bytes(hashlib.blake2b(source.encode(), digest_size=8).digest(), "big") / 2**64
     return round(least * (most / least) ** share)

@@ -37,7 +37,7 @@ class AnySize(Kind):
 
     def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
         # the processor takes 1 or 3 rows for channels; 4 rows are one row of patches, too
-        tokens, _ = self.told(4 if height in (1, 3) else height, width)
+        tokens, _ = self.processor_counts(4 if height in (1, 3) else height, width)
         height, width = self.target(height, width)
         return tokens, (height // self.patch_size) * (width // self.patch_size)
 

@@ -85,7 +85,7 @@ class Kind:
 
     def check_counts(self) -> None:
         """Raises ValueError if the tokens of an image cannot be told from its size."""
-        if not self.sign or self.told(PROBE_SIZE[0], PROBE_SIZE[1]) is None:
+        if not self.sign or self.processor_counts(PROBE_SIZE[0], PROBE_SIZE[1]) is None:
             why, remedy = "cannot tell the tokens of an image from its size", "use"
         elif getattr(self.images, self.splits, None):
             why = f"with {self.splits} images give tokens that their size does not tell"
@@ -102,7 +102,7 @@ class Kind:
 
     def _results(self, sides: Iterable[int]) -> set[tuple]:
         """Return what squares of these sides become: size, tokens and pieces."""
-        return {(self.target(side, side), self.told(side, side)) for side in sides}
+        return {(self.target(side, side), self.processor_counts(side, side)) for side in sides}
 
     def check_sizes(self, least: int, most: int) -> None:
         """Raises ConfigError if images of `least` and of `most` pixels are resized to one size."""
@@ -114,7 +114,7 @@ class Kind:
                 f"({results.pop()[0]}); drop it, or move the two apart."
             )
 
-    def told(self, height: int, width: int, **options: Any) -> tuple[int, int] | None:
+    def processor_counts(self, height: int, width: int, **options: Any) -> tuple[int, int] | None:
         """The processor's own numbers of an image's tokens and pieces; None if it counts none."""
         with suppress(AttributeError, TypeError):
             numbers = self.processor._get_num_multimodal_tokens([(height, width)], **options)
@@ -123,7 +123,7 @@ class Kind:
 
     def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
         """The numbers of tokens and raw patches of an image, which is its conversation's only one or not."""
-        return self.told(height, width)
+        return self.processor_counts(height, width)
 
     def of_size(self, height: int, width: int) -> tuple[str, int]:
         """The text that the processor writes for an image, and the image's number of raw patches."""

@@ -54,7 +54,7 @@ class NaFlex(Native):
             raise BadSample("processor_error", f"image of {width} x {height} has {patches} patches, {most}")
         return new_height, new_width
 
-    def told(self, height: int, width: int) -> tuple[int, int]:
+    def processor_counts(self, height: int, width: int) -> tuple[int, int]:
         height, width = self.target(height, width)
         patches = (height // self.patch_size) * (width // self.patch_size)
         return patches // self.images.downsample_factor**2, patches
@@ -87,7 +87,7 @@ class Pooled(Native):
         return get_aspect_ratio_preserving_size(height, width, self.images.patch_size, most, pooled)
 
     def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
-        tokens, _ = self.told(height, width)
+        tokens, _ = self.processor_counts(height, width)
         pixels = tokens * (self.images.patch_size * self.images.pooling_kernel_size) ** 2
         return tokens, pixels // self.patch_size**2
 

@@ -29,12 +29,14 @@ class OneSize(Kind):
     def target(self, height: int, width: int) -> tuple[int, int]:
         return self.size
 
-    def told(self, height: int, width: int) -> tuple[int, int] | None:
+    def processor_counts(self, height: int, width: int) -> tuple[int, int] | None:
         # LLaVA's counts the tokens of a crop, even where the image processor does not crop
-        return super().told(height, width, crop_size={"height": self.size[0], "width": self.size[1]})
+        return super().processor_counts(
+            height, width, crop_size={"height": self.size[0], "width": self.size[1]}
+        )
 
     def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
-        tokens, pieces = self.told(height, width)
+        tokens, pieces = self.processor_counts(height, width)
         return tokens, pieces * (self.size[0] // self.patch_size) * (self.size[1] // self.patch_size)
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:

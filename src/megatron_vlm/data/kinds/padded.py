@@ -30,7 +30,7 @@ class Padded(Patches):
         patches = (height // self.patch_size) * (width // self.patch_size)
         return patches // self.images.merge_size**2, patches
 
-    def told(self, height: int, width: int) -> tuple[int, int]:
+    def processor_counts(self, height: int, width: int) -> tuple[int, int]:
         return self.count(height, width, True)
 
     def frame(self, width: int, height: int, alone: bool) -> Frame:

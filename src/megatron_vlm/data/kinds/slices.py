@@ -29,7 +29,7 @@ class Sliced(Patches):
     }
     writes_by_size = True
 
-    def told(self, height: int, width: int) -> tuple[int, int] | None:
+    def processor_counts(self, height: int, width: int) -> tuple[int, int] | None:
         with suppress(AttributeError, TypeError):
             _, sizes = self._pieces(self.images, height, width)
             patches = int(sizes.prod(-1).sum())

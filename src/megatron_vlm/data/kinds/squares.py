@@ -35,7 +35,7 @@ class Squares(Tiles):
         side = self.images.max_image_size["longest_edge"]
         return side, side
 
-    def told(self, height: int, width: int) -> tuple[int, int] | None:
+    def processor_counts(self, height: int, width: int) -> tuple[int, int] | None:
         rows, columns = self._squares(height, width)
         tokens = getattr(self.processor, "image_seq_len", None)  # of a square
         return tokens and (tokens * (rows * columns + 1), rows * columns + 1)

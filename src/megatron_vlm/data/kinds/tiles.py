@@ -76,7 +76,7 @@ class OneVisionTiles(Tiles):
         of_tile = self.processor.num_image_tokens
         if not alone:
             return of_tile + 1, of_tile  # the end of a row behind it
-        return self.told(height, width)[0], of_tile * self.tiles_of(height, width)
+        return self.processor_counts(height, width)[0], of_tile * self.tiles_of(height, width)
 
     def tiles_of(self, height: int, width: int) -> int:
         """How many tiles a conversation's only image has, the image as a whole included."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
-from megatron_vlm.data.accounts.lost import lost
+from megatron_vlm.data.accounts.lost import lost_samples
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings, with_limited_drops
 from megatron_vlm.data.load.length_cache import measure_dataset
@@ -36,7 +36,7 @@ from megatron_vlm.data.load.sampler import (
 from megatron_vlm.data.load.template_notes import start_notes
 from megatron_vlm.data.load.workers import close_loader, loader_of
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
-from megatron_vlm.data.records.blends import Resized, divided, in_turn, sources_of_keys
+from megatron_vlm.data.records.blends import Resized, hold_out, in_turn, sources_of_keys
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
 from megatron_vlm.data.records.unread import sample_sources
@@ -111,7 +111,7 @@ class HFProvider:
                 )
         named = [(one, "train" if "train" in of else None) for one, of in zip(sources, splits, strict=True)]
         rows = self._rows(named, encoder, self._data.datasets)
-        rows.table = divided(rows.table, share, held_out) if share else rows.table
+        rows.table = hold_out(rows.table, share, held_out) if share else rows.table
         if self._data.resize_jitter and not held_out:
             rows.table = Resized(rows.table, self._data.resize_jitter, seed)
         return rows
@@ -193,15 +193,15 @@ class _Measuring(Dataset):
         self.close()
         asked, handed_out = itertools.tee(itertools.batched(sampler, MEASURED_AT_ONCE))
         self._loader = loader_of(self, handed_out, self._num_workers, self._ahead)
-        return self._settled(asked)
+        return self._check_measures(asked)
 
-    def _settled(self, asked: Iterator[tuple[tuple[Position, list[int]], ...]]) -> Iterator[Measured]:
+    def _check_measures(self, asked: Iterator[tuple[tuple[Position, list[int]], ...]]) -> Iterator[Measured]:
         """The measures of the workers. Raises LostSample if they are not of the rows that were asked for."""
         key = self._rows.table.key
         for measured, piece in zip(self._loader, asked, strict=True):
             due = [(place, key(row)) for place, [row] in piece]
             if [known for known, _ in measured] != due:
-                raise lost([key for _, key in due], "not measured by the worker asked to")
+                raise lost_samples([key for _, key in due], "not measured by the worker asked to")
             for (place, [row]), (_, costs) in zip(piece, measured, strict=True):
                 yield place, row, costs
 

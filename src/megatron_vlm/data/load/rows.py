@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.drops import MIN_SAMPLES, DropReport, TooManyDrops
-from megatron_vlm.data.accounts.lost import lost
+from megatron_vlm.data.accounts.lost import lost_samples
 from megatron_vlm.data.chatml.record import load_media, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
@@ -49,7 +49,7 @@ class EncodedRows(Dataset):
                 places.append(self.table.place(index))
             except SkipSample as skipped:
                 if not isinstance(bad := skipped.__cause__, BadSample):  # the encoder counts it, and says so
-                    raise lost(
+                    raise lost_samples(
                         [self.table.key(index)], "skipped without being counted as dropped"
                     ) from skipped
                 dropped[number] = bad.reason
@@ -128,7 +128,9 @@ class RowLoader:
             self._check_delivery(entry)
             yield entry
         if self._expected:
-            raise lost([key for _, keys in self._expected for key in keys], "not given back by workers")
+            raise lost_samples(
+                [key for _, keys in self._expected for key in keys], "not given back by workers"
+            )
 
     def batches(self, entries: Iterable[EncodedEntry], size: int) -> Iterator[tuple[Any, Batch | dict]]:
         """The position after a batch of `size` samples, and the batch; at last, what is left of both."""
@@ -177,4 +179,4 @@ class RowLoader:
         if (entry.position, found) != (position, kept):
             wrong = keys if entry.position != position else sorted(set(kept) ^ set(found)) or kept
             gave = f"workers gave {found} at {entry.position} where {kept} at {position} were due"
-            raise lost(wrong or found, gave)
+            raise lost_samples(wrong or found, gave)

@@ -166,7 +166,7 @@ def _plan(source, options: RecordSource, splits: Mapping[str, float] | None, see
         if len(sources) == 1:  # no splits of its own, or a single one: its records are divided
             [only] = sources.values()
             rows = _rows(only, seed)
-            return [_Part(only, rows, _divided(len(rows), splits or DEFAULT_SPLITS, seed))]
+            return [_Part(only, rows, _draw_splits(len(rows), splits or DEFAULT_SPLITS, seed))]
     parts = []
     for name, one in sources.items():
         _check_split_name(name)
@@ -196,7 +196,7 @@ def _check_split_name(name: str) -> None:
         raise ValueError(f"prepare: split name {name!r}; use letters, digits, '-' and '_'.")
 
 
-def _divided(total: int, ratios: Mapping[str, float], seed: int) -> dict[str, np.ndarray]:
+def _draw_splits(total: int, ratios: Mapping[str, float], seed: int) -> dict[str, np.ndarray]:
     """The places of each split's records, drawn from `total`."""
     for name, ratio in ratios.items():
         _check_split_name(name)

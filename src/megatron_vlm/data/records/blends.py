@@ -187,7 +187,7 @@ def is_held_out(key: str, share: float) -> bool:
     return number < share * 2**64
 
 
-def divided(table: Table, share: float, held_out: bool) -> Table:
+def hold_out(table: Table, share: float, held_out: bool) -> Table:
     """The held-out rows, each once in an epoch; or all other rows, as many times as `table` has them,
     unless it says how many rows an epoch has.
 

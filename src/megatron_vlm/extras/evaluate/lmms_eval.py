@@ -64,7 +64,7 @@ class MegatronVLM(lmms):
         most = max(setup.from_all_ranks(len(requests)))
         texts: dict[int, str] = {}
         for first in tqdm(range(0, most, self._at_once), disable=not setup.is_first_rank()):
-            own = [self._asked(request) for request in requests[first : first + self._at_once]]
+            own = [self._read_request(request) for request in requests[first : first + self._at_once]]
             prompts: dict[str, dict[int, Prompt]] = {}  # by generation_kwargs as JSON, then by number
             for rank, share in enumerate(setup.from_all_ranks(own)):
                 for n, (how, prompt) in enumerate(share, start=first):
@@ -81,7 +81,7 @@ class MegatronVLM(lmms):
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
         raise NotImplementedError("megatron_vlm answers one round; choose another task.")
 
-    def _asked(self, request: Instance) -> tuple[str, Prompt | None]:
+    def _read_request(self, request: Instance) -> tuple[str, Prompt | None]:
         """How a document is to be answered, as JSON, and its prompt; or why it has none, for all ranks."""
         _, messages_of, kwargs, number, task, split = request.args
         try:

@@ -20,7 +20,7 @@ from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.files import read_text, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.recipes import said
+from megatron_vlm.recipes import read_settings
 from megatron_vlm.supported import read_config
 
 RECIPE = "recipe.yaml"  # in the run folder
@@ -53,7 +53,7 @@ def recipe_for(
             "to torchrun's processes as --config FILE."
         )
     has_gpu = shutil.which("nvidia-smi") is not None
-    config = propose(model, data, said(settings, arguments), nproc or 1, has_gpu)
+    config = propose(model, data, read_settings(settings, arguments), nproc or 1, has_gpu)
     check(config, nproc)
     check_run_folder(config)
     text = as_recipe(config, shlex.join(["megatron-vlm", *sys.argv[1:]]))

@@ -128,7 +128,7 @@ def on_shapes(
     if torch.cuda.is_available():
         raise ValueError("rehearsal: this process sees a GPU; start it with CUDA_VISIBLE_DEVICES= (empty).")
     with (
-        setup.pretended(config.parallel, gpus, rank),
+        setup.pretend_rank(config.parallel, gpus, rank),
         cpu.standing_in(META),
         kind() as recorder,
         shapes_only(),

@@ -64,12 +64,12 @@ class RowReader:
         for number, key in enumerate(batch["__key__"][row], start=1):
             places = (numbers_S == number).nonzero().flatten()
             span = slice(int(places[0]), int(places[-1]) + 1)
-            runs = self._drawn(list(self._runs(batch["input_ids"][row, span], marks_S[span], pictures)))
+            runs = self._draw_boxes(list(self._runs(batch["input_ids"][row, span], marks_S[span], pictures)))
             trained = int((batch["loss_mask"][row, span] > 0).sum())
             documents.append(ShownDocument(key, span.stop - span.start, trained, runs))
         return Row(documents, int((numbers_S > 0).sum()), len(numbers_S))
 
-    def _drawn(self, runs: list[TokenRun]) -> list[TokenRun]:
+    def _draw_boxes(self, runs: list[TokenRun]) -> list[TokenRun]:
         """The runs, with the boxes of their text on the picture that shows the whole of their only image."""
         places = [place for place, run in enumerate(runs) if run.kind == VISUAL]
         beside = places == list(range(places[0], places[-1] + 1)) if places else False

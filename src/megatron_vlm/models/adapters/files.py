@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_vlm import weight_files
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
-from megatron_vlm.config_rules.peft_config import CONFIG, LAYERS, MOST_BYTES, READ, settled
+from megatron_vlm.config_rules.peft_config import CONFIG, LAYERS, MOST_BYTES, READ, with_peft_settings
 from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
 from megatron_vlm.messages import printable, reading
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
@@ -181,7 +181,7 @@ def save_adapters(
 
     def write() -> None:
         modules = [target.module for target in chunks[0].adapters.targets if not target.experts]
-        text = json.dumps(_config_for_peft(settled(adapter), modules, base), indent=2)
+        text = json.dumps(_config_for_peft(with_peft_settings(adapter), modules, base), indent=2)
         with folder_aside(output) as aside:
             save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
             write_whole(aside / CONFIG, text + "\n")

@@ -107,8 +107,10 @@ class OwnHeadsAttention(RotarySelfAttention):
         key, value = key.squeeze(-2), (values or [key])[0].squeeze(-2)
         return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key), self.v_layernorm(value)
 
-    def turned(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
-        query, key, value = super().turned(query, key, value, plan)
+    def rotate_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, ...]:
+        query, key, value = super().rotate_heads(query, key, value, plan)
         if self.heads.source is not None:
             return take(query, plan.asides[self.heads.source], 0, 1)
         if self.lends:

@@ -48,7 +48,7 @@ class Section:
     rope_by_layer: bool = False  # `rope_parameters` has a rule for each type of layer
     by_layer: tuple[str, ...] = ()  # keys of which each type of layer may have its own value
 
-    def known(self) -> set[str]:
+    def known_keys(self) -> set[str]:
         """The keys that may differ from the default."""
         return {*self.reads, *self.no_effect, *NO_EFFECT, *ASKED_FOR, *NAMES}
 
@@ -56,7 +56,7 @@ class Section:
         """The fields of the config's class that must keep their default, with that default."""
         default = type(config)()
         names = [each.name for each in fields(config)]
-        return {name: getattr(default, name) for name in names if name not in self.known()}
+        return {name: getattr(default, name) for name in names if name not in self.known_keys()}
 
 
 Sections = tuple[tuple[Section, ...], ...]  # for each of NAMES those that a checkpoint may have there
@@ -96,7 +96,7 @@ def drop_unknown_keys(sections: Sections, whole: Any) -> Any:
     whole = deepcopy(whole)
     for name, choices in zip(NAMES, sections, strict=True):
         config = getattr(whole, name) if name else whole
-        declared = section_for(choices, config.model_type).known()
+        declared = section_for(choices, config.model_type).known_keys()
         for key in vars(config).keys() - vars(type(config)()).keys() - declared:
             if not key.startswith("_"):
                 del vars(config)[key]
@@ -136,7 +136,7 @@ def _problems(section: Section, config: Any) -> Iterator[str]:
             yield _problem(key, getattr(config, key), values.words)
     for key, default in section.fixed(config).items():
         if getattr(config, key) != default:
-            yield _problem(key, getattr(config, key), shown(default))
+            yield _problem(key, getattr(config, key), as_json(default))
     yield from _rope_problems(section, config)
 
 
@@ -167,10 +167,10 @@ def _rope_problems(section: Section, config: Any) -> Iterator[str]:
 
 
 def _problem(key: str, value: Any, supported: str) -> str:
-    return f"{printable(key)} is {shown(value)}; supported: {supported}"
+    return f"{printable(key)} is {as_json(value)}; supported: {supported}"
 
 
-def shown(value: Any) -> str:
+def as_json(value: Any) -> str:
     """The value as in config.json, shortened if it is long."""
     return printable(json.dumps(value, default=str, ensure_ascii=False), 60)
 
@@ -189,7 +189,7 @@ def sizes(*keys: str) -> dict[str, Values]:
 
 
 def only(*values: Any) -> Values:
-    return Values(" or ".join(map(shown, values)), lambda value, section: value in values)
+    return Values(" or ".join(map(as_json, values)), lambda value, section: value in values)
 
 
 def any_of(*keys: str) -> dict[str, Values]:

@@ -40,8 +40,8 @@ class PatchVision(nn.Module):
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Tensor | None = None,  # only positions need it
     ) -> Tensor:
-        grids_N3 = joined(image_grid_thw, video_grid_thw).cpu()
-        return self.features(joined(pixel_values, pixel_values_videos), grids_N3)
+        grids_N3 = join_media(image_grid_thw, video_grid_thw).cpu()
+        return self.features(join_media(pixel_values, pixel_values_videos), grids_N3)
 
     def features(self, patches_PF: Tensor, grids_N3: Tensor) -> Tensor:
         raise NotImplementedError
@@ -86,7 +86,7 @@ class GridVision(PatchVision):
         return lengths | {name: on_device(numbers, device) for name, numbers in indices.items()}
 
 
-def joined(images: Tensor | None, videos: Tensor | None) -> Tensor:
+def join_media(images: Tensor | None, videos: Tensor | None) -> Tensor:
     return torch.cat([part for part in (images, videos) if part is not None])
 
 

@@ -36,26 +36,26 @@ class HoldsTexts(llama.LlamaFamily):
     """A family that can hold several of TEXTS."""
 
     @property
-    def held(self) -> Text:
+    def text_kind(self) -> Text:
         return TEXTS[self.text.model_type]
 
     @property
     def architecture(self) -> dict:
-        own = self.held.architecture(self.text)
+        own = self.text_kind.architecture(self.text)
         return llama.architecture(self.text, self.tied) | own | _bounded(self.text)
 
     @property
     def carried_keys(self) -> dict[str, str]:
-        return self.held.carried_keys(self)
+        return self.text_kind.carried_keys(self)
 
     def attention_rules(self) -> list[Rule]:
-        return self.held.attention_rules(self)
+        return self.text_kind.attention_rules(self)
 
     def feed_forward_rules(self) -> list[Rule]:
-        return self.held.feed_forward_rules(self)
+        return self.text_kind.feed_forward_rules(self)
 
     def rotary(self) -> Rotary:
-        return Rotary([inverse_frequencies(self.text)], query_scale=self.held.query_scale(self.text))
+        return Rotary([inverse_frequencies(self.text)], query_scale=self.text_kind.query_scale(self.text))
 
 
 class LikeLlava(HoldsTexts, llama.SideBySide):

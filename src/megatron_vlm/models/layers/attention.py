@@ -155,14 +155,16 @@ class RotarySelfAttention(SelfAttention):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), *gates
 
-    def turned(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
+    def rotate_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, ...]:
         """Queries and keys turned by their positions, and values, as attention takes them."""
         turns, adjacent = plan.turns[self.rotary_index], self.config.rotary_interleaved
         return rotate(query, *turns[0], adjacent), rotate(key, *turns[-1], adjacent), value
 
     def forward(self, hidden_states: Tensor, *_, packed_seq_params: AttentionPlan, **__):
         query, key, value, *gates = self.get_query_key_value_tensors(hidden_states)
-        query, key, value = self.turned(query, key, value, packed_seq_params)
+        query, key, value = self.rotate_heads(query, key, value, packed_seq_params)
         context = self.core_attention(query, key, value, packed_seq_params)
         for gate in gates:
             context = context * gate.sigmoid()

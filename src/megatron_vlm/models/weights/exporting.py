@@ -23,8 +23,8 @@ from megatron_vlm.models.weights.rules import (
     WeightMap,
     experts_per_rank,
     find_rule,
+    is_transposed,
     named_global_weights,
-    turned,
 )
 from megatron_vlm.models.weights.shards import SafetensorsFile, name_shards, split
 from megatron_vlm.parallel import setup
@@ -239,7 +239,7 @@ def _write_stage(
     file_of = {name: file for file in files for name in file.names}
     for piece in pieces:
         name, shape = stored[piece.key].name, stored[piece.key].shape
-        is_turned = turned(shape[piece.row is not None :], piece.tensor.shape)
+        is_turned = is_transposed(shape[piece.row is not None :], piece.tensor.shape)
         file_of[name].write(name, piece.tensor.mT if is_turned else piece.tensor, piece.row)
     for key in carried:
         name, dtype = stored[key].name, stored[key].dtype
@@ -278,7 +278,7 @@ def hf_weights(
 
     def as_stored(key: str, tensor: Tensor) -> Named:
         stored = checkpoint.stored(key)
-        tensor = tensor.mT if turned(stored.shape, tensor.shape) else tensor.reshape(stored.shape)
+        tensor = tensor.mT if is_transposed(stored.shape, tensor.shape) else tensor.reshape(stored.shape)
         return stored.name, tensor.to(stored.dtype)
 
     of_stage = hf_tensors(chunks, weight_map.rules, checkpoint.files, value)

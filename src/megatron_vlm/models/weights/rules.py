@@ -199,10 +199,10 @@ class FusedRow:
         if (height := self.source.get_shape()[0] // self.count) > 1:
             return self.source[self.number * height : (self.number + 1) * height][index]
         row = self.source[self.number]
-        return (row.t() if turned(self.source.get_shape()[1:], self.shape) else row)[index]
+        return (row.t() if is_transposed(self.source.get_shape()[1:], self.shape) else row)[index]
 
 
-def turned(stored: Sequence[int], shape: Sequence[int]) -> bool:
+def is_transposed(stored: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether a tensor of shape `stored` holds tensors of `shape` with their last two axes exchanged."""
     stored, shape = list(stored), list(shape)
     return stored != shape and stored == [*shape[:-2], *shape[:-3:-1]]
@@ -244,7 +244,7 @@ class Rule:
         return [[self.rows * len(fused), *fused.shape[1:]]]
 
     def fits(self, stored: Sequence[int], needed: Sequence[int]) -> bool:
-        return list(stored) == list(needed) or (self.rows is not None and turned(stored, needed))
+        return list(stored) == list(needed) or (self.rows is not None and is_transposed(stored, needed))
 
     def sources(self, name: str, stored: list[Slices]) -> Sequence[Slices | FusedRow]:
         """The tensors that the operation reads: the `stored` ones, or this parameter's row of a fused one."""

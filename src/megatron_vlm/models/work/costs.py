@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import RunConfig
-from megatron_vlm.config_rules.peft_config import settled
+from megatron_vlm.config_rules.peft_config import with_peft_settings
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
@@ -188,7 +188,7 @@ def counted() -> Iterator[Callable[[], tuple[int, int]]]:
 
 def adapted(config: RunConfig, description: Description, part: str) -> bool:
     """Whether a part of the model, a freeze group such as "tower", has adapters or modules trained whole."""
-    adapter = settled(config.adapter)
+    adapter = with_peft_settings(config.adapter)
     weights = [target.weight for target in find_targets(adapter, description)]
     weights += find_whole(adapter, description)
     return any(weight.startswith(description.groups[part]) for weight in weights)

@@ -59,7 +59,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def joined(x: Tensor) -> Tensor:
+def merge_axes(x: Tensor) -> Tensor:
     """The same numbers, for the compiler with as few axes before the last as can be without a copy."""
     if x.device.type != Fused.compiles_on:
         return x
@@ -74,7 +74,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bo
     """The norm of `RMSNorm`."""
     if torch.is_grad_enabled():
         return Norm.apply(x, weight, eps, zero_centered, in_fp32)
-    return normed(joined(x), weight, eps, zero_centered, in_fp32)[0].view(x.shape)
+    return normed(merge_axes(x), weight, eps, zero_centered, in_fp32)[0].view(x.shape)
 
 
 class Norm(torch.autograd.Function):
@@ -82,7 +82,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool) -> Tensor:
-        result, inverse_rms = normed(joined(x), weight, eps, zero_centered, in_fp32)
+        result, inverse_rms = normed(merge_axes(x), weight, eps, zero_centered, in_fp32)
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.zero_centered = zero_centered
         return result.view(x.shape)
@@ -90,7 +90,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         x, weight, inverse_rms = ctx.saved_tensors
-        rows, trained = joined(x), ctx.needs_input_grad[1]
+        rows, trained = merge_axes(x), ctx.needs_input_grad[1]
         gradient = gradient.reshape(rows.shape)
         of_rows, of_weight = _norm_backward(gradient, rows, weight, inverse_rms, ctx.zero_centered, trained)
         return of_rows.view(x.shape), of_weight, None, None, None
@@ -157,13 +157,13 @@ class Rotate(torch.autograd.Function):
 
 def _rotated(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     if x_SBHK.device.type != Fused.compiles_on:
-        return turned(x_SBHK, cos, sin, adjacent)
+        return rotate_rows(x_SBHK, cos, sin, adjacent)
     rows, cos, sin = (each.flatten(0, 1) for each in (x_SBHK, cos, sin))
-    return turned(rows, cos, sin, adjacent).view(x_SBHK.shape)
+    return rotate_rows(rows, cos, sin, adjacent).view(x_SBHK.shape)
 
 
 @Fused
-def turned(x_THK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
+def rotate_rows(x_THK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     width = cos.shape[-1]
     x = x_THK[..., :width] if width < x_THK.shape[-1] else x_THK
     partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if adjacent else x.roll(width // 2, -1)
