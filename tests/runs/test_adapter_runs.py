@@ -499,7 +499,7 @@ def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):
     path, _, folder = parts
     [said] = run_distributed(1, adapter_runs.damaged, str(path), str(story[1] / "exported"), str(folder))
     assert "has no adapter_model.safetensors; save the adapter as safetensors" in said["pickle"]
-    assert "no safetensors file, or cut short" in said["cut"]
+    assert "is no whole safetensors file" in said["cut"]
     assert "lacks 1 tensors, such as base_model" in said["lacks"]
     assert "has, and the model does not, 1 tensors, such as base_model.foreign" in said["more"]
     assert "does module.base_model." in said["of another program"]

@@ -144,7 +144,7 @@ def test_machines_with_two_run_folders_are_refused(tiny_gemma3, dataset, tmp_pat
         f"the machines differ in run_dir={tmp_path}/run_0, run_dir={tmp_path}/run_1; start the same command"
     )
     assert differs in (tmp_path / "run_1.log").read_text().splitlines()[-1]
-    assert os.listdir(tmp_path / "run_1") == ["errors"]
+    assert sorted(os.listdir(tmp_path / "run_1")) == ["errors", "lock"]
 
 
 @pytest.mark.long

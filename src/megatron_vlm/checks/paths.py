@@ -141,7 +141,8 @@ def model_problems(config: RunConfig, needs_start: bool = False) -> Iterator[str
     if start is None or resumes and Path(config.run_dir, "checkpoints", "adapter_start").is_dir():
         return
     if not (Path(start) / ADAPTER_FILE).is_file():
-        yield f"adapter.start: {start} holds no {ADAPTER_FILE}; give a folder that peft wrote."
+        fact = f"holds no {ADAPTER_FILE}" if Path(start).exists() else "does not exist"
+        yield f"adapter.start: {start} {fact}; give a folder that peft wrote."
     else:
         try:
             with_peft_settings(AdapterConfig(start=start))
