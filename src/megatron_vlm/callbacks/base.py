@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import calling, object_of
-from megatron_vlm.job.errors import closing
 from megatron_vlm.messages import printable, printable_lines
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Run:
     micro_batches: list[Batch] = field(default_factory=list)  # of the step, on this rank
     # The ways (`stops.WAYS`) in which the run was asked to stop, when that has ended it.
     stopped_by: list[str] = field(default_factory=list)
-    higher_is_better: set[str] = field(default_factory=set)  # metrics of which more is better
+    higher_is_better: set[str] = field(default_factory=set)  # names of metrics
     notes: list[str] = field(default_factory=list)  # lines for the user about the start
 
     source: Source = None
@@ -100,9 +99,9 @@ class Callback:
         return True
 
     def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
-        """After a step, with the metrics of docs/metrics.md, `trained_tokens` and `samples` of this step.
+        """After a step, with the metrics of docs/metrics.md; counts of tokens and samples are this step's.
 
-        With `parallel.overlap_param_gather` the weights may still be on their way from other ranks.
+        With a sharded optimizer the weights may still be on their way from other ranks.
         """
 
     def on_validation_end(self, run: Run, metrics: dict[str, float]) -> None:
@@ -187,11 +186,9 @@ class Callbacks(Callback):
 
     def close(self) -> None:
         """Close all that have begun, also if one fails."""
-        with closing(*(callback for callback in reversed(self._begun) if callback.ends_run)):
-            for callback in reversed(self._begun):
-                if not callback.ends_run:
-                    with suppress(Exception):
-                        callback.close()
+        with ExitStack() as stack:  # which closes the last first
+            for callback in self._begun:
+                stack.callback(_close, callback)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states by class name: a checkpoint is written beside later steps."""
@@ -227,6 +224,14 @@ class Callbacks(Callback):
             name = kind.__name__ if is_ours else f"{kind.__module__}.{kind.__name__}"
             seen[name] += 1
             yield (f"{name} {seen[name]}" if seen[name] > 1 else name), callback
+
+
+def _close(callback: Callback) -> None:
+    try:
+        callback.close()
+    except Exception:
+        if callback.ends_run:
+            raise
 
 
 def callback_class(name: str) -> Any:

@@ -20,8 +20,6 @@ from megatron_vlm.training.tensor_files import Copies
 class Checkpoints(Callback):
     """Saves after the steps that ask for it; with `train.async_save`, beside the steps that follow."""
 
-    writer: CheckpointWriter | None = None
-
     def on_train_begin(self, run: Run) -> None:
         self.writer = CheckpointWriter(run.config, run.model, run.optimizer, run.scheduler)
 
@@ -41,8 +39,7 @@ class Checkpoints(Callback):
         self.announce(run)
 
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        self.writer.close()
 
     def announce(self, run: Run) -> None:
         """Call `on_save` for the checkpoint that was saved last, once, when it is complete."""

@@ -13,8 +13,9 @@ from megatron_vlm.messages import listed, printable
 if TYPE_CHECKING:
     from megatron_vlm.callbacks import Run
 
-SCORE = "score/"  # begins the names of scores among a run's figures
-VALID = "valid_"  # and of those of validations
+# beginnings of names of metrics
+SCORE = "score/"
+VALID = "valid_"  # of a validation
 
 
 class Best(Callback):
@@ -54,9 +55,8 @@ class Best(Callback):
     def rate(self, step: int, logged: Mapping[str, float], higher: Collection[str] = ()) -> float | None:
         """Return `best_by` of what was logged, negated if more is better; None if it was not due.
 
-        Of the scores in `higher`, more is better.
-
-        Raises ConfigError if figures of its kind were logged, and it is none of them.
+        Of the scores in `higher`, more is better. Raises ConfigError if metrics of its kind were logged, and
+        it is none of them.
         """
         name, more_is_better = self._train.best_figure
         alike = [one for one in logged if one.startswith(SCORE if self._train.best_is_score else VALID)]
@@ -91,9 +91,8 @@ class Validation(Callback):
     def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
         if not run.milestones.evaluates_after(run.step):
             return
-        from megatron_vlm.training.evaluate import (
-            validation_loss,  # pages of runs, which use `Best`, need no torch
-        )
+        # here, as pages of runs use `Best` and need no torch
+        from megatron_vlm.training.evaluate import validation_loss
 
         sources = run.feed.valid_sources
         batches = run.feed.valid(run.step)
