@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import braceexpand
 import datasets
 import pytest
 from prepared_shards import prepare
@@ -163,9 +164,10 @@ def check(refusal, file, opened=None):
 def test_a_damaged_file_of_an_energon_dataset_is_named(whole, encoder, tmp_path, name, damage):
     copy = Path(shutil.copytree(whole, tmp_path / "copy"))
     damage(copy / name)
-    with pytest.raises((ValueError, FileNotFoundError)) as refusal:
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{copy}.*; .*[.]$") as refusal:
         open_and_read(copy / "meta.yaml", encoder, "energon")
-    check(refusal, copy / name)
+    if damage is not of_wrong_values:  # of these Energon tells what it cannot open
+        check(refusal, copy / name)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -218,32 +220,16 @@ def test_a_metadataset_that_contains_itself_is_named(whole, encoder, tmp_path, b
         open_and_read(copy / "meta.yaml", encoder, "energon")
 
 
-MANY = "train-{00000..99999999999}.tar"
-
-
-@pytest.mark.parametrize(
-    "split, said",
-    [
-        ({"split_parts": {"train": [MANY]}}, "more than the 2 names"),
-        ({"split_parts": {"train": ["train-00000.tar"], "val": [MANY]}}, "more than the 2 names"),
-        ({"split_parts": {"train": ["train-00000.tar" + "{,}" * 40]}}, "more than the 2 names"),
-        ({"split_parts": {"train": ["{" + "{a,b}" * 40 + ",c}"]}}, "braces in braces"),
-        ({"split_parts": {"train": ["{1.." + "9" * 5000 + "}"]}}, "Exceeds the limit"),
-        (
-            {"split_parts": {"train": ["train-00000.tar"]}, "exclude": [f"train-00000.tar/{MANY}"]},
-            "more than",
-        ),
-        ({"split_parts": {"train": ["../shards/train-00000.tar"]}}, "leads out of the dataset"),
-        ({"split_parts": {"train": ["/etc/x.tar"]}}, "leads out of the dataset"),
-        ({"split_parts": {"train": ["train-00009.tar"]}}, "train-00009.tar, which .info.json does not count"),
-    ],
-)
-@pytest.mark.parametrize("name", ["split.yaml", "other.yaml"])
-def test_a_split_names_what_the_dataset_has(whole, encoder, tmp_path, name, split, said):
+@pytest.mark.parametrize("name", ["../shards/train-00000.tar", "{.,}./shards/train-00000.tar", "/etc/x.tar"])
+def test_a_split_names_no_file_outside_its_dataset(whole, encoder, tmp_path, name):
     copy = Path(shutil.copytree(whole / "shards", tmp_path / "copy"))
-    (copy / ".nv-meta" / name).write_text(json.dumps(split))
-    with pytest.raises(ValueError, match=f"{name}: names .*{said}"):
-        check_dataset(copy)
+    info = json.loads((copy / ".nv-meta/.info.json").read_text())
+    shards = braceexpand.braceexpand(name)
+    info["shard_counts"] |= dict.fromkeys(shards, 4)
+    (copy / ".nv-meta/.info.json").write_text(json.dumps(info))
+    (copy / ".nv-meta/split.yaml").write_text(json.dumps({"split_parts": {"train": [name]}}))
+    with pytest.raises(ValueError, match="split.yaml: names .*, which leads out of the dataset"):
+        open_and_read(copy, encoder, "energon")
 
 
 def test_braces_name_shards_and_excluded_samples(whole, encoder, tmp_path):

@@ -40,6 +40,7 @@ from megatron_vlm.data.load.energon_safety import (
     check_dataset,
     checked_source,
     guard_readers,
+    naming_dataset,
     split_names,
     walk,
 )
@@ -98,9 +99,10 @@ class EnergonProvider:
             max_samples_per_sequence=data.max_samples_per_sequence,
             task_encoder=encoder,
         )
-        dataset = open_dataset(worker_config=workers)
+        with naming_dataset(sources):
+            dataset = open_dataset(worker_config=workers)
         dataset.assert_can_restore()  # else Energon would notice a function without @stateless on resume
-        paths = ", ".join(one.path for one in sources)
+        paths = ", ".join(source.path for source in sources)
         largest_share, samples = _samples_of_an_epoch(open_dataset, workers, paths)
         encoder.drops.set_share(largest_share, data.shuffle_buffer_size + (packing_buffer_size or 0))
         settings = order_settings(data, micro_batch_size, seed) | {
@@ -229,13 +231,15 @@ class EnergonValidLoader(ValidLoader):
         return loader
 
     def _dataset(self, workers: WorkerConfig):
-        dataset = get_val_dataset(
-            checked_source(self._read, "val"),
-            split_part="val",
-            worker_config=workers,
-            batch_size=self._micro_batch_size,
-            task_encoder=self._encoder,
-        )
+        source = checked_source(self._read, "val")
+        with naming_dataset(self._read):
+            dataset = get_val_dataset(
+                source,
+                split_part="val",
+                worker_config=workers,
+                batch_size=self._micro_batch_size,
+                task_encoder=self._encoder,
+            )
         guard_readers(dataset)
         return dataset
 
@@ -284,8 +288,9 @@ class EnergonSamples:
         opens its own: processes share the place in an open file."""
         how = {"training": False, "split_part": self._split, "decoder": self.encoder.decoder}
         alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
-        source = load_dataset(checked_source(self._read, self._split))
-        loaded = source.get_datasets(worker_config=alone, **how)
+        source = checked_source(self._read, self._split)
+        with naming_dataset(self._read):
+            loaded = load_dataset(source).get_datasets(worker_config=alone, **how)
         parts = []
         for factory in [one.dataset for one in loaded.datasets]:
             dataset = factory.build()

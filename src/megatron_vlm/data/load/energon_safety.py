@@ -1,7 +1,7 @@
-"""The description files of an Energon dataset, read as data before Energon may act on them."""
+"""Energon descriptions from strangers are data: they call no function and lead to no file elsewhere."""
 
+import contextlib
 import json
-import math
 import re
 import tarfile
 from collections.abc import Callable, Iterator
@@ -9,24 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import braceexpand
 import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.eyaml import load_yaml, ryml
+from megatron.energon.flavors import EmptyDatasetError
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 
 from megatron_vlm import stores
-from megatron_vlm.data.on_disk.descriptions import RESTORE, check_fields, damaged, read_mapping
+from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged, read_mapping
 from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
 from megatron_vlm.files import check_file, naming, read_file
-from megatron_vlm.messages import printable
 
 META = ".nv-meta"
 ALLOWED_CLASSES = ("CrudeWebdataset", "Metadataset", "MetadatasetV2")
-MOST_DATASETS = 1000  # that a metadataset may hold, by whatever way
-RANGE, NESTED = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}"), re.compile(r"\{[^}]*\{")
+MAX_DATASETS = 1000  # that a metadataset may hold, itself and those in its datasets counted
 INFO_NAMES = (".info.json", ".info.yaml")  # patterns leave dot files out
 CONFIG_KEYS = ("dataset_config", "split_config")
 CONFIG_NAME = re.compile(r"[\w.-]+\.(yaml|json)")  # the files in META that are checked
@@ -35,39 +33,45 @@ PLAIN_KEYS = {
     *("split_parts", "exclude"),
     *("shard_counts", "energon_version"),
 }
-SHARES = {"weight", "repetitions"}  # of the datasets of a blend
-FIELDS = {
-    "subflavors": dict,
-    "split_parts": dict[str, list[str]],
-    "exclude": list[str],
-    "shard_counts": dict[str, int],
-}
+NO_CODE = f"refused, Energon could run code; only {', '.join(ALLOWED_CLASSES)} of megatron.energon are data"
+ENERGON_ERRORS = (
+    *(AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError),
+    EmptyDatasetError,
+)
 
 
 def check_dataset(path: str | EPath) -> None:
-    """Raises ValueError unless everything that Energon would load for `path` is plain data.
+    """Raise ValueError unless everything that Energon would load for `path` is plain data.
 
     A description file (`dataset.yaml`, `split.yaml`, metadatasets and what they refer to) can name any
-    function to call. Here it may only name CrudeWebdataset and metadatasets of it. Local shards must exist
-    and be as long as their index says. No description may stand for more than its dataset has.
+    function to call. Here it may only name CrudeWebdataset and metadatasets of it.
     """
     waiting = [_path(path)]
-    read = 0
-    while waiting:
+    for _ in range(MAX_DATASETS):
+        if not waiting:
+            return
         dataset = waiting.pop()
-        read += 1
-        if read > MOST_DATASETS:  # Energon would walk them all, or never end
-            fact = f"names more than {MOST_DATASETS} datasets, or itself"
-            raise damaged(path, fact, "take references out")
         if _is_metadataset(dataset):
             description = _read_description(dataset)
             _check_plain(description, dataset)
-            if not isinstance(description.get("splits"), dict):
-                remedy = "give it `splits: {train: {...}}` as Energon's metadatasets have"
-                raise damaged(dataset, "has no splits", remedy)
             waiting += [dataset.parent / reference for reference in _references(description)]
         else:
             _check_folder(dataset)
+    raise damaged(path, f"names more than {MAX_DATASETS} datasets, or itself", "take references out")
+
+
+@contextlib.contextmanager
+def naming_dataset(sources: list[DataSource]) -> Iterator[None]:
+    """Name the datasets in what Energon raises while it opens them, and say what to do."""
+    try:
+        yield
+    except stores.StoreError:
+        raise
+    except ENERGON_ERRORS as error:
+        if str(error).startswith("data: "):  # ours, with a name and a remedy
+            raise
+        paths = ", ".join(source.path for source in sources)
+        raise damaged(paths, f"Energon cannot open it ({type(error).__name__}: {error})") from error
 
 
 def split_names(path: str | EPath) -> list[str]:
@@ -91,7 +95,7 @@ def _has_shards(folder: EPath, split: Any, name: str) -> bool:
 
 
 def blends_by_weight(path: str | EPath) -> bool:
-    """Whether `path` is, or holds, a metadataset that draws by weights and so has no epochs."""
+    """Return whether `path` is, or holds, a metadataset that draws by weights and so has no epochs."""
     path = _path(path)
     if not _is_metadataset(path):
         return False
@@ -106,70 +110,37 @@ def _path(path: str | EPath) -> EPath:
     return EPath(stores.for_energon(path))
 
 
+def _is_metadataset(path: EPath) -> bool:
+    """Return whether a dataset is a YAML file, and no prepared folder of such a name."""
+    return path.name.endswith(".yaml") and not _info_files(path)
+
+
+def _info_files(path: EPath) -> list[EPath]:
+    files = [path / META / name for name in INFO_NAMES]
+    return [file for file in files if (file.local_path().exists() if file.is_local() else file.is_file())]
+
+
 def _check_folder(path: EPath) -> None:
     meta = path / META
-    infos = [meta / name for name in INFO_NAMES if _is_there(meta / name)]
-    if not infos:
+    if not (infos := _info_files(path)):
         raise ValueError(
             f"data: {path} is not a prepared Energon dataset, it has no {META}/.info.json; run "
             "`megatron-vlm prepare` first."
         )
     if (meta / "sample_loader.py").is_file():
-        raise ValueError(f"data: {meta / 'sample_loader.py'} is code that Energon would run; refused.")
-    # whatever a setting may name is checked, also where no setting names it; a missing file is an error
-    needed = meta / "dataset.yaml", meta / "split.yaml"
-    descriptions = {}
-    for file in {*infos, *needed, *_entries(meta, ".yaml"), *_entries(meta, ".json")}:
-        description = descriptions[file.name] = _read_description(file)
+        raise damaged(meta / "sample_loader.py", "is code", NO_CODE)
+    # a metadataset may name any file of the folder
+    files = [*infos, meta / "dataset.yaml", meta / "split.yaml"]
+    files += [file for suffix in ("yaml", "json") for file in meta.glob(f"*.{suffix}")]
+    for file in dict.fromkeys(files):
+        description = _read_description(file)
         _check_plain(description, file)
-        check_fields(file, description, FIELDS)
         if extra := sorted(set(description) - PLAIN_KEYS):
-            raise ValueError(
-                f"data: {file} sets {extra}; refused, some settings of Energon name code to run."
-            )
-    counts = descriptions[infos[0].name].get("shard_counts", {})
-    if not descriptions["split.yaml"].get("split_parts"):
-        raise damaged(meta / "split.yaml", "has no split_parts")
-    for name, description in sorted(descriptions.items()):
-        _check_shards(path, meta / name, description, counts)
-
-
-def _check_shards(path: EPath, file: EPath, description: dict, counts: dict[str, int]) -> None:
-    """Checks the shards that a description of splits names, and that it excludes no more than there is."""
-    shards = set()
-    for patterns in (description.get("split_parts") or {}).values():
-        for shard in _expanded(file, patterns, len(counts)):
-            if Path(shard).is_absolute() or ".." in Path(shard).parts:
-                raise damaged(file, f"names {printable(shard)}, which leads out of the dataset")
-            if shard not in counts:
-                raise damaged(file, f"names {printable(shard)}, which .info.json does not count")
-            shards.add(shard)
-    for shard in sorted(shards) if path.is_local() else ():
-        _check_shard(path.local_path() / shard, counts[shard])
-    samples = sum(counts[shard] for shard in shards)
-    for _ in _expanded(file, description.get("exclude") or [], len(counts) + samples):
-        pass  # each is a shard or a sample
-
-
-def _entries(folder: EPath, suffix: str) -> Iterator[EPath]:
-    """Everything in `folder` whose name ends in `suffix`, also what is not a file."""
-    if not folder.is_local():
-        yield from folder.glob(f"*{suffix}")
-    else:
-        yield from (folder / entry.name for entry in folder.local_path().glob(f"*{suffix}"))
-
-
-def _is_metadataset(path: EPath) -> bool:
-    """Whether a dataset is a YAML file, and no prepared folder of such a name."""
-    return path.name.endswith(".yaml") and not any(_is_there(path / META / name) for name in INFO_NAMES)
-
-
-def _is_there(file: EPath) -> bool:
-    return file.local_path().exists() if file.is_local() else file.is_file()
+            raise damaged(file, f"sets {extra}", NO_CODE)
 
 
 def _read_description(file: EPath) -> dict:
-    """The file's mapping, by Energon's own YAML parser: so the check sees what Energon will see. The parser
+    """Read a file's mapping by Energon's own YAML parser: so the check sees what Energon will see. The parser
     makes plain data only."""
     return read_mapping(file, json.loads if file.name.endswith(".json") else _parse_yaml)
 
@@ -183,31 +154,20 @@ def _parse_yaml(text: str) -> Any:
 
 def _check_plain(description: dict, file: EPath) -> None:
     for mapping in _mappings(description):
-        module, cls = mapping.get("__module__"), mapping.get("__class__")
+        module = mapping.get("__module__") or "megatron.energon"
         if "__function__" in mapping:
-            raise ValueError(
-                f"data: {file} names the function {module}.{mapping['__function__']}; refused, a dataset "
-                "description must not call functions."
-            )
-        if (module or "megatron.energon") != "megatron.energon" or (cls and cls not in ALLOWED_CLASSES):
-            raise ValueError(
-                f"data: {file} names the class {module}.{cls}; refused, only {', '.join(ALLOWED_CLASSES)} of "
-                "megatron.energon are plain data."
-            )
+            raise damaged(file, f"names the function {module}.{mapping['__function__']}", NO_CODE)
+        if {"__module__", "__class__"} & mapping.keys():
+            name = mapping.get("__class__")
+            if module != "megatron.energon" or name not in ALLOWED_CLASSES:
+                raise damaged(file, f"names the class {module}.{name}", NO_CODE)
         for key in CONFIG_KEYS:
             if mapping.get(key) is not None and not CONFIG_NAME.fullmatch(str(mapping[key])):
-                raise ValueError(
-                    f"data: {file} names {key} {mapping[key]!r}; refused, give a .yaml file of {META}."
-                )
-        for share in SHARES & mapping.keys() if {"path", "join"} & mapping.keys() else ():
-            value = mapping[share]
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                fact = f"{share} of {mapping.get('path')} is {value!r}"
-                raise damaged(file, fact, "give a number above 0, or leave out what is not to be trained")
+                raise damaged(file, f"names {key} {mapping[key]!r}", f"give a .yaml file of {META}")
 
 
 def _references(description: dict) -> Iterator[str]:
-    """Every `path` in a metadataset, with its auxiliary datasets."""
+    """Yield every `path` in a metadataset, with its auxiliary datasets."""
     for mapping in _mappings(description):
         if isinstance(mapping.get("path"), str):
             yield mapping["path"]
@@ -216,7 +176,7 @@ def _references(description: dict) -> Iterator[str]:
 
 
 def _mappings(value: Any) -> Iterator[dict]:
-    """Every mapping in a description, at any depth."""
+    """Yield every mapping in a description, at any depth."""
     if isinstance(value, dict):
         yield value
     if isinstance(value, dict | list):
@@ -224,58 +184,22 @@ def _mappings(value: Any) -> Iterator[dict]:
             yield from _mappings(item)
 
 
-def _expanded(file: EPath, patterns: list[str], most: int) -> Iterator[str]:
-    """The names that patterns with braces stand for. Raises ValueError if there are more than `most`."""
-    names = 0
-    for pattern in patterns:
-        try:
-            ranges = [
-                (int(start), int(stop), int(step or 1) or 1) for start, stop, step in RANGE.findall(pattern)
-            ]
-            size = math.prod(abs(stop - start) // step + 1 for start, stop, step in ranges)
-            if NESTED.search(pattern) or size > most:  # braceexpand would make them all before the first
-                raise ValueError(f"braces in braces, or more than the {most} names that there are")
-            for name in braceexpand.braceexpand(pattern):
-                yield name
-                if (names := names + 1) > most:
-                    raise ValueError(f"more than the {most} names that there are")
-        except ValueError as error:
-            raise damaged(file, f"names {printable(pattern)}: {error}") from error
-
-
-def _check_shard(shard: Path, samples: int) -> None:
-    """Checks a shard by its index, which holds where each sample begins, and where the last one ends."""
-    index = shard.with_name(shard.name + ".idx")
-    for file in (shard, index):
-        with naming(file, RESTORE):
-            check_file(file)
-    raw = read_file(index)
-    offsets = np.frombuffer(raw[: len(raw) // 8 * 8], "<u8")
-    if len(raw) % 8 or len(offsets) < 2 or (offsets[1:] <= offsets[:-1]).any():
-        raise damaged(index, f"of {len(raw)} bytes is no index of samples")
-    if len(offsets) - 1 != samples:
-        raise damaged(index, f"has {len(offsets) - 1} samples, .info.json counts {samples}")
-    if (size := shard.stat().st_size) < offsets[-1]:
-        raise damaged(shard, f"holds {size} bytes, its index ends at {offsets[-1]}; it is truncated")
-
-
 def checked_source(sources: list[DataSource], split: str) -> str | dict:
-    """The source for Energon: the only path, or a metadataset of all paths that names each in its keys."""
-    paths = [one.path for one in sources]
-    for path in paths:
-        check_dataset(path)
-        if split not in (names := split_names(path)):
-            raise ValueError(
-                f"data: {path} has no {split!r} split, only {names}; prepare it as {split}=PATH."
-            )
-    if len(paths) == 1:
-        return str(_path(paths[0]))
-    for path in paths:
-        if blends_by_weight(path):
-            raise ValueError(
-                f"data: {path} draws by weights, so it has no epoch that a list could hold once; make it a "
-                "blend_epochized, or name its datasets in the list."
-            )
+    """Return what Energon opens: the only path, or a metadataset of all paths that names each in its keys."""
+    for source in sources:
+        with naming_dataset([source]):
+            check_dataset(source.path)
+            if split not in (names := split_names(source.path)):
+                raise ValueError(
+                    f"data: {source.path} has no {split!r} split, only {names}; prepare it as {split}=PATH."
+                )
+            if len(sources) > 1 and blends_by_weight(source.path):
+                raise ValueError(
+                    f"data: {source.path} draws by weights, so it has no epoch that a list could hold once; "
+                    "make it a blend_epochized, or name its datasets in the list."
+                )
+    if len(sources) == 1:
+        return str(_path(sources[0].path))
     blend = [
         {"path": str(_path(one.path)), "repetitions": int(one.share or 1), "subflavors": {SOURCE: name}}
         for one, name in zip(sources, path_names(sources), strict=True)
@@ -284,25 +208,51 @@ def checked_source(sources: list[DataSource], split: str) -> str | dict:
     return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **description}
 
 
+# -- shards
+
+
 def walk(dataset) -> Iterator[Any]:
-    """The datasets of Energon that a dataset is made of, itself first."""
+    """Yield the datasets of Energon that a dataset is made of, itself first."""
     yield dataset
     for inner in getattr(dataset, "datasets", ()):
         yield from walk(inner)
 
 
 def guard_readers(dataset) -> None:
-    """Makes shard readers name a shard that cannot be read, and forget the members they have read."""
+    """Check a dataset's shards, and make its readers name a shard that cannot be read.
+
+    Raises ValueError for a shard outside the dataset, FileNotFoundError for a missing one, and ValueError for
+    a local one that is shorter than its index says: hours of training may pass before Energon reads it.
+    """
     for inner in walk(dataset):
         for reader in getattr(inner, "join_readers", ()):
             if isinstance(reader, ITarReader):
+                for shard in reader.shard_infos:
+                    _check_shard(reader.base_path, shard.name, shard.count)
                 read = _naming_store(reader, reader._get_item_by_sample_pointer)
                 reader._get_item_by_sample_pointer = partial(_read_sample, reader, read)
                 reader._get_itar_sample_pointer = _naming_store(reader, reader._get_itar_sample_pointer)
 
 
+def _check_shard(folder: EPath, name: str, samples: int) -> None:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise damaged(folder / META / "split.yaml", f"names {name}, which leads out of the dataset")
+    if not folder.is_local():
+        return
+    shard = folder.local_path() / name
+    index = shard.with_name(shard.name + ".idx")  # where each sample begins, and where the last one ends
+    for file in (shard, index):
+        with naming(file, RESTORE):
+            check_file(file)
+    raw = read_file(index)
+    if len(raw) != 8 * (samples + 1):
+        raise damaged(index, f"has {len(raw)} bytes, and is no index of the {samples} samples in .info.json")
+    if (size := shard.stat().st_size) < (end := int(np.frombuffer(raw, "<u8")[-1])):
+        raise damaged(shard, f"holds {size} bytes, {index.name} ends at {end}; it is truncated")
+
+
 def _naming_store(reader: ITarReader, read: Callable) -> Callable:
-    """The function that reads a shard, and names the store if it does not answer."""
+    """Return the function that reads a shard, so that it names the store if that does not answer."""
     return read if reader.base_path.is_local() else stores.at(reader.base_path.url)(read)
 
 
