@@ -16,7 +16,7 @@ from megatron_vlm.extras.plan.command import plan
 from megatron_vlm.extras.preview.command import preview, replay
 from megatron_vlm.extras.report.command import report
 from megatron_vlm.job import stops, watchdog
-from megatron_vlm.messages import printable_lines
+from megatron_vlm.messages import join_lines, printable, printable_lines
 
 app = typer.Typer(
     cls=Commands,
@@ -80,7 +80,7 @@ def train(
     if arguments.is_first_process() and (
         note := recipe_table.family_note(recipe, file, config.model.hf_path)
     ):
-        typer.echo(printable_lines(note))
+        typer.echo(printable(note))
     arguments.prepare_cuda(config.parallel)
     if nproc:
         options = {"recipe": recipe, "config": file, **flags, "profile": profile}
@@ -191,7 +191,7 @@ def verify(
         return
     typer.echo(f"more than the tolerance of {tolerance:g}", err=True)
     if worst := worst_tensors(config, other):
-        typer.echo("\n".join(["weights that differ most:", *worst]), err=True)
+        typer.echo(join_lines(["weights that differ most:", *worst]), err=True)
     raise typer.Exit(1)
 
 
@@ -232,7 +232,7 @@ def generate(
     typer.echo(printable_lines("\n---\n".join(replies)))
     if draw is not None:
         for line in draw_answer(config, replies[0], images[0], draw):
-            typer.echo(printable_lines(line))
+            typer.echo(printable(line))
 
 
 def main() -> None:

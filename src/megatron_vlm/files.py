@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.messages import readable_size
 
 MOST_TEXT = 1 << 28  # of a file that describes something; the largest tokenizer.json have 40 MB
 MOST_BYTES = 1 << 31  # of an image or a video; a clip of an hour has half as many
@@ -75,7 +75,7 @@ def read_text(path: str | Path, most_bytes: int = MOST_TEXT) -> str:
     try:
         return read_file(path, most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{printable(path)} is no text, but a binary file; give a text in UTF-8.") from error
+        raise ValueError(f"{path} is no text, but a binary file; give a text in UTF-8.") from error
 
 
 def read_template(template: str) -> str:
@@ -87,7 +87,7 @@ def read_template(template: str) -> str:
         return template
     text = read_text(os.path.expanduser(template))
     if "{{" not in text and "{%" not in text:
-        raise ValueError(f"{printable(template)} has no {{{{ and no {{%; give a file with a Jinja template.")
+        raise ValueError(f"{template} has no {{{{ and no {{%; give a file with a Jinja template.")
     return text
 
 
@@ -105,9 +105,7 @@ def open_to_write(
         descriptor = _open_at_once(path, flags)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotAFile(
-                f"{printable(path)} is a link, and nothing is written through links; remove it."
-            ) from error
+            raise NotAFile(f"{path} is a link, and nothing is written through links; remove it.") from error
         raise
     file = open(descriptor, "ab" if append else "r+b" if keep else "wb", buffering=buffering)
     try:
@@ -201,17 +199,15 @@ def check_output(path: str | Path) -> None:
     """
     path = Path(path)
     if path.is_dir():
-        raise ConfigError(f"{printable(path)} is a folder; give the name of a file to write.")
+        raise ConfigError(f"{path} is a folder; give the name of a file to write.")
     if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{printable(path)}: its folder does not exist; make it, or give another file.")
+        raise ConfigError(f"{path}: its folder does not exist; make it, or give another file.")
     if not os.path.lexists(path):
         return
     with open_file(path) as file:
         start = file.read(PICTURE_MARK_AT + len(PICTURE_MARK))
     if not (start.startswith(PAGE_START) or start[PICTURE_MARK_AT:] == PICTURE_MARK):
-        raise ConfigError(
-            f"{printable(path)} exists, and is no page or picture of megatron-vlm; give a new name."
-        )
+        raise ConfigError(f"{path} exists, and is no page or picture of megatron-vlm; give a new name.")
 
 
 def write_output(path: str | Path, content: str | bytes) -> None:
@@ -223,7 +219,7 @@ def write_output(path: str | Path, content: str | bytes) -> None:
 def refuse_existing(output: Path) -> None:
     """Raises FileExistsError unless nothing, or an empty folder, has this name."""
     if os.path.lexists(output) and (output.is_symlink() or not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{printable(output)} exists; give a new name or remove it.")
+        raise FileExistsError(f"{output} exists; give a new name or remove it.")
 
 
 def refuse_odd(folder: Path, *, links: bool) -> None:
@@ -237,7 +233,7 @@ def refuse_odd(folder: Path, *, links: bool) -> None:
                 continue
             if entry.is_symlink() and not links:
                 raise NotAFile(
-                    f"{printable(entry.path)} is a link, and nothing is written through links; move what it "
+                    f"{entry.path} is a link, and nothing is written through links; move what it "
                     "leads to there, or remove it."
                 )
             with contextlib.suppress(OSError):  # a link that leads nowhere
@@ -264,7 +260,7 @@ def naming(path: Path, remedy: str = "give another path") -> Iterator[None]:
         if number == errno.EFBIG:
             remedy = "the limit of a file's size (`ulimit -f`) is reached; raise it and start again"
         kind = type(error) if isinstance(error, OSError) else OSError
-        raise kind(f"{printable(place)}: {os.strerror(number)}; {remedy}.") from error
+        raise kind(f"{place}: {os.strerror(number)}; {remedy}.") from error
 
 
 def free_bytes(path: Path) -> int:
@@ -278,7 +274,7 @@ def need_room(path: Path, needed: int) -> None:
     """Raises OSError unless so many bytes are free for what is to be written there."""
     if needed > (free := free_bytes(path)):
         raise OSError(
-            f"{printable(path)} takes {readable_size(needed)}, of which {readable_size(free)} are free; make "
+            f"{path} takes {readable_size(needed)}, of which {readable_size(free)} are free; make "
             "room and start again, or give another path."
         )
 
@@ -305,7 +301,7 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
                 row = None
             if not (isinstance(row, dict) and type(row.get("step")) is int):  # True is no step
                 raise ConfigError(
-                    f"{printable(path)}: line {number} is not what a run wrote; take the line out, or move "
+                    f"{path}: line {number} is not what a run wrote; take the line out, or move "
                     "the file away to go on without it."
                 )
             yield row
@@ -353,7 +349,7 @@ def calling(place: str, file: Path) -> Iterator[None]:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f" in line {frame.lineno}" for frame in frames if Path(frame.filename) == file.absolute()]
-        said = printable(f"{type(error).__name__}: {error}")
+        said = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{place}: {said}{lines[-1] if lines else ''}; correct the file.") from error
 
 
@@ -370,4 +366,4 @@ def temporary_name(path: Path) -> Path:
 def _check_kind(path: str | Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise NotAFile(f"{printable(path)} is {kind}, not a file; give a file in its place.")
+        raise NotAFile(f"{path} is {kind}, not a file; give a file in its place.")

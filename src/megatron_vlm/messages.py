@@ -12,25 +12,37 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
-LONGEST = 200  # the most characters of a key or a path that are shown
+LONGEST = 2_000  # characters of a line that are shown
 
 
-def printable(text: object, longest: int = LONGEST) -> str:
-    """`text` on one line that no terminal obeys: for keys, paths, and whatever a user or an archive wrote.
+class PrintableText(str):
+    """Text that can be printed as it is; its line breaks are by intent."""
 
+
+def printable(text: object, longest: int = LONGEST) -> PrintableText:
+    """Return a message on one line that no terminal obeys. Call it where text is printed, and only there.
+
+    Names of files and keys, and values that a user or an archive wrote, stand in messages as they are.
     Escapes, newlines, bidirectional marks and everything else that Unicode does not call printable appear as
     Python writes them (`\\x1b`, `\\n`, `\\u202e`), also lone surrogates, so that any encoding can write them.
-    More than `longest` characters are cut in the middle, as both ends of a path are useful. Keys in an
-    address are left out, see `mask_addresses`.
+    More than `longest` characters are cut in the middle, as both ends of a message are useful. Keys in an
+    address are left out, see `mask_addresses`. A `PrintableText` is returned as it is.
     """
-    shown = "".join(_escape(character) for character in _cut(mask_addresses(text), longest))
-    return _cut(shown, 3 * longest)  # an escape takes up to ten characters
+    if isinstance(text, PrintableText):
+        return text
+    shown = "".join(map(_escape, shorten(mask_addresses(text), longest)))
+    return PrintableText(shorten(shown, 3 * longest))  # an escape takes up to ten characters
 
 
-def printable_lines(text: object) -> str:
-    """A whole text that no terminal obeys: as by `printable`, but nothing is cut, and newlines, tabs, all
-    spaces and what joins characters of scripts and emojis are kept."""
-    return "".join(c if _is_of_text(c) else _escape(c) for c in mask_addresses(text))
+def join_lines(texts: Iterable[object]) -> PrintableText:
+    """Return a message of several lines, of which no text can make more than its own."""
+    return PrintableText("\n".join(map(printable, texts)))
+
+
+def printable_lines(text: object) -> PrintableText:
+    """Return a whole text that no terminal obeys: as by `printable`, but nothing is cut, and newlines, tabs,
+    all spaces and what joins characters of scripts and emojis are kept."""
+    return PrintableText("".join(c if _is_of_text(c) else _escape(c) for c in mask_addresses(text)))
 
 
 def mask_addresses(text: object) -> str:
@@ -88,7 +100,7 @@ def check_number(name: str, value: Any, holds: Callable[[Any], bool], wanted: st
     except TypeError:  # a text, None
         right = False
     if not right:
-        raise ValueError(f"{name} is {printable(repr(value))}; give {wanted}.")
+        raise ValueError(f"{name} is {value!r}; give {wanted}.")
 
 
 def odd_fields(
@@ -101,13 +113,13 @@ def odd_fields(
         value = content.get(name)
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not number > 0:
-                yield f"{name} is {printable(repr(value), 60)}, expected more than 0"
+                yield f"{name} is {shorten(repr(value))}, expected more than 0"
                 break
     for name, hint in types.items():
         if name in content and not _is_of(content[name], hint):
             wanted = hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint
             wanted = str(wanted).replace("typing.", "")
-            yield f"{name} is {printable(repr(content[name]), 60)}, expected {wanted}"
+            yield f"{name} is {shorten(repr(content[name]))}, expected {wanted}"
 
 
 def _is_of(value: Any, hint: Any) -> bool:
@@ -134,7 +146,8 @@ def _is_of_text(character: str) -> bool:
     return character in "\n\t\u200c\u200d" or unicodedata.category(character) == "Zs"
 
 
-def _cut(text: str, longest: int) -> str:
+def shorten(text: str, longest: int = 60) -> str:
+    """Return the text with its middle cut out if it has more than `longest` characters."""
     if len(text) <= longest:
         return text
     half = (longest - 1) // 2

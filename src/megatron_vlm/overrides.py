@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.files import read_template
-from megatron_vlm.messages import has_keys, printable, suggestion
+from megatron_vlm.messages import has_keys, join_lines, suggestion
 from megatron_vlm.stores import KEYS
 
 EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
@@ -67,7 +67,7 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
         if len(problems) == MOST_PROBLEMS:  # each looks for a name like it
             break
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(join_lines(problems))
     return changed
 
 
@@ -119,7 +119,7 @@ def split_override(text: str) -> tuple[str, str]:
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as a flat mapping with dotted keys."""
     if len(prefix) > LONGEST_KEY:
-        raise ConfigError(f"{printable(prefix)}: a key of {len(prefix)} characters; no setting has one.")
+        raise ConfigError(f"{prefix}: a key of {len(prefix)} characters; no setting has one.")
     flat = {}
     for key, value in settings.items():
         inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

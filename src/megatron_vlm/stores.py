@@ -53,9 +53,9 @@ def inside(url: str, name: str) -> str:
     no UTF-8, or cannot be a file's."""
     path = posixpath.normpath(name.removeprefix(f"{url}/"))
     if len(path.encode()) > LONGEST_KEY or "\0" in path:
-        raise ValueError(f"{printable(name)} is no name of a file")
+        raise ValueError(f"{name} is no name of a file")
     if path == ".." or path.startswith(("/", "../")):
-        raise ValueError(f"{printable(name)} leads out of {printable(url)}")
+        raise ValueError(f"{name} leads out of {url}")
     return f"{url}/{path}"
 
 
@@ -67,9 +67,8 @@ def for_energon(path: str) -> str:
 @contextmanager
 def at(url: str) -> Iterator[tuple[Any, str]]:
     """multi-storage-client's client, and its name for a path. What it raises inside becomes a StoreError."""
-    shown = printable(url)
     if (parts := _ADDRESS.fullmatch(url)) is None or ".." in url.split("/"):
-        raise StoreError(f"{shown} is no address; give s3://BUCKET/PATH or msc://PROFILE/PATH.")
+        raise StoreError(f"{url} is no address; give s3://BUCKET/PATH or msc://PROFILE/PATH.")
     home, path = parts.groups()
     logging.getLogger("multistorageclient").setLevel(logging.CRITICAL)  # what it logs is in its errors
     try:
@@ -78,10 +77,10 @@ def at(url: str) -> Iterator[tuple[Any, str]]:
         client, _ = resolve_storage_client(home)
     except ImportError as error:
         remedy = "run `pip install 'megatron-vlm[stores]'`"
-        raise StoreError(f"{shown} needs the package {error.name}; {remedy}.") from error
+        raise StoreError(f"{url} needs the package {error.name}; {remedy}.") from error
     except Exception as error:  # noqa: BLE001  libraries raise what they like, and their words may hold keys
         fact = f"AWS_ENDPOINT_URL or MSC_CONFIG cannot be used ({type(error).__name__})"
-        raise StoreError(f"{shown}: {fact}; correct the address or the profile.") from None
+        raise StoreError(f"{url}: {fact}; correct the address or the profile.") from None
     try:
         yield client, path
     except (StoreError, ValueError, tarfile.TarError):
@@ -89,25 +88,25 @@ def at(url: str) -> Iterator[tuple[Any, str]]:
     except Exception as error:  # noqa: BLE001  libraries raise what they like, and their words may hold keys
         if isinstance(error, OSError) and (error.filename or error.errno in OF_THE_DISK):
             raise  # of a file here
-        raise _without_keys(shown, error) from None
+        raise _without_keys(url, error) from None
 
 
-def _without_keys(shown: str, error: Exception) -> StoreError:
+def _without_keys(url: str, error: Exception) -> StoreError:
     cause = error.__cause__ or error
     response = getattr(cause, "response", None)
     kind = response["Error"].get("Code") if isinstance(response, dict) else type(cause).__name__
     if isinstance(error, FileNotFoundError) or kind == "NoSuchBucket":
-        return NotThere(f"{shown} is not in the store; correct the bucket or the path.")
+        return NotThere(f"{url} is not in the store; correct the bucket or the path.")
     if isinstance(error, PermissionError) or kind in ("AccessDenied", "NoCredentialsError"):
-        return StoreError(f"{shown}: the store refuses the keys ({kind}); see {KEYS}.")
-    return StoreError(f"{shown}: the store does not answer ({kind}); see AWS_ENDPOINT_URL or MSC_CONFIG.")
+        return StoreError(f"{url}: the store refuses the keys ({kind}); see {KEYS}.")
+    return StoreError(f"{url}: the store does not answer ({kind}); see AWS_ENDPOINT_URL or MSC_CONFIG.")
 
 
 def read(url: str, most_bytes: int) -> bytes:
     """The bytes of a file. Raises StoreError, and ValueError for more than `most_bytes`."""
     with at(url) as (client, path):
         if (size := client.info(path).content_length) > most_bytes:
-            raise ValueError(f"{printable(url)} has {size} bytes, more than {most_bytes}")
+            raise ValueError(f"{url} has {size} bytes, more than {most_bytes}")
         return client.read(path)
 
 
@@ -130,10 +129,10 @@ def fetched(url: str, patterns: Sequence[str]) -> Path:
 
     def fetch(target: Path) -> None:
         with at(url) as (client, path):
-            for name in tqdm(versions, f"fetching {printable(url)}", unit="file"):
+            for name in tqdm(versions, printable(f"fetching {url}"), unit="file"):
                 client.download_file(f"{path}/{name}", str(target / name))
         if _versions(url, patterns) != versions:
-            raise StoreError(f"{printable(url)} changed while it was fetched; start again.")
+            raise StoreError(f"{url} changed while it was fetched; start again.")
 
     key = hashlib.sha256(repr((url, versions)).encode()).hexdigest()[:24]
     return made_once(Path(HF_HUB_CACHE, "stores", key), fetch)

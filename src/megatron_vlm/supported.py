@@ -16,7 +16,7 @@ from typing import Any
 from megatron_vlm import stores
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
-from megatron_vlm.messages import odd_fields, printable
+from megatron_vlm.messages import odd_fields
 from megatron_vlm.signatures import explain_file
 from megatron_vlm.stores import fetched
 
@@ -179,7 +179,7 @@ def _fetched(path: str | Path, fetch: Callable[..., str]) -> str:
     try:
         return fetch(str(path))
     except (OSError, ValueError) as error:
-        reason = printable(" ".join(str(error).split()), 300)
+        reason = " ".join(str(error).split())
         raise FileNotFoundError(
             f"checkpoint {path}: no such folder, and not to be had from the hub ({reason}); where "
             f"the hub can be reached, `hf download {path} --local-dir FOLDER` fetches it."
@@ -201,14 +201,14 @@ def _problem(config: dict[str, Any]) -> str | None:
         own_code = _OWN_CODE if config.get("auto_map") else ""
         remedies = [remedy for name, remedy in known.other_classes.items() if name in architectures]
         return (
-            f"architectures {printable(architectures)} of model type {model_type!r} are not "
+            f"architectures {architectures} of model type {model_type!r} are not "
             f"supported{own_code}{remedies[0] if remedies else f'; supported is {known.architecture}'}."
         )
     text = config.get("text_config") or {}
     text_type = text.get("model_type", known.default_text)
     if known.text_types and text_type not in known.text_types:
         return (
-            f"text model type {printable(repr(text_type))} of a {model_type} checkpoint is not supported"
+            f"text model type {text_type!r} of a {model_type} checkpoint is not supported"
             f"{known.other_texts.get(text_type, '')}; supported: {', '.join(known.text_types)}."
         )
     return _quantised(config) or _quantised(text)
@@ -237,7 +237,7 @@ def unsupported(model_type: Any, config: dict[str, Any] | None = None) -> str:
     if config is not None and not any(key.endswith(("vision_config", "thinker_config")) for key in config):
         text_only = " (without a vision tower)"
     return (
-        f"model type {printable(repr(model_type))}{text_only} is not supported{own_code}; supported are "
+        f"model type {model_type!r}{text_only} is not supported{own_code}; supported are "
         f"{', '.join(sorted(SUPPORTED))}, with their vision towers."
     )
 
@@ -251,7 +251,7 @@ def _quantised(config: dict[str, Any]) -> str | None:
     method = how.get("quant_method") or how.get("quant_algo")
     if method is None and (how.get("load_in_4bit") or how.get("load_in_8bit")):
         method = "bitsandbytes"
-    named = f"quant_method {printable(repr(method))}" if method else "without a quant_method"
+    named = f"quant_method {method!r}" if method else "without a quant_method"
     return (
         f"its weights are quantised ({key}: {named}), which cannot be trained; take the checkpoint in bf16 "
         f"that it was made from, or one in FP8 with quant_method {_FP8!r}."

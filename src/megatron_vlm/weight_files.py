@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import check_file, open_file, read_file
-from megatron_vlm.messages import printable
 from megatron_vlm.signatures import explain_file
 from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config
 
@@ -47,7 +46,7 @@ def weight_files(folder: Path) -> list[str]:
         return [WEIGHT_FILE]
     if not index.is_file():
         raise ConfigError(
-            f"{printable(folder)} has neither {WEIGHT_FILE} nor {INDEX_FILE}; complete the download, and "
+            f"{folder} has neither {WEIGHT_FILE} nor {INDEX_FILE}; complete the download, and "
             "save pickled weights as safetensors."
         )
     try:
@@ -57,7 +56,7 @@ def weight_files(folder: Path) -> list[str]:
         is_usable = False
     if not is_usable:
         raise ConfigError(
-            f"{printable(index)} is no JSON with a weight_map to files beside it; put all weights into that "
+            f"{index} is no JSON with a weight_map to files beside it; put all weights into that "
             "folder, or download it again."
         )
     return names
@@ -89,15 +88,15 @@ def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDi
             tensor = OnDisk(file, key, entry["dtype"], entry["shape"])
             if (twin := tensors.setdefault(name(key), tensor)) is not tensor:
                 raise ConfigError(
-                    f"{printable(folder)}: {printable(key)} of {file} and {printable(twin.key)} of "
+                    f"{folder}: {key} of {file} and {twin.key} of "
                     f"{twin.file} are the same tensor of the model; remove one of them."
                 )
     scaled = {key: of for key in tensors if (of := _scaled(key, tensors))}
     scales: dict[str, OnDisk] = {}
     for key, of in scaled.items():
         if not key.endswith(tuple(UNREAD)) and scales.setdefault(of, tensors[key]) is not tensors[key]:
-            both = f"{printable(key)} and {printable(scales[of].key)}"
-            raise ConfigError(f"{printable(folder)}: {both} are scales of one tensor; remove one of them.")
+            both = f"{key} and {scales[of].key}"
+            raise ConfigError(f"{folder}: {both} are scales of one tensor; remove one of them.")
     size = _block_size(folder) if scales else None
     return {key: _read(folder, tensors[key], scales.get(key), size) for key in tensors if key not in scaled}
 
@@ -112,7 +111,7 @@ def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: Any) -> OnDi
     """The tensor with its scale; raises ConfigError unless both have a form that is read."""
     if tensor.dtype in FLOATS:
         return tensor
-    stored = f"{printable(tensor.key)!r} is stored as {tensor.dtype}"
+    stored = f"{tensor.key!r} is stored as {tensor.dtype}"
     if tensor.dtype == FP8 and scale is None:
         stored += " without a scale"
     elif scale is not None:
@@ -127,11 +126,11 @@ def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: Any) -> OnDi
             if len(blocks) == axes and None not in blocks:
                 return tensor._replace(scale=scale, blocks=blocks)
         stored += (
-            f" {tensor.shape}, its scale {printable(scale.key)!r} as {scale.dtype} {scale.shape}, for blocks "
+            f" {tensor.shape}, its scale {scale.key!r} as {scale.dtype} {scale.shape}, for blocks "
             f"of {size or 'equal sizes'} (weight_block_size in {CONFIG_FILE})"
         )
     raise ConfigError(
-        f"{printable(folder)}: {stored}; only floating-point numbers, and FP8 with scales, are trained: "
+        f"{folder}: {stored}; only floating-point numbers, and FP8 with scales, are trained: "
         "take the checkpoint in bf16 that it was made from."
     )
 
@@ -175,7 +174,7 @@ def header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
             explain_file(file) if file.is_file() else f"missing ({error.strerror}); complete the download"
         )
         raise ConfigError(
-            f"{printable(file)} is {reason or f'no whole safetensors file ({error}); download it again'}."
+            f"{file} is {reason or f'no whole safetensors file ({error}); download it again'}."
         ) from error
     with open_file(file) as opened:
         length = int.from_bytes(opened.read(8), "little")

@@ -35,9 +35,9 @@ def test_no_character_of_unicode_gets_through_that_is_not_printable():
 
 
 def test_a_long_text_keeps_both_ends():
-    shown = printable("first" + "\x1b" * 10_000 + "last")
-    assert shown.startswith("first") and shown.endswith("last") and "…" in shown and len(shown) <= 600
-    assert printable("x" * 200) == "x" * 200
+    shown = printable("first" + "\x1b" * 100_000 + "last")
+    assert shown.startswith("first") and shown.endswith("last") and "…" in shown and len(shown) <= 6_000
+    assert printable("x" * 2_000) == "x" * 2_000
 
 
 def test_a_message_keeps_its_own_lines():
@@ -74,3 +74,21 @@ def test_a_hostile_name_is_escaped_where_an_error_and_a_line_of_a_run_are_printe
     for text in (ended.stdout.decode(), ended.stderr.decode(), file.read_text()):
         assert r"\x1b]0;pwn\x07\u202e s3://…@bucket/x" in text, text
         assert "SECRET" not in text and text.replace("\n", "").isprintable()
+
+
+def test_no_name_makes_a_line_of_its_own_or_fills_the_screen(capfd):
+    code = (
+        "import sys; from megatron_vlm.config import ConfigError\n"
+        "from megatron_vlm.job.errors import exit_with_reason\n"
+        "from megatron_vlm.messages import join_lines\n"
+        "name = 'a\\nmegatron-vlm: all is well'\n"
+        "with exit_with_reason('test'):\n"
+        "    text = f'{name} is no number, but ' + 10_000_000 * 'x' + '; give one'\n"
+        "    raise ConfigError(join_lines([name, 'second']) if sys.argv[1:] else text)\n"
+    )
+    for arguments in ([], ["several lines"]):
+        assert subprocess.run([sys.executable, "-c", code, *arguments]).returncode == 2
+    single, first, second = capfd.readouterr().err.splitlines()
+    assert single.startswith(r"test: a\nmegatron-vlm: all is well is no number, but xx")
+    assert single.endswith("xx; give one") and len(single) < 2_100
+    assert (first, second) == (r"test: a\nmegatron-vlm: all is well", "second")

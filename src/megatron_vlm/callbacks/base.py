@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import calling, object_of
-from megatron_vlm.messages import printable, printable_lines
+from megatron_vlm.messages import printable
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -70,7 +70,7 @@ class Run:
     def message(self, text: str) -> None:
         """Print a line, above the progress bar, on the first rank."""
         if self.is_first_rank:
-            tqdm.write(printable_lines(text), file=sys.stdout)
+            tqdm.write(printable(text), file=sys.stdout)
             sys.stdout.flush()
 
 
@@ -209,7 +209,7 @@ class Callbacks(Callback):
                 if callback.ends_run:
                     raise
                 self._callbacks.remove(callback)
-                reason = printable(f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
                 run.message(f"{type(callback).__name__} failed and is called no more: {reason}")
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
@@ -237,11 +237,11 @@ def _close(callback: Callback) -> None:
 def callback_class(name: str) -> Any:
     """Return the class `file.py:Class`, whose file is run. Raises ConfigError that says what is wrong."""
     path, _, class_name = name.rpartition(":")
-    place = f"train.callbacks: {printable(name)}"
+    place = f"train.callbacks: {name}"
     if not (path.endswith(".py") and class_name.isidentifier()):
         raise ConfigError(f"{place} is no callback; give FILE.py:CLASS.")
     if not Path(path).is_file():
-        raise ConfigError(f"{place}: {printable(path)} does not exist; give the path of a Python file.")
+        raise ConfigError(f"{place}: {path} does not exist; give the path of a Python file.")
     found = object_of(place, Path(path), class_name)
     if not (isinstance(found, type) and issubclass(found, Callback)):
         raise ConfigError(f"{place}: the file has no subclass {class_name} of Callback; see docs/reports.md.")

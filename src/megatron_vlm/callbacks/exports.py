@@ -22,7 +22,6 @@ from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import RunConfig
 from megatron_vlm.files import last_lines, naming, need_room, open_to_write, temporary_name
 from megatron_vlm.job import stops, watchdog
-from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights.exporting import export_hf
@@ -142,7 +141,7 @@ class Exports(Callback):
         self._run.message(f"step {step}: {' · '.join(words)}")
 
     def _tell(self, words: str, problem: str) -> None:
-        self._run.message(f"train.on_export: {printable(words)}: {printable(problem)}")
+        self._run.message(f"train.on_export: {words}: {problem}")
 
 
 def scores_in(line: str) -> dict[str, float]:
@@ -157,11 +156,9 @@ def scores_in(line: str) -> dict[str, float]:
         scores = json.loads(line)
         for name, value in scores.items():
             if type(value) not in (int, float) or not math.isfinite(value):
-                raise ValueError(
-                    f"{printable(name)} is {printable(json.dumps(value))}; print a finite number"
-                )
+                raise ValueError(f"{name} is {json.dumps(value)}; print a finite number")
             if not name.isprintable():
-                raise ValueError(f"{printable(name)} is no name; print one without line breaks and escapes")
+                raise ValueError(f"{name} is no name; print one without line breaks and escapes")
         return {name: float(value) for name, value in scores.items()}
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"its last line is no JSON object of numbers: {error}") from error

@@ -17,6 +17,7 @@ from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import PROFILE_WARM_UP
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
+from megatron_vlm.messages import join_lines
 from megatron_vlm.models.language_model import LanguageModel
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.moe import MoE
@@ -81,7 +82,8 @@ class Profiler(Callback):
         watchdog.beat("adding up the profile")
         table_of_parts = table(seconds_by_part(profiler.events()), self._steps)
         write_whole(f"{self._path}.txt", table_of_parts + "\n")
-        self.text = f"{table_of_parts}\ntrace: {self._path}.json.gz, for https://ui.perfetto.dev"
+        trace = f"trace: {self._path}.json.gz, for https://ui.perfetto.dev"
+        self.text = join_lines([table_of_parts, trace])
         self._run.message(self.text)
 
 
@@ -177,4 +179,4 @@ def table(seconds: dict[str, float], steps: int) -> str:
     lines = [f"{'part':<16}{'ms a step':>12}{'share':>8}"]
     for name, seconds_of_part in [*parts, ("all", total)]:
         lines.append(f"{name:<16}{1000 * seconds_of_part / steps:>12.1f}{seconds_of_part / total:>8.1%}")
-    return "\n".join(lines)
+    return join_lines(lines)

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.files import keep_rows_before, open_to_write, read_rows
 from megatron_vlm.job.errors import is_anothers_end, is_worker_death
-from megatron_vlm.messages import listed, printable, reading
+from megatron_vlm.messages import listed, reading
 
 FOLDER = "batches"
 
@@ -109,7 +109,7 @@ def keys_of(micro_batches: list[dict[str, Any]]) -> list[str]:
 
 def named(keys: Iterable[str]) -> str:
     """The keys of samples as messages have them."""
-    return f"samples {listed([*map(printable, keys)])}"
+    return f"samples {listed([*keys])}"
 
 
 def how_to_look(run_dir: str | Path, step: int) -> str:

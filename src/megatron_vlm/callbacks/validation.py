@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.callbacks import Callback
 from megatron_vlm.config import ConfigError, TrainConfig
-from megatron_vlm.messages import listed, printable
+from megatron_vlm.messages import listed
 
 if TYPE_CHECKING:
     from megatron_vlm.callbacks import Run
@@ -64,7 +64,7 @@ class Best(Callback):
             return None
         if name not in alike:
             raise ConfigError(
-                f"train.best_by: {printable(name)} is no figure that there is; there are {listed(alike, 8)}."
+                f"train.best_by: {name} is no figure that there is; there are {listed(alike, 8)}."
             )
         if more_is_better is None:
             more_is_better = name in higher

@@ -17,6 +17,7 @@ from megatron_vlm.config_rules.layout import misfit, sizes_in
 from megatron_vlm.config_rules.peft_config import with_peft_settings
 from megatron_vlm.data.on_disk.paths import ROWS, paths_of
 from megatron_vlm.files import read_file
+from megatron_vlm.messages import join_lines
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.signatures import unreadable_files
 from megatron_vlm.supported import ADAPTER_FILE, read_config
@@ -190,6 +191,6 @@ def validate_model(config: RunConfig) -> None:
 
 
 def _refuse(problems: list[str]) -> None:
-    """Raise ConfigError with a line for each problem; a name with a line break stays on its line."""
+    """Raise ConfigError with a line for each problem."""
     if problems:
-        raise ConfigError("\n".join(problem.replace("\n", r"\n") for problem in problems))
+        raise ConfigError(join_lines(problems))

@@ -18,6 +18,7 @@ from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.files import check_output, read_file, refuse_existing
 from megatron_vlm.job.watchdog import LAUNCHER
+from megatron_vlm.messages import join_lines
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
 from megatron_vlm.supported import read_config
@@ -161,7 +162,7 @@ def config_of_run(run_dir: Path, settings: list[str] | None, nproc: int | None) 
     """The run's own configuration. One process ignores its layout, since checkpoints load in any."""
     refuse_links(run_dir)
     if problems := list(run_problems(run_dir)):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(join_lines(problems))
     assumed = {} if processes(nproc) else ONE_PROCESS
     flags = {"run_dir": str(run_dir)}
     config = recipe_table.compose(None, run_dir / "config.yaml", settings or (), flags, assumed)

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job.errors import exit_with_reason
-from megatron_vlm.messages import PrintableRecord, printable
+from megatron_vlm.messages import PrintableRecord
 from megatron_vlm.overrides import refuse_keys
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
@@ -68,7 +68,7 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     with exit_with_reason(name):
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             if not (text := os.environ.get(variable, "0")).isdecimal():
-                raise ConfigError(f"{variable}: {printable(text)!r} is no number; unset it.")
+                raise ConfigError(f"{variable}: {text!r} is no number; unset it.")
         for word in sys.argv[1:] if arguments is None else arguments:
             if address := re.fullmatch(r"(?:([\w.-]+)=)?(\[?\w+:/\S*)", word):
                 refuse_keys(address[1] or "the command line", address[2])
@@ -148,4 +148,4 @@ def _meeting(restarts: int) -> str | None:
             "PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT=HOST:PORT on each."
         )
     number = f" as number {number} (PET_NODE_RANK; each has its own)" if is_static else ""
-    return f"{count} machines at {printable(endpoint)}{number}"
+    return f"{count} machines at {endpoint}{number}"

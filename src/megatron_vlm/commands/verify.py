@@ -13,7 +13,6 @@ from megatron_vlm.commands.runs import open_run
 from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.generation_prompt import encode_prompt, processor_outputs
 from megatron_vlm.generation.rows import batch_of
-from megatron_vlm.messages import printable
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.models.schedule import in_evaluation
@@ -77,12 +76,10 @@ def worst_tensors(checked: RunConfig, source: RunConfig, count: int = 3) -> list
         other = theirs.slices(key)[...]
         if ours.shape != other.shape:
             shapes = f"{tuple(ours.shape)} and {tuple(other.shape)}"
-            gaps.append((float("inf"), f"{printable(key)}: {shapes}"))
+            gaps.append((float("inf"), f"{key}: {shapes}"))
         elif gap := _largest_gap(ours, other):
-            gaps.append((gap, f"{printable(key)}: {gap:.3g}"))
-    only = [
-        f"{printable(key)}: only in one of them" for key in sorted(theirs.files.keys() ^ mine.files.keys())
-    ]
+            gaps.append((gap, f"{key}: {gap:.3g}"))
+    only = [f"{key}: only in one of them" for key in sorted(theirs.files.keys() ^ mine.files.keys())]
     return (only + [line for _, line in sorted(gaps, reverse=True)])[:count]
 
 

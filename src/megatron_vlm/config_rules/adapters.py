@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from megatron_vlm.config import AdapterConfig, RunConfig, all_settings
 from megatron_vlm.config_rules.patterns import problem
-from megatron_vlm.messages import printable
 
 # peft takes modules_to_save for patterns when it leaves out their adapters
 PATTERNS = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
@@ -49,7 +48,4 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
     patterns += [(name, getattr(adapter, name)) for name in ("target_modules", "exclude_modules")]
     for name, pattern in patterns:
         if isinstance(pattern, str) and (why := problem(pattern)):  # else names in a list, or none
-            yield (
-                f"adapter.{name}: {printable(pattern)} is no regular expression ({why}); names go into a "
-                "list."
-            )
+            yield f"adapter.{name}: {pattern} is no regular expression ({why}); names go into a list."

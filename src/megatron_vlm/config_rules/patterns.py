@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable
 
 SECONDS = 2.0  # of a processor, for one pattern and all names of a model; a usual one takes milliseconds
 
@@ -38,7 +37,7 @@ def matching(pattern: str, texts: Iterable[str], how: str = "fullmatch") -> dict
                 matches[text] = match
         except TimeoutError as error:
             raise ConfigError(
-                f"the pattern {printable(pattern)} was not done with {printable(text)} after {SECONDS:g} s; "
+                f"the pattern {pattern} was not done with {text} after {SECONDS:g} s; "
                 "write it without repeats inside of repeats, or give a list of names."
             ) from error
     return matches

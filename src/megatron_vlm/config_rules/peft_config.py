@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules.adapters import adapter_problems
 from megatron_vlm.files import read_file
-from megatron_vlm.messages import odd_fields, printable
+from megatron_vlm.messages import join_lines, odd_fields
 from megatron_vlm.overrides import apply_overrides
 
 CONFIG = "adapter_config.json"
@@ -42,27 +42,21 @@ def with_peft_settings(adapter: AdapterConfig) -> AdapterConfig:
     if adapter.start is None:
         return adapter
     file = Path(adapter.start) / CONFIG
-    place = f"adapter.start: {printable(file)}"
+    place = f"adapter.start: {file}"
     try:
         given = json.loads(read_file(file, MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{place} cannot be read ({printable(error)}); give a folder that peft wrote."
-        ) from error
+        raise ConfigError(f"{place} cannot be read ({error}); give a folder that peft wrote.") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{place} holds no JSON object; give a folder that peft wrote.")
     if (kind := given.get("peft_type")) != "LORA":
-        raise ConfigError(
-            f"{place} describes peft_type {printable(repr(kind))}; only LoRA adapters (LORA) are trained."
-        )
+        raise ConfigError(f"{place} describes peft_type {kind!r}; only LoRA adapters (LORA) are trained.")
     if (start := given.get("init_lora_weights")) not in PLAIN_STARTS:
-        raise ConfigError(
-            f"{place}: init_lora_weights {printable(start)} changed the base weights; merge it first."
-        )
+        raise ConfigError(f"{place}: init_lora_weights {start} changed the base weights; merge it first.")
     known = {*READ, *WITHOUT_EFFECT, "peft_type", "init_lora_weights"}
     for key, value in given.items():
         if key not in known and value not in OFF:
-            shown = f"{printable(key)} {printable(value)}"
+            shown = f"{key} {value}"
             raise ConfigError(f"{place}: {shown} is not supported; train without it.")
     for problem in odd_fields(given, READ):
         raise ConfigError(f"{place}: {problem}; correct it, or give a folder that peft wrote.")
@@ -76,7 +70,7 @@ def with_peft_settings(adapter: AdapterConfig) -> AdapterConfig:
         run = apply_overrides(RunConfig(), settings)
     except ConfigError as error:
         lines = [f"{place}: {problem}" for problem in str(error).splitlines()]
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError(join_lines(lines)) from error
     if run.adapter.r < 1:
         raise ConfigError(f"{place}: r {run.adapter.r} is no rank; give the folder of another adapter.")
     run.adapter = replace(run.adapter, **regexes)

@@ -16,7 +16,7 @@ from megatron_vlm.config_rules.adapters import adapter_problems
 from megatron_vlm.config_rules.layout import layout_problems
 from megatron_vlm.config_rules.patterns import problem as pattern_problem
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
-from megatron_vlm.messages import suggestion
+from megatron_vlm.messages import join_lines, suggestion
 from megatron_vlm.objectives import OBJECTIVES, objective_of
 from megatron_vlm.overrides import checked
 
@@ -33,7 +33,7 @@ def validate(config: RunConfig, world_size: int | None = None) -> None:
     if not problems:  # the next check divides by values that were just checked
         problems += _batch_problems(config, world_size)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(join_lines(problems))
 
 
 def _relation_problems(config: RunConfig) -> Iterator[str]:

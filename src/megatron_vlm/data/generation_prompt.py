@@ -14,7 +14,7 @@ from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import image_options
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import read_text
-from megatron_vlm.messages import listed, printable, reading
+from megatron_vlm.messages import listed, reading
 from megatron_vlm.supported import GENERATION_FILE
 
 MOST_LISTED = 5  # tokens that a message names
@@ -81,7 +81,7 @@ def vocabulary_notes(processor: ProcessorMixin, size: int) -> list[str]:
     tokens = sorted(pair for pair in named if pair[0] not in media)
     if not tokens:
         return []
-    names = listed([f"{printable(name)} ({token})" for token, name in tokens], MOST_LISTED)
+    names = listed([f"{name} ({token})" for token, name in tokens], MOST_LISTED)
     count = f"{len(tokens)} {'tokens' if len(tokens) > 1 else 'token'}"
     return [
         f"model.hf_path: its tokenizer has {count}, {names}, and the model has {size} "

@@ -22,7 +22,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.stops import Stopped
 from megatron_vlm.job.watchdog import AGAIN
-from megatron_vlm.messages import printable, printable_lines
+from megatron_vlm.messages import PrintableText, join_lines, printable, printable_lines
 
 BUG_CODE, USERS_CODE = 1, 2
 REASON_SECONDS = 10.0  # in which a rank that fails has said why
@@ -81,9 +81,14 @@ def exit_with_reason(name: str) -> Iterator[None]:
             if watched := watchdog.watch():
                 watched.wait_for_another_end(REASON_SECONDS)
             lost = f"it lost another rank: {without_traceback(str(error)).splitlines()[0]}"
-            _end("lost", BUG_CODE, f"{name}: {_place(error)}{lost}\n{AGAIN.capitalize()}.", error)
+            _end(
+                "lost",
+                BUG_CODE,
+                join_lines([f"{name}: {_place(error)}{lost}", f"{AGAIN.capitalize()}."]),
+                error,
+            )
         code, text = explain(error, file)
-        _end("error", code, f"{name}: {_place(error)}{text}", error)
+        _end("error", code, PrintableText(printable(f"{name}: {_place(error)}") + text), error)
 
 
 @contextlib.contextmanager
@@ -135,44 +140,43 @@ def killed_message(who: str, number: int) -> str:
     """Return the last lines about a process that a signal has ended."""
     cause = _CAUSES.get(number, "it crashed in compiled code; its stacks are in errors/ of the run folder")
     name = f"signal {number:d} ({signal.Signals(number).name})"
-    return f"{who} was ended by {name}: {cause}.\n{AGAIN.capitalize()}."
+    return join_lines([f"{who} was ended by {name}: {cause}.", f"{AGAIN.capitalize()}."])
 
 
 # ---- what an error means -----------------------------------------------------------------------------------
 
 
-def explain(error: BaseException, file: Path) -> tuple[int, str]:
+def explain(error: BaseException, file: Path) -> tuple[int, PrintableText]:
     """Return (exit code, message for the user) for an error; `file` holds its traceback.
 
     An error that came while something was read that a user gave is about that (see `messages.reading`), and
     a bug is what remains.
     """
-    notes = "\n".join(["", *getattr(error, "__notes__", ())])
-    text, what = without_traceback(str(error)), _what_was_read(error)
+    notes = getattr(error, "__notes__", [])
+    text, what = _text_of(error), _what_was_read(error)
     if is_worker_death(error) or _is_for_users(error):
-        return USERS_CODE, text + notes
+        return USERS_CODE, join_lines([text, *notes])
     if isinstance(error, OSError) and error.errno is not None:
-        paths = [printable(name) for name in (error.filename, error.filename2) if name is not None]
+        paths = [str(name) for name in (error.filename, error.filename2) if name is not None]
         remedy = "make room (`df -h`)" if error.errno == errno.ENOSPC else "look at that path"
-        return USERS_CODE, f"{': '.join([error.strerror, *paths])}; {remedy}, then {AGAIN}."
+        return USERS_CODE, printable(f"{': '.join([error.strerror, *paths])}; {remedy}, then {AGAIN}.")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         while_reading = f" while reading {what}" if what else ""
         remedy = (
             "lower train.micro_batch_size, data.seq_length or data.max_pixels, or set model.recompute=full"
         )
-        return (
-            USERS_CODE,
-            f"out of memory{while_reading}: {text.partition('\n')[0]}; {remedy}.{notes}",
-        )
+        fact = f"out of memory{while_reading}: {str(error).partition('\n')[0]}"
+        return USERS_CODE, join_lines([f"{fact}; {remedy}.", *notes])
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f"; in {frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in last)
     if what:
         damaged = f"It is damaged, or of a kind that is not known: replace it; the traceback is in {file}."
-        return USERS_CODE, f"{what} cannot be read: {named(error)}{place}{notes}\n{damaged}"
+        return USERS_CODE, join_lines([f"{what} cannot be read: {named(error)}{place}", *notes, damaged])
     if _raised_in_users_file(error):
-        return USERS_CODE, f"{named(error)}{place}{notes}\nCorrect that file; the traceback is in {file}."
+        correct = f"Correct that file; the traceback is in {file}."
+        return USERS_CODE, join_lines([f"{named(error)}{place}", *notes, correct])
     bug = f"This is a bug of megatron_vlm or of a library; the traceback is in {file}."
-    return BUG_CODE, f"{named(error)}{place}{notes}\n{bug}"
+    return BUG_CODE, join_lines([f"{named(error)}{place}", *notes, bug])
 
 
 def _is_for_users(error: BaseException) -> bool:
@@ -188,7 +192,7 @@ def _what_was_read(error: BaseException) -> str:
     what = getattr(error, "reading", None)
     if what is None:  # what no library says of anything else
         return "a file" if isinstance(error, OSError | EOFError) else ""
-    return ", ".join(map(printable, what)) if isinstance(what, list) else printable(what)
+    return ", ".join(map(str, what)) if isinstance(what, list) else str(what)
 
 
 def is_anothers_end(error: BaseException) -> bool:
@@ -216,12 +220,19 @@ def without_traceback(text: str) -> str:
     return "\n".join(after[unindented[0] :]) if unindented else text.partition(marker)[0].strip()
 
 
-def named(error: BaseException) -> str:
+def named(error: BaseException) -> PrintableText:
     """Return the error's type and text; for our own types only the text; for a worker's, what it raised."""
-    text, kind = without_traceback(str(error)), type(error)
+    text, kind = _text_of(error), type(error)
     if kind.__module__.startswith("megatron_vlm."):  # the text is for users, and the class tells them nothing
-        return re.sub(rf"^(\w+\.)*{kind.__name__}: ", "", text)
-    return text if text != str(error) else f"{kind.__name__}: {text}"
+        return PrintableText(re.sub(rf"^(\w+\.)*{kind.__name__}: ", "", text))
+    is_workers = without_traceback(str(error)) != str(error)
+    return text if is_workers else PrintableText(f"{kind.__name__}: {text}")
+
+
+def _text_of(error: BaseException) -> PrintableText:
+    """The error's message; only one that `join_lines` made has several lines."""
+    given = error.args[0] if error.args else None
+    return given if isinstance(given, PrintableText) else printable(without_traceback(str(error)))
 
 
 def _raised_by_us(error: BaseException) -> bool:

@@ -37,7 +37,7 @@ from megatron_vlm.files import read_text
 from megatron_vlm.job.errors import BUG_CODE, SIGNALS, killed_message
 from megatron_vlm.job.stops import AGAIN_AFTER, STARTED, WARNINGS, started
 from megatron_vlm.job.watchdog import AGAIN, LAUNCHER
-from megatron_vlm.messages import printable_lines
+from megatron_vlm.messages import PrintableText, printable
 
 _BEST_FIRST = (
     "error",
@@ -56,7 +56,7 @@ class Reason(NamedTuple):
     order: int  # in _BEST_FIRST
     time: float  # seconds since the epoch
     code: int  # the job's exit code
-    message: str
+    message: str  # printable
 
 
 def launch(
@@ -84,7 +84,7 @@ def launch(
         if meeting is None:
             words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
         else:
-            print(f"waiting for {meeting}", file=sys.stderr, flush=True)
+            print(printable(f"waiting for {meeting}"), file=sys.stderr, flush=True)
         words += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", "-m", module, *arguments]
         try:
             config, entrypoint, words = run.config_from_args(run.get_args_parser().parse_args(words))
@@ -105,7 +105,7 @@ def launch(
             raise ConfigError(f"torchrun's PET_ variables: {error}; correct that variable.") from error
         finally:
             del os.environ[LAUNCHER], os.environ[STARTED]
-    print(printable_lines(reason.message), file=sys.stderr, flush=True)
+    print(printable(reason.message), file=sys.stderr, flush=True)
     return reason.code
 
 
@@ -149,7 +149,7 @@ class _Agent(LocalElasticAgent):
             if _BEST_FIRST[reason.order] not in ("killed", "lost"):  # it would repeat itself
                 self._remaining_restarts = 0
             else:
-                print(printable_lines(reason.message.splitlines()[0]), file=sys.stderr)
+                print(reason.message.splitlines()[0], file=sys.stderr)
         return result
 
     def _restart_workers(self, worker_group: Any) -> None:
@@ -212,7 +212,7 @@ def _reports(folder: str) -> list[Reason]:
         report = json.loads(read_text(file))["message"]
         extra = report["extraInfo"]
         order = _BEST_FIRST.index(extra["kind"])
-        reasons.append(Reason(order, extra["time"], extra["code"], report["message"]))
+        reasons.append(Reason(order, extra["time"], extra["code"], PrintableText(report["message"])))
     return reasons
 
 
@@ -222,13 +222,14 @@ def _first_reason(folder: str, failures: Mapping[int, ProcessFailure]) -> Reason
     for rank, failure in failures.items():
         code = failure.exitcode
         kind = "killed"
-        text = f"rank {rank} ended with code {code} and gave no reason; MEGATRON_VLM_DEBUG=1 shows more."
+        fact = f"megatron-vlm: rank {rank} ended with code {code} and gave no reason"
+        text = f"{fact}; MEGATRON_VLM_DEBUG=1 shows more."
         if code == -signal.SIGTERM:
             kind = "terminated"
-            text = "stopped by SIGTERM."
+            text = "megatron-vlm: stopped by SIGTERM."
         elif code < 0:
-            text = killed_message(f"rank {rank}", -code)
+            text = killed_message(f"megatron-vlm: rank {rank}", -code)
         if not os.path.isfile(failure.error_file):
             code = 128 - code if code < 0 else code
-            reasons.append(Reason(_BEST_FIRST.index(kind), 0.0, code, f"megatron-vlm: {text}"))
+            reasons.append(Reason(_BEST_FIRST.index(kind), 0.0, code, text))
     return min(reasons)

@@ -7,7 +7,7 @@ from itertools import count, takewhile
 from math import ceil
 
 from megatron_vlm.config import EPOCH, ConfigError, RunConfig, TrainConfig
-from megatron_vlm.messages import listed, printable
+from megatron_vlm.messages import listed
 
 
 class Epochs:
@@ -80,7 +80,7 @@ def check_validation(
     losses = ["valid_loss", *(f"valid_loss/{source}" for source in sources)]
     if asked and name.startswith(losses[0]) and name not in losses:
         raise ConfigError(
-            f"train.best_by: {printable(name)} is no loss of the validation data; give {listed(losses, 8)}."
+            f"train.best_by: {name} is no loss of the validation data; give {listed(losses, 8)}."
         )
 
 

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 import psutil
 
 from megatron_vlm.files import open_to_write, read_file, write_whole
-from megatron_vlm.messages import listed, printable_lines
+from megatron_vlm.messages import join_lines, listed, printable
 
 HANG_CODE = 3  # the exit code when no rank makes progress
 LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of `--nproc`, set for the ranks that it starts
@@ -267,17 +267,18 @@ class Watch:
                 os.kill(content["pid"], signal.SIGKILL)
             # one that may be lost with its machine: then the job may start again
             is_lost |= status == "does not answer" and content["host"] != self.content["host"]
-        message = (
-            f"megatron-vlm: no rank came further for {self.hang_seconds:g} s: {listed(texts, 3, '; ')}.\n"
+        fact = f"megatron-vlm: no rank came further for {self.hang_seconds:g} s: {listed(texts, 3, '; ')}."
+        remedy = (
             f"The stacks of all ranks and workers are in {self.errors}; raise train.hang_seconds if it only "
             f"needs longer, or {AGAIN}."
         )
+        message = join_lines([fact, remedy])
         speaks = self.content is next(content for content in contents if content["hang"])
         report_end("lost" if is_lost else "error", HANG_CODE, message, speaks)
         end_now(HANG_CODE)
 
     def _write_stacks(self) -> None:
-        print(f"rank {rank()}: no progress; {self.content['doing']}", file=self.file, flush=True)
+        print(printable(f"rank {rank()}: no progress; {self.content['doing']}"), file=self.file, flush=True)
         faulthandler.dump_traceback(self.file)
         for worker in multiprocessing.active_children():
             status = psutil.Process(worker.pid).status()
@@ -301,7 +302,7 @@ def report_end(kind: str, code: int, message: str, speaks: bool = True) -> None:
 
     `kind` is error, interrupt or lost (another rank ended). Without `--nproc`, ranks that `speaks` print.
     """
-    message = printable_lines(message)
+    message = printable(message)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         now = time.time()
         extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now, "kind": kind, "code": code}

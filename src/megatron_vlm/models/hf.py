@@ -18,7 +18,7 @@ from megatron_vlm.data.encode.chat_template import set_chat_template
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import set_image_options
 from megatron_vlm.files import read_template
-from megatron_vlm.messages import printable, reading
+from megatron_vlm.messages import join_lines, reading
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.ties import are_tied
 from megatron_vlm.signatures import unparsable_files, unreadable_files
@@ -91,7 +91,7 @@ def as_hf_config(config: dict[str, Any], path: str | Path) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[config["model_type"]].from_dict(config)
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
-        reason = printable(" ".join(str(error).split()), longest=400)
+        reason = " ".join(str(error).split())
         raise ConfigError(
             f"checkpoint {path}: Transformers refuses its {CONFIG_FILE} ({type(error).__name__}: "
             f"{reason}); correct it or download it again."
@@ -125,7 +125,7 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
         names = " or ".join(TOKENIZERS)
         problems.append(f"checkpoint {folder} has no tokenizer ({names}); copy the original one.")
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(join_lines(problems))
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -171,7 +171,7 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
 
 
 def _first_line(error: Exception) -> str:
-    return printable(str(error).strip().partition("\n")[0])
+    return str(error).strip().partition("\n")[0]
 
 
 @reading("folder")
@@ -183,9 +183,9 @@ def load_model(folder: Path, dtype: dtype | str = "auto") -> PreTrainedModel:
     model, found = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True
     )
-    problems = [f"{printable(name)} is missing" for name in found["missing_keys"]]
+    problems = [f"{name} is missing" for name in found["missing_keys"]]
     for name, stored, wanted in found["mismatched_keys"]:
-        problems.append(f"{printable(name)} is {tuple(stored)}, and config.json asks for {tuple(wanted)}")
+        problems.append(f"{name} is {tuple(stored)}, and config.json asks for {tuple(wanted)}")
     if problems:
         raise ConfigError(f"checkpoint {folder}: {min(problems)}; download it again.")
     return model.eval()

@@ -12,6 +12,7 @@ from megatron_vlm.batch import HOST_FIELDS, Batch
 from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.errors import named
+from megatron_vlm.messages import PrintableText, join_lines
 from megatron_vlm.parallel.setup import collective_timeout, from_all_ranks, parallel_state
 
 _HOST = torch.device("cpu")
@@ -73,7 +74,7 @@ class BatchBroadcaster:
         if not failures:
             return
         texts = from_all_ranks(failure and str(failure), self._all)
-        raise ReadFailed("\n".join(dict.fromkeys(filter(None, texts)))) from failure
+        raise ReadFailed(join_lines(dict.fromkeys(filter(None, texts)))) from failure
 
     def next(self, iterator: Iterator[Batch] | None) -> Batch | None:
         """The next batch; None on every rank when the iterator has ended.
@@ -90,7 +91,7 @@ class BatchBroadcaster:
                 header = _header(batch) if batch else None
             except Exception as error:
                 why = named(error).removeprefix("data: ")
-                text = f"data: rank {self._source} could not read a batch: {why}"
+                text = PrintableText(f"data: rank {self._source} could not read a batch: {why}")
                 self._exchange_header({"error": text})
                 raise ReadFailed(text) from error
         header = self._exchange_header(header)

@@ -18,6 +18,7 @@ from megatron_vlm import files
 from megatron_vlm.config import ConfigError, ParallelConfig
 from megatron_vlm.config_rules.layout import check_gpus, layout_problems
 from megatron_vlm.job import watchdog
+from megatron_vlm.messages import join_lines
 from megatron_vlm.parallel import cpu
 
 cpu.install()
@@ -195,7 +196,7 @@ def seed_all(seed: int) -> None:
 
 def _check_layout(parallel: ParallelConfig, processes: int) -> None:
     if problems := list(layout_problems(parallel, processes)):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(join_lines(problems))
 
 
 def _make_groups(parallel: ParallelConfig) -> None:

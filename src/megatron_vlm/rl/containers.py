@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.batch import HOST_FIELDS, GenericVisualInputs
-from megatron_vlm.messages import listed, printable, suggestion
+from megatron_vlm.messages import listed, suggestion
 
 VISUAL_FIELDS = tuple(field.name for field in dataclasses.fields(GenericVisualInputs))
 # what processors give besides, which pad images to one size (LFM2-VL's, Gemma 4's, LLaVA-OneVision's)
@@ -205,7 +205,7 @@ class TensorBatch(Batched, UserDict[str, Field]):
         if not isinstance(index, str):
             return super().__getitem__([int(index)] if is_number(index) else index)
         if index not in self.data:
-            raise KeyError(f"TensorBatch has no field {printable(index)}{suggestion(index, self.data)}")
+            raise KeyError(f"TensorBatch has no field {index}{suggestion(index, self.data)}")
         return self.data[index]
 
     def __setitem__(self, key: str, value: Field | Sequence[Tensor]) -> None:
@@ -217,8 +217,8 @@ class TensorBatch(Batched, UserDict[str, Field]):
             fits = len(other) == len(field) and (anywhere or other.device == field.device)
             if name != key and not fits:
                 raise ValueError(
-                    f"TensorBatch: {printable(key)} has batch size {len(field)} and is on {field.device}, "
-                    f"{printable(name)} has {len(other)} and is on {other.device}; give every field one "
+                    f"TensorBatch: {key} has batch size {len(field)} and is on {field.device}, "
+                    f"{name} has {len(other)} and is on {other.device}; give every field one "
                     "entry for each sample, and bring all of them to one device with `.to`."
                 )
         self.data[key] = field
@@ -267,7 +267,7 @@ class TensorBatch(Batched, UserDict[str, Field]):
 def _field(key: str, value: object) -> Field:
     if isinstance(value, Tensor) and not (value.dim() and len(value)):
         raise ValueError(
-            f"TensorBatch: {printable(key)} has shape {tuple(value.shape)}; "
+            f"TensorBatch: {key} has shape {tuple(value.shape)}; "
             "the first axis has to be that of the samples, at least one."
         )
     if isinstance(value, Tensor | TensorList):
@@ -275,7 +275,7 @@ def _field(key: str, value: object) -> Field:
     try:
         return TensorList(getattr(value, "tensors", value))  # SkyRL's TensorList has `tensors`
     except (TypeError, ValueError) as error:
-        raise ValueError(f"TensorBatch: {printable(key)}: {error}") from error
+        raise ValueError(f"TensorBatch: {key}: {error}") from error
 
 
 def _field_of_samples(key: str, values: list[Any]) -> Field:
@@ -283,7 +283,7 @@ def _field_of_samples(key: str, values: list[Any]) -> Field:
     try:
         tensors = [None if value is None else torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"from_samples: {printable(key)}: {error}; give numbers or tensors.") from error
+        raise ValueError(f"from_samples: {key}: {error}; give numbers or tensors.") from error
     if all(tensor is not None and tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors)
     return _filled(key, tensors)
@@ -297,7 +297,7 @@ def _cat(key: str, batches: list[TensorBatch]) -> Field:
     _field(key, fields)  # raises if dtypes or devices differ
     if len(shapes := {tuple(field.shape[1:]) for field in fields}) > 1:
         raise ValueError(
-            f"TensorBatch.cat: {printable(key)} has rows of shapes {sorted(shapes)}; "
+            f"TensorBatch.cat: {key} has rows of shapes {sorted(shapes)}; "
             "only a TensorList can hold rows of several shapes."
         )
     return torch.cat(fields)
@@ -308,7 +308,7 @@ def _filled(key: str, tensors: list[Tensor | None]) -> TensorList:
     lacking = [row for row, tensor in enumerate(tensors) if tensor is None]
     if lacking and key not in VISUAL_FIELDS:
         raise ValueError(
-            f"TensorBatch: {len(lacking)} of {len(tensors)} samples lack {printable(key)}: "
+            f"TensorBatch: {len(lacking)} of {len(tensors)} samples lack {key}: "
             f"{listed(list(map(str, lacking)), 5)}; give it to all. "
             f"Only visual fields may be absent: {', '.join(VISUAL_FIELDS)}."
         )

@@ -23,7 +23,7 @@ import torch
 
 from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import shorten
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.rl.policy import Policy
@@ -75,7 +75,7 @@ class HttpEngine:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url is {printable(self.url)}; give one that begins with http:// or https://.")
+            raise ValueError(f"url is {self.url}; give one that begins with http:// or https://.")
 
     def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
         """Raises EngineError on every rank."""
@@ -106,7 +106,7 @@ class HttpEngine:
             except OF_ANOTHER_FORM as error:
                 problem = (
                     "the answer is not in the form of vLLM's or SGLang's "
-                    f"({type(error).__name__}: {printable(error)}); look at it with curl."
+                    f"({type(error).__name__}: {error}); look at it with curl."
                 )
                 problem = str(error) if isinstance(error, EngineError) else problem
                 raise EngineError(f"{address}: {problem}") from error
@@ -145,14 +145,14 @@ class HttpEngine:
                 status, said = await self._attempt(address, body, most_bytes)
                 if 200 <= status < 300 and len(said) <= most_bytes:
                     break
-                problem = f"status {status}: {printable(said.decode('utf-8', 'replace'), SHOWN)}"
+                problem = f"status {status}: {shorten(said.decode('utf-8', 'replace'), SHOWN)}"
                 if status < 300:
                     problem = f"the answer has more than the {most_bytes} bytes that its tokens may take"
                 final = final or (status < 500 and status != 429)
             except TimeoutError:
                 problem, final = f"no whole answer in {self.timeout:g} s", True
             except (aiohttp.ClientError, OSError) as error:
-                problem = printable(error)
+                problem = str(error)
             if final:
                 raise EngineError(
                     f"{address}: {problem} (try {attempt + 1} of {self.retries + 1}); "
@@ -252,11 +252,11 @@ def _answered(choice: dict[str, Any], vocabulary: int) -> Answered:
         "return log-probabilities.",
     )
     wrong = [token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)]
-    shown = printable(wrong[0]) if wrong else ""
+    shown = wrong[0] if wrong else ""
     _need(not wrong, f"token {shown} is none of the model's {vocabulary}; serve the policy's model.")
     reason = choice["finish_reason"]
     ended_by = choice.get("matched_stop", choice.get("stop_reason"))
     trimmed = isinstance(ended_by, int) and tokens[-1:] != [ended_by]  # SGLang before no_stop_trim
     _need(not trimmed, f"an answer lacks the token {ended_by} that ended it and is to be trained; {NEWER}")
-    _need(reason in ("stop", "length"), f"an answer ended by {printable(reason)}; see what the server logs.")
+    _need(reason in ("stop", "length"), f"an answer ended by {reason}; see what the server logs.")
     return Answered(tokens, [float(value) for value in values], reason == "stop")

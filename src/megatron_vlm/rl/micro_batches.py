@@ -12,7 +12,6 @@ from torch import distributed as dist
 
 from megatron_vlm.batch import HOST_FIELDS, IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
 from megatron_vlm.data.encode.packing import pack
-from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.positions import Kinds
 from megatron_vlm.parallel import setup
@@ -73,11 +72,11 @@ class Document:
     def field(self, name: str) -> Tensor:
         """(n,) what the sample says under this name of its scored tokens, as `of_scored` reads it."""
         if name not in self.sample:
-            raise ValueError(f"sample {self.number}: lacks {printable(name)}, which other samples have.")
+            raise ValueError(f"sample {self.number}: lacks {name}, which other samples have.")
         try:
             value = torch.as_tensor(self.sample[name])
         except (TypeError, ValueError, RuntimeError) as error:
-            place = f"sample {self.number}: {printable(name)}"
+            place = f"sample {self.number}: {name}"
             raise ValueError(f"{place} is no tensor ({error}); give one, or a number.") from None
         return self.of_scored(name, value.detach())
 
@@ -97,7 +96,7 @@ class Document:
             del masks[tokens - 1]  # which may be all but the first, or those of loss_mask
         if value.dim() > 1 or len(value) not in masks:
             raise ValueError(
-                f"sample {self.number}: {printable(name)} is {tuple(value.shape)} for {tokens} tokens, "
+                f"sample {self.number}: {name} is {tuple(value.shape)} for {tokens} tokens, "
                 f"{int(scored.sum())} of them scored; give a number, or one entry for each token, and only "
                 "where it is clear which are meant, for each but the first, or for each scored one."
             )
@@ -129,7 +128,7 @@ class MicroBatch:
             wrong = (~value_N.isfinite()).nonzero().flatten()
             if len(wrong):
                 sample = self.given["sample"][wrong[0]].item()
-                odd.append(f"{printable(name)} of sample {sample} is {value_N[wrong[0]].item()}")
+                odd.append(f"{name} of sample {sample} is {value_N[wrong[0]].item()}")
         return odd
 
 

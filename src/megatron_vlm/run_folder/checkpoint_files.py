@@ -11,7 +11,6 @@ import xxhash
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import open_file, read_text
-from megatron_vlm.messages import printable
 
 STATE = "state.json"
 
@@ -35,7 +34,7 @@ def read_state(path: Path) -> dict[str, Any]:
         if state["step"] != int(path.stem.removeprefix("step_")):
             raise ValueError(f"it is of step {state['step']}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{printable(path / STATE)} is not what was saved: {error}") from error
+        raise ValueError(f"{path / STATE} is not what was saved: {error}") from error
     return state
 
 
@@ -50,8 +49,8 @@ def check_config(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] |
     if names := [name for name in saved | now if saved.get(name) != now.get(name)]:
         changes = [f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in names]
         raise ConfigError(
-            f"checkpoint: {printable(path)} was saved with another config.json of model.hf_path: "
-            f"{printable('; '.join(changes))}. Put it back as it was, or give another run_dir."
+            f"checkpoint: {path} was saved with another config.json of model.hf_path: "
+            f"{'; '.join(changes)}. Put it back as it was, or give another run_dir."
         )
 
 
@@ -63,13 +62,13 @@ def size_problems(path: Path, files: dict[str, list]) -> list[str]:
     there = {entry.name: entry for entry in os.scandir(path)}
     problems = []
     for name, (size, _) in sorted(files.items()):
-        place = printable(path / name)
+        place = path / name
         if name not in there or not there[name].is_file():
             problems.append(f"{place} is missing")
         elif (now := there[name].stat().st_size) != size:
             problems.append(f"{place} has {now} bytes and had {size} when it was saved")
     extra = {name for name in there if not name.startswith(".")} - {*files, STATE}
-    return problems + [f"{printable(path / name)} was not saved with it" for name in sorted(extra)]
+    return problems + [f"{path / name} was not saved with it" for name in sorted(extra)]
 
 
 def checksum_problems(path: Path, files: dict[str, list]) -> list[str]:
@@ -79,10 +78,10 @@ def checksum_problems(path: Path, files: dict[str, list]) -> list[str]:
         try:
             same = _size_and_checksum(path / name) == files[name]
         except OSError as error:
-            problems.append(f"{printable(path / name)} cannot be read ({error.strerror})")
+            problems.append(f"{path / name} cannot be read ({error.strerror})")
         else:
             if not same:
-                problems.append(f"{printable(path / name)} is not what was saved: its checksum differs")
+                problems.append(f"{path / name} is not what was saved: its checksum differs")
     return problems
 
 

@@ -31,7 +31,6 @@ from megatron_vlm.files import (
     temporary_name,
     write_whole,
 )
-from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_text
@@ -104,7 +103,7 @@ def _named(pointer: Path) -> str | None:
 
 
 def _no_latest(folder: Path, complete: list[str]) -> str:
-    latest = printable(folder / "latest")
+    latest = folder / "latest"
     fact = f"checkpoint: {latest} is missing or names no complete checkpoint"
     if not complete:
         return f"{fact}. Restore it, or delete {latest} to begin from step 1."
@@ -119,7 +118,7 @@ def _choose(folder: Path, complete: list[str], before: str | None = None) -> str
     """The command that makes `latest` name the newest, if possible of those before `before`."""
     earlier = [name for name in complete if before is None or name < before]
     latest = folder / "latest"
-    quoted = shlex.quote(printable(latest, 10_000))
+    quoted = shlex.quote(str(latest))
     aside = "" if latest.is_file() or not os.path.lexists(latest) else f"mv {quoted} {quoted}.old && "
     return f"{aside}echo {(earlier or complete)[-1]} > {quoted}"
 
@@ -158,7 +157,7 @@ def check_folder(run_dir: str | Path) -> None:
     foreign += [f"checkpoints/{name}" for name in inside if not _OF_CHECKPOINTS.fullmatch(name)]
     found = [f"{OTHERS[name]} ({name})" for name in names if name in OTHERS]
     if not found and foreign and not ("config.yaml" in names and is_used(Path(run_dir))):
-        found = [f"other things, such as {printable(foreign[0])}"]
+        found = [f"other things, such as {foreign[0]}"]
     if found:
         raise ConfigError(
             f"run_dir: {run_dir} holds {found[0]} and no run; give a folder that is new or empty."
@@ -172,14 +171,12 @@ def refuse_links(run_dir: str | Path) -> None:
     for name in ("", *FOLDERS):
         place = Path(run_dir) / name
         if os.path.lexists(place) and not place.is_dir():
-            raise ConfigError(f"run_dir: {printable(place)} is not a folder; give another run_dir.")
+            raise ConfigError(f"run_dir: {place} is not a folder; give another run_dir.")
         if place.is_dir() and name not in ("checkpoints", "exports"):
             refuse_odd(place, links=False)
     for place in (*(Path(run_dir, name) for name in FILES), *Path(run_dir).glob("*/rank*")):
         if place.is_dir():
-            raise ConfigError(
-                f"run_dir: {printable(place)} is a folder, where a run has a file; move it away."
-            )
+            raise ConfigError(f"run_dir: {place} is a folder, where a run has a file; move it away.")
 
 
 def check_owner(run_dir: Path, hf_path: str) -> None:
@@ -198,14 +195,14 @@ def check_model(setting: str, place: str | Path, content: bytes, hf_path: str, i
         theirs = str(load_yaml(text)["model"]["hf_path"])
     except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{setting}: {printable(file)} is not the configuration of a run; give another {setting}, or "
+            f"{setting}: {file} is not the configuration of a run; give another {setting}, or "
             "move that file away."
         ) from error
     if is_used and theirs != hf_path and _absolute(theirs) != _absolute(hf_path):
         raise ConfigError(
-            f"{setting}: {printable(place)} holds a run of {printable(theirs)}, and model.hf_path is "
+            f"{setting}: {place} holds a run of {theirs}, and model.hf_path is "
             f"{hf_path}. Give another {setting}; or, where the same model only moved, write its "
-            f"new path into {printable(file)}."
+            f"new path into {file}."
         )
 
 

@@ -17,7 +17,6 @@ from typing import BinaryIO
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import open_file, open_to_write
-from megatron_vlm.messages import printable
 
 FILE = "lock"
 OF_A_RUN = "run_dir: a run"  # a setting, and whose folder it names
@@ -122,7 +121,7 @@ def _try(file: BinaryIO, length: int, start: int) -> bool:
 def _holders(file: BinaryIO) -> str:
     records = os.pread(file.fileno(), 1 << 20, 0)
     alive = [
-        printable(records[start : start + RECORD].decode(errors="replace").strip("\0 \n"))
+        records[start : start + RECORD].decode(errors="replace").strip("\0 \n")
         for start in range(0, len(records), RECORD)
         if not _try(file, RECORD, start)
     ]

@@ -28,7 +28,7 @@ from megatron.core.utils import unwrap_model
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig, all_settings
 from megatron_vlm.files import read_text
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable, reading
+from megatron_vlm.messages import reading
 from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
@@ -165,7 +165,7 @@ def naming_changes(config: RunConfig) -> Iterator[None]:
         if not changes:
             raise
         raise ConfigError(
-            f"checkpoint: {printable('; '.join(changes))}, so it does not fit; set that back, or start "
+            f"checkpoint: {'; '.join(changes)}, so it does not fit; set that back, or start "
             "another run_dir from an export of this run."
         ) from error
 

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import free_bytes, naming, open_file
-from megatron_vlm.messages import printable, readable_size
+from megatron_vlm.messages import readable_size
 from megatron_vlm.models.adapters import model as adapters
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.training.optimizer import fuse, torch_adams
@@ -125,7 +125,7 @@ def write_tensors(path: Path, copied: dict[str, Any], needed: int, group: dist.P
         if dist.get_rank() == 0:
             run_folder.remove(path)
         raise OSError(
-            f"checkpoint: {printable(path)} could not be written: {_reasons(error)}. It takes "
+            f"checkpoint: {path} could not be written: {_reasons(error)}. It takes "
             f"{readable_size(needed)}; {readable_size(free)} were left. The last complete checkpoint stays; "
             "make room (a quota and `ulimit -f` count, too) and start again."
         ) from error
@@ -161,7 +161,7 @@ def read_tensors(path: Path, model_chunks: list, optimizer) -> None:
             )
     except (CheckpointException, CheckpointingException, EOFError, ValueError) as error:
         raise ConfigError(
-            f"checkpoint: {printable(path)} does not fit this model and configuration ({_reasons(error)}). "
+            f"checkpoint: {path} does not fit this model and configuration ({_reasons(error)}). "
             "Train as it was trained, or in another run_dir."
         ) from error
     for name, model in named_models(model_chunks):
@@ -176,7 +176,7 @@ def read_tensors(path: Path, model_chunks: list, optimizer) -> None:
 def _reasons(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_reasons(why[0])}" for rank, why in error.failures.items())
-    return printable(f"{type(error).__name__}: {error}", 400)
+    return f"{type(error).__name__}: {error}"
 
 
 def named_models(model_chunks: list) -> list[tuple[str, torch.nn.Module]]:
@@ -268,9 +268,7 @@ def _check_metadata(path: Path) -> None:
             if os.path.basename(stored.relative_path) != stored.relative_path:
                 raise ValueError(f"it refers to {stored.relative_path}")
     except Exception as error:  # damaged pickles, and pickles of other things, raise anything
-        raise ValueError(
-            f"{printable(path)} is not the metadata of a checkpoint of ours ({printable(error)})"
-        ) from error
+        raise ValueError(f"{path} is not the metadata of a checkpoint of ours ({error})") from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from megatron_vlm.files import naming, open_to_write
-from megatron_vlm.messages import mask_addresses, printable
+from megatron_vlm.messages import join_lines, mask_addresses
 
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {
@@ -208,11 +208,12 @@ class DropReport:
         seen MIN_SAMPLES for each rank.
         """
         if self._fruitless[0]:
-            raise TooManyDrops(
+            fact = (
                 f"data: a whole epoch of this rank has nothing to train on: all of the last "
                 f"{self._fruitless[0]} samples were dropped. Of this rank's samples until now, "
-                f"{self.counted()[0]} were encoded and these dropped:\n" + "\n".join(self.reason_lines())
+                f"{self.counted()[0]} were encoded and these dropped:"
             )
+            raise TooManyDrops(join_lines([fact, *self.reason_lines()]))
         epoch = self.epoch if self.epoch and self.epoch < MIN_SAMPLES else None
         least = (epoch or MIN_SAMPLES) if self._max_share else 1
         encoded, dropped = self.on_all_ranks(least * self._ranks if self._ranks > 1 else 0)
@@ -221,10 +222,11 @@ class DropReport:
             return
         reasons = self.summary()["reasons"]
         here = f" ({sum(reasons.values())} of them here)" if sum(reasons.values()) < dropped else ""
-        raise TooManyDrops(
+        fact = (
             f"data: {dropped}{here} of {seen} samples were dropped ({dropped / seen:.1%}), "
-            f"more than data.max_drop_share = {self._max_share:.1%}:\n" + "\n".join(self.reason_lines())
+            f"more than data.max_drop_share = {self._max_share:.1%}:"
         )
+        raise TooManyDrops(join_lines([fact, *self.reason_lines()]))
 
     def reason_lines(self) -> list[str]:
         """A line for each reason: its count, what helps, three keys and what was wrong with the first."""
@@ -241,6 +243,6 @@ class DropReport:
 def _such_as(examples: list[dict]) -> str:
     if not examples:
         return ""
-    keys = ", ".join(printable(example["key"]) for example in examples)
+    keys = ", ".join(str(example["key"]) for example in examples)
     detail = examples[0].get("detail")
-    return f" (such as {keys}" + (f"; the first: {printable(detail)})" if detail else ")")
+    return f" (such as {keys}" + (f"; the first: {detail})" if detail else ")")

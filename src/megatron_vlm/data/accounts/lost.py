@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_vlm.messages import listed, printable
+from megatron_vlm.messages import listed
 
 REMEDY = "This is a bug: please report it; nothing is lost when you start again from the last checkpoint."
 
@@ -17,7 +17,7 @@ class LostSample(RuntimeError):
 
 def lost_samples(keys: Sequence[Any], happened: str) -> LostSample:
     """The error that says what `happened` to the rows with `keys`."""
-    return LostSample(f"data: {listed([*map(printable, keys)])}: {happened}. {REMEDY}")
+    return LostSample(f"data: {listed([*map(str, keys)])}: {happened}. {REMEDY}")
 
 
 def check_each_once(documents: ArrayLike, count: int, what: str) -> None:

@@ -59,7 +59,7 @@ from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.on_disk import fields
 from megatron_vlm.data.on_disk.named import in_order
 from megatron_vlm.data.on_disk.paths import PICTURES
-from megatron_vlm.messages import listed, printable
+from megatron_vlm.messages import listed
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
@@ -409,7 +409,7 @@ def _chosen_and_rejected(record: Record, name: str | None) -> tuple[Any, Any]:
 
 def _no_chosen(record: Record) -> str:
     """Return what is wrong, and the setting that names the column of the chosen answer."""
-    candidates = sorted(printable(key) for _, key in record.unread() if key not in fields.FIELDS)
+    candidates = sorted(key for _, key in record.unread() if key not in fields.FIELDS)
     remedy = f"data.columns.chosen={candidates[0] if len(candidates) == 1 else 'NAME'} names its column"
     others = f", one of {listed(candidates, 8)}" if len(candidates) > 1 else ""
     return f"no chosen answer beside the rejected one; {remedy}{others}"

@@ -23,7 +23,7 @@ from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.turns import INVISIBLE
 from megatron_vlm.data.encode.replies import REPLY, TURN, Span, UntaggedReplies, between_thinking
 from megatron_vlm.data.on_disk.fields import DOCUMENT
-from megatron_vlm.messages import listed, printable
+from megatron_vlm.messages import listed
 
 # Before and after each reply, image and video in what a processor is called with.
 MARK_PAIRS = (("\U0010ff00", "\U0010ff01"), ("\U0010ff02", "\U0010ff03"), ("\U0010ff04", "\U0010ff05"))
@@ -409,7 +409,7 @@ def set_chat_template(
     for name in values:
         if name not in names:
             raise ConfigError(
-                f"data.chat_template_kwargs.{printable(name)}: the chat template does not read it; it reads "
+                f"data.chat_template_kwargs.{name}: the chat template does not read it; it reads "
                 f"{listed(sorted(names)) or 'no such values'}."
             )
     lines = [f"{{%- set {name} = {name} | default({_literal(value)}) %}}\n" for name, value in values.items()]

@@ -17,6 +17,7 @@ from megatron_vlm.data.accounts.fingerprint import check_fingerprint
 from megatron_vlm.data.load.energon_state import FORMAT
 from megatron_vlm.data.load.workers import close_loader, worker_death, workers_of
 from megatron_vlm.data.on_disk.paths import sources_of
+from megatron_vlm.messages import join_lines
 
 
 def order_settings(data: DataConfig, micro_batch_size: int, seed: int) -> dict:
@@ -208,4 +209,4 @@ class ValidLoader(ABC):
         for batch in alone._checked():
             return batch
         name = f"{self.name}: source {source}" if source else self.name
-        raise TooManyDrops("\n".join([f"{name} gives no sample to validate on:", *report.reason_lines()]))
+        raise TooManyDrops(join_lines([f"{name} gives no sample to validate on:", *report.reason_lines()]))

@@ -42,7 +42,7 @@ def measure_dataset(
     parts = _Parts(rows, folder)
     missing = [number for number in range(len(parts)) if parts.read(number) is None]
     if (damaged := sum(parts.path(number).exists() for number in missing)) and not rank:
-        tqdm.write(f"data.lengths_cache: {damaged} damaged files of {printable(folder)} are measured again")
+        tqdm.write(printable(f"data.lengths_cache: {damaged} damaged files of {folder} are measured again"))
     # each rank begins elsewhere, so that ranks together measure every part once
     missing.sort(key=lambda number: (number - rank) % world_size)
     loader = loader_of(parts, missing, num_workers if missing else 0)

@@ -8,7 +8,7 @@ from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.encode.document import without_thinking
 from megatron_vlm.data.records.unread import SourceSample, first_notes
-from megatron_vlm.messages import listed, printable
+from megatron_vlm.messages import listed
 
 MOST_TOKENS = 3  # that a line names
 
@@ -39,7 +39,7 @@ def template_notes(samples: list[SourceSample], encoder) -> Iterator[str]:
             parts = ", ".join(f"{part} of {number}" for part, number in unwritten.items())
             yield f"data: {sample.name}: the template leaves out {parts} {records}"
         if typed:
-            tokens = listed([printable(token) for token, _ in typed.most_common()], MOST_TOKENS, " or ")
+            tokens = listed([token for token, _ in typed.most_common()], MOST_TOKENS, " or ")
             yield f"data: {sample.name}: {typing} {records} have text like {tokens}, trained as plain text"
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.job.errors import killed_message
 from megatron_vlm.job.watchdog import AGAIN
+from megatron_vlm.messages import join_lines
 
 
 def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
@@ -49,7 +50,7 @@ def worker_death(workers: Iterable[BaseProcess]) -> str:
     who = f"data: a DataLoader worker{f' (pid {dead.pid})' if dead else ''}"
     if dead and dead.exitcode > 0:  # see `shared_memory._end`
         full = "could not send what it read: /dev/shm is full (`df -h /dev/shm`)"
-        return f"{who} {full}.\n{AGAIN.capitalize()}."
+        return join_lines([f"{who} {full}.", f"{AGAIN.capitalize()}."])
     number = -dead.exitcode if dead else signal.SIGKILL
     return killed_message(who, number)
 

@@ -11,7 +11,6 @@ from megatron_vlm.data.on_disk.descriptions import damaged, read_meta
 from megatron_vlm.data.on_disk.fields import FIELDS
 from megatron_vlm.data.on_disk.plain import in_cache, plain_file, table_of, tabular_kind
 from megatron_vlm.files import open_file, open_to_write
-from megatron_vlm.messages import printable
 from megatron_vlm.signatures import explain_file
 
 FIRST_RECORDS = 1000  # among which the first valid ones lie
@@ -95,7 +94,7 @@ def _records_in(text: str) -> list:
     Raises ValueError for what is not JSON, and for an object from which records cannot be taken.
     """
     if not text.lstrip().startswith(("[", "{")):
-        line = printable(repr(text[:60].partition("\n")[0]))
+        line = repr(text[:60].partition("\n")[0])
         raise ValueError(f"its first line, {line}, is neither JSON nor a header of two columns or more")
     content = json.loads(text)
     if isinstance(content, list):
@@ -104,7 +103,7 @@ def _records_in(text: str) -> list:
         return [content]
     lists = {name: value for name, value in content.items() if _is_records(value)}
     if len(lists) != 1:
-        names = printable(", ".join(lists))
+        names = ", ".join(lists)
         raise ValueError(f"it is an object with {len(lists)} lists of records ({names}), and one is read")
     return next(iter(lists.values()))
 

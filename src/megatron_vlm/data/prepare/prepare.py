@@ -32,7 +32,7 @@ from megatron_vlm import stores
 from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.data.prepare.write import ENGINES, RecordSource, ShardJob, ShardResult
 from megatron_vlm.files import folder_aside, refuse_existing, write_whole
-from megatron_vlm.messages import printable_lines, reading
+from megatron_vlm.messages import join_lines, reading
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
 FEW_RECORDS = 3000  # for fewer, worker processes cost more to start than they save
@@ -251,12 +251,12 @@ def _finish(
         write_whole(folder / "skipped.jsonl", skipped_lines)
     written = [result for result in results if result.samples]
     if not written:
-        examples = [printable_lines(line.decode().rstrip()) for line in skipped_lines[:3]]
+        examples = [line.decode().rstrip() for line in skipped_lines[:3]]
         what = (
             f"skipped {dict(skipped)} of the source's records, such as" if skipped else "it has no records."
         )
         remedies = [f"{reason}: {REASONS[reason]}" for reason in skipped]
-        raise ValueError("\n".join([f"prepare: nothing to write; {what}", *examples, *remedies, *notes]))
+        raise ValueError(join_lines([f"prepare: nothing to write; {what}", *examples, *remedies, *notes]))
     for result in results:  # Energon would count a shard without samples
         if not result.samples:
             result.path.unlink()

@@ -19,7 +19,6 @@ from megatron_vlm.data.on_disk.descriptions import check_fields, damaged, read_m
 from megatron_vlm.data.on_disk.plain import check_quotes, plain_file, table_of, tabular_kind
 from megatron_vlm.data.records.source_errors import name_damaged_file, reader_of
 from megatron_vlm.files import check_file
-from megatron_vlm.messages import printable
 from megatron_vlm.overrides import load_yaml
 
 MEDIA = (datasets.Image, datasets.Video, datasets.Audio)
@@ -165,7 +164,7 @@ def _builder(path: str | Path, subset: str | None = None) -> datasets.DatasetBui
         if local.is_dir():
             _check_inside(local, file, file)
         elif not local.exists() and not file.startswith(("hf://", datasets.config.HF_ENDPOINT)):
-            raise damaged(path, f"names the data file {printable(file)}, which is not on the hub", OWN_FILES)
+            raise damaged(path, f"names the data file {file}, which is not on the hub", OWN_FILES)
     if local.is_dir() and builder.name in READERS and not named and subset is None:
         _check_none_left(local, files)
     if local.is_dir() and builder.name == "csv" and builder.info.features is None:
@@ -182,7 +181,7 @@ def _check_records_are_read(path: Path, kind: str, files: list[str]) -> None:
     rows = [file for file in sorted(path.glob("*")) if reader_of(file) and file.name not in names]
     rows = [file for file in rows if not file.name.startswith(("dataset_info", "metadata."))]
     if rows:
-        raise damaged(path, f"is read as {kind}, without {rows[0].name}", f"give {printable(rows[0])}")
+        raise damaged(path, f"is read as {kind}, without {rows[0].name}", f"give {rows[0]}")
     if not any(name.startswith("metadata.") for name in names):
         remedy = (
             "write a line of JSON for each conversation, with image, question and answer, and give that file"
@@ -196,7 +195,7 @@ def _check_none_left(folder: Path, files: list[str]) -> None:
     for place in sorted({Path(file).parent for file in files}):
         for file in sorted(place.iterdir()):
             if file.suffix in KINDS and file.name[0] != "." and file.resolve() not in read:
-                fact = f"would be left out: `datasets` reads {len(read)} other files of {printable(folder)}"
+                fact = f"would be left out: `datasets` reads {len(read)} other files of {folder}"
                 raise damaged(file, fact, "give all files as a list, or move it")
 
 
@@ -233,7 +232,7 @@ def _check_card(folder: Path) -> bool:
         settings = read_mapping(file, _settings_of_card if file.suffix == ".md" else load_yaml, "mend it")
         for pattern in _names_of_data(settings.get("configs")):
             if urlsplit(pattern).scheme or "::" in pattern:
-                raise damaged(file, f"names the data {printable(pattern)}", OWN_FILES)
+                raise damaged(file, f"names the data {pattern}", OWN_FILES)
             _check_inside(folder, pattern, file)
             named = True
     return named
@@ -250,7 +249,7 @@ def _check_inside(folder: Path, name: str, named_by: Any) -> None:
     home = folder.resolve()
     home = home.parent.parent if home.parent.name == "snapshots" else home
     if ".." in Path(name).parts or not (folder / name).resolve().is_relative_to(home):
-        raise damaged(named_by, f"leads to {printable(name)}, outside of {printable(folder)}", OWN_FILES)
+        raise damaged(named_by, f"leads to {name}, outside of {folder}", OWN_FILES)
 
 
 def _names_of_data(value: Any, named: bool = False) -> Iterator[str]:

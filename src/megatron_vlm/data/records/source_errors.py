@@ -13,7 +13,6 @@ from datasets.exceptions import DatasetsError
 
 from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged
 from megatron_vlm.data.on_disk.plain import DAMAGED
-from megatron_vlm.messages import printable
 from megatron_vlm.signatures import explain_file
 
 # What `datasets` raises on a damaged file
@@ -34,7 +33,7 @@ def name_damaged_file(path: str | Path) -> Iterator[None]:
     except FAILURES as error:
         if subsets := SUBSETS.search(f"{error}\n"):
             remedy = "give OWNER/NAME:SUBSET, or a meta file that names one as `subset`"
-            raise damaged(path, f"has several subsets, {printable(subsets[1])}", remedy) from error
+            raise damaged(path, f"has several subsets, {subsets[1]}", remedy) from error
         cause = first_cause(error)
         if (place := _place_in_cache(cause)) is not None:
             fact = f"the cache of `datasets` cannot be written ({cause.strerror})"

@@ -14,7 +14,7 @@ from megatron_vlm.data.chatml.record import Conversation, parse_record
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.streams import StreamedRows
-from megatron_vlm.messages import listed, printable
+from megatron_vlm.messages import listed
 
 MOST_KEYS = 8  # that a line names
 LOOKED_AT = 100  # records of each source; of a table from its first to its last: any may be spelled otherwise
@@ -46,7 +46,7 @@ def sample_sources(table: Table | StreamedRows) -> list[SourceSample]:
 
 def read_sample(name: str, source: Any, rows: Iterable) -> SourceSample:
     """Return the rows that can be read of a source, which has `record(row)`."""
-    sample = SourceSample(printable(name))
+    sample = SourceSample(name)
     for row in rows:
         with suppress(BadSample):
             record, _ = source.record(row)
@@ -74,7 +74,7 @@ def first_notes(samples: list[SourceSample]) -> Iterator[str]:
 def _unread_keys(unread: Counter[tuple[str, str]]) -> Iterator[str]:
     """Lines about the keys that nothing reads, one each for records, turns and parts."""
     for place in dict.fromkeys(place for place, _ in unread):
-        names = sorted(printable(name) for where, name in unread if where == place)
+        names = sorted(name for where, name in unread if where == place)
         yield f"not read in a {place}: {listed(names, MOST_KEYS)}"
 
 
@@ -82,7 +82,7 @@ def _unread_media(records: list[dict]) -> Iterator[str]:
     """Columns that look like media."""
     items = [item for record in records for item in record.items()]
     for ours, ends in (("images", PICTURES), ("videos", FILMS)):
-        for theirs in dict.fromkeys(printable(key) for key, value in items if _is(value, ends)):
+        for theirs in dict.fromkeys(key for key, value in items if _is(value, ends)):
             yield (
                 f"its records have no images or videos, and {theirs}, which looks like them, is not "
                 f"read; data.columns.{ours}={theirs} reads it"
@@ -108,4 +108,4 @@ def _placeholders(conversation: Conversation) -> Iterator[str]:
         are_read = kind not in kinds and stand_for(foreign_placeholders(messages, kind), len(items))
         for spelling in spellings(messages, kind) if items else ():
             remedy = f"is read as <{kind}>" if are_read else f"stays text; write <{kind}> there instead"
-            yield f"write {printable(spelling)} beside their {kind}s, which {remedy}"
+            yield f"write {spelling} beside their {kind}s, which {remedy}"

@@ -22,7 +22,7 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from megatron_vlm.config import ConfigError
 from megatron_vlm.extras.compose.sources import IMAGE_TOKENS, Component
 from megatron_vlm.extras.compose.tokens import RoleToken
-from megatron_vlm.messages import printable, reading
+from megatron_vlm.messages import reading
 from megatron_vlm.models.hf import as_hf_config
 
 MERGED = 2  # patches along each side of a visual token, where a projector merges them
@@ -121,7 +121,7 @@ def _llava_images(tower: Component, vision: Any, choices: Choices) -> Any:
         made = tuple(images(Image.new("RGB", size), return_tensors="pt")["pixel_values"].shape)
         if made != wanted:
             raise ConfigError(
-                f"--tower {printable(tower.folder)}: its {type(images).__name__} makes {made} of an image of "
+                f"--tower {tower.folder}: its {type(images).__name__} makes {made} of an image of "
                 f"{size[0]} x {size[1]} pixels, and by its config.json the tower takes {wanted}; put the "
                 "processor of that very tower into its folder, without tiles."
             )

@@ -52,7 +52,7 @@ def compose(
     output = output.resolve()
     named = named_tokens(token or ())
     if new_rows not in NEW_ROWS:
-        raise ConfigError(f"--new-rows {printable(new_rows)} does not exist{suggestion(new_rows, NEW_ROWS)}")
+        raise ConfigError(f"--new-rows {new_rows} does not exist{suggestion(new_rows, NEW_ROWS)}")
     refuse_existing(output)
     template = read_text(chat_template) if chat_template else None
     vision = open_tower(tower)
@@ -80,4 +80,4 @@ def compose(
     try:
         read_config(output)
     except ConfigError as error:
-        typer.echo(f"Transformers loads it; this package does not train it yet: {error}")
+        typer.echo(printable(f"Transformers loads it; this package does not train it yet: {error}"))

@@ -28,7 +28,7 @@ from megatron_vlm.extras.compose.tokenizer import (
 )
 from megatron_vlm.extras.compose.tokens import ADDED, RoleToken, assign, grown_rows, refuse_beyond
 from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
-from megatron_vlm.messages import aligned, printable, readable_size, reading
+from megatron_vlm.messages import aligned, join_lines, readable_size, reading
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.supported import GENERATION_FILE
 
@@ -56,7 +56,7 @@ class ComposePlan:
         lines = [("role", "what it is for", "token", "id", "how it came", "its row")]
         for each in self.tokens:
             row = "is there" if each.id < self.rows_before else "new"
-            lines.append((each.role, ROLES[each.role], printable(each.token), str(each.id), each.how, row))
+            lines.append((each.role, ROLES[each.role], each.token, str(each.id), each.how, row))
         table = aligned(lines)
         vision = self.config.vision_config
         language = self.config.text_config
@@ -70,7 +70,7 @@ class ComposePlan:
             f"{language.model_type} of width {language.hidden_size}, {len(self.writer.stored)} tensors, "
             f"{readable_size(self.writer.nbytes)}"
         )
-        return "\n".join([what, *table])
+        return join_lines([what, *table])
 
 
 @reading("language.folder")
@@ -135,9 +135,9 @@ def _template(tokenizer: Any, by_role: dict[str, RoleToken], given: str | None) 
     try:
         written = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
     except (TemplateError, TypeError) as error:
-        problem = f"it cannot be read, or refuses a question about an image ({printable(error)})"
+        problem = f"it cannot be read, or refuses a question about an image ({error})"
     else:
-        problem = f"it writes {written.count(image)} times {printable(image)} for one image"
+        problem = f"it writes {written.count(image)} times {image} for one image"
         if written.count(image) == 1:
             return template
     raise ConfigError(f"--chat-template: {problem}; correct it, or leave the option out.")

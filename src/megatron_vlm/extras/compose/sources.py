@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vlm.checks.paths import folder_problems
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.messages import suggestion
 from megatron_vlm.signatures import unparsable_files, unreadable_files
 from megatron_vlm.supported import QUANTISED, any_config, resolve
 from megatron_vlm.weight_files import tensors_of
@@ -99,7 +99,7 @@ def tower_config(path: str | Path, named: str = "--tower") -> dict[str, Any]:
         remedy = f"give the checkpoint of one of {', '.join(TOWERS)}, alone or in a whole model"
         if model_type in LANGUAGE_MODELS:
             remedy = "it is a language model: give it as --language-model"
-        raise ConfigError(f"{named}: no tower, its model type is {printable(repr(model_type))}; {remedy}.")
+        raise ConfigError(f"{named}: no tower, its model type is {model_type!r}; {remedy}.")
     _refuse_quantised(named, config, tower)
     return tower
 
@@ -113,14 +113,12 @@ def language_config(path: str | Path, named: str = "--language-model") -> dict[s
         if model_type in (*TOWERS, *WITH_TEXT_HALF):
             remedy = "it is a vision model: give it as --tower"
         raise ConfigError(
-            f"{named}: no language model that can be composed, its model type is "
-            f"{printable(repr(model_type))}; {remedy}."
+            f"{named}: no language model that can be composed, its model type is {model_type!r}; {remedy}."
         )
     architectures = config.get("architectures") or [LANGUAGE_MODELS[model_type]]
     if LANGUAGE_MODELS[model_type] not in architectures:
         raise ConfigError(
-            f"{named}: its config.json names {printable(architectures)}; give a "
-            f"{LANGUAGE_MODELS[model_type]}."
+            f"{named}: its config.json names {architectures}; give a {LANGUAGE_MODELS[model_type]}."
         )
     _refuse_quantised(named, config)
     return config
@@ -141,7 +139,7 @@ def named_tokens(pairs: Iterable[str]) -> dict[str, str]:
     for pair in pairs:
         role, _, token = pair.partition("=")
         if role not in ROLES:
-            raise ConfigError(f"--token {pair}: {printable(role)} is no role{suggestion(role, ROLES)}")
+            raise ConfigError(f"--token {pair}: {role} is no role{suggestion(role, ROLES)}")
         if not token or token != token.strip():
             what = "spaces around the token" if token.strip() else "no token"
             raise ConfigError(f"--token {pair}: {what}; write ROLE=TOKEN, as {role}=<|{role}|>.")

@@ -12,7 +12,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable
 from megatron_vlm.models.weights.files import HFCheckpoint, hub_name
 from megatron_vlm.models.weights.shards import SafetensorsFile, Stored, name_shards, split
 from megatron_vlm.models.weights.ties import differ
@@ -40,7 +39,7 @@ def is_tied(language: HFCheckpoint, asked: bool) -> bool:
     """Whether the output layer is the embedding: config.json asks for it, and the weights do not deny it."""
     if EMBEDDING_KEY not in language.files:
         raise ConfigError(
-            f"--language-model {printable(language.folder)}: its weights lack {EMBEDDING_KEY}; give the "
+            f"--language-model {language.folder}: its weights lack {EMBEDDING_KEY}; give the "
             "checkpoint of a whole language model."
         )
     return asked and not (HEAD_KEY in language.files and differ(language, EMBEDDING_KEY, HEAD_KEY))
@@ -75,8 +74,8 @@ def sources_of(
         used = {copied.key for copied in sources.values() if copied and copied.source is source}
         if unused := sorted(key for key in keys if key not in used and not key.startswith(POOLING)):
             raise ConfigError(
-                f"{option} {printable(source.folder)}: its weights hold {len(unused)} tensors that its "
-                f"config.json does not ask for, such as {printable(unused[0])}; put config.json and weights "
+                f"{option} {source.folder}: its weights hold {len(unused)} tensors that its "
+                f"config.json does not ask for, such as {unused[0]}; put config.json and weights "
                 "of the same model into that folder."
             )
     return sources
@@ -86,7 +85,7 @@ def _copied(option: str, source: HFCheckpoint, key: str, shape: tuple[int, ...])
     stored = source.shape(key) if key in source.files else "missing"
     if stored != list(shape):
         raise ConfigError(
-            f"{option} {printable(source.folder)}: {key} is {stored} in its weights and {list(shape)} by its "
+            f"{option} {source.folder}: {key} is {stored} in its weights and {list(shape)} by its "
             "config.json; put config.json and weights of the same model into that folder."
         )
     return Copied(source, key)

@@ -15,7 +15,7 @@ from transformers.utils.logging import set_verbosity_error
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, write_whole
-from megatron_vlm.messages import printable, reading
+from megatron_vlm.messages import reading
 
 SETTINGS_FILE = "tokenizer_config.json"
 WITHOUT_PACKAGE = ("tokenizer.json", "vocab.json", "tekken.json")  # files that Transformers reads by itself
@@ -30,7 +30,7 @@ def open_tokenizer(folder: Path) -> Any:
     set_verbosity_error()
     if not any((folder / name).is_file() for name in WITHOUT_PACKAGE) and not find_spec("sentencepiece"):
         raise ConfigError(
-            f"--language-model {printable(folder)}: its tokenizer.model needs the package sentencepiece, "
+            f"--language-model {folder}: its tokenizer.model needs the package sentencepiece, "
             "which is not installed; pip install sentencepiece, or put the model's tokenizer.json there."
         )
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -9,7 +9,6 @@ from typing import Any
 from tokenizers import AddedToken
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable
 
 # Spellings of published tokenizers: Qwen's, Llama's, Mistral's, LFM2's, and those that other models took over
 KNOWN = {
@@ -100,7 +99,7 @@ def _collisions(tokenizer: Any, tokens: Mapping[str, str]) -> Iterator[tuple[str
             yield role, f"is the token of {other} already"
     for (role, token), (other, outer) in permutations(tokens.items(), 2):
         if token in outer:  # processors count the image token in text
-            yield role, f"is part of {printable(outer)}, the token of {other}"
+            yield role, f"is part of {outer}, the token of {other}"
     for role, token in tokens.items():
         for name in ("bos_token", "eos_token", "unk_token"):
             may_be = role in NAMED and (role, name) != ("pad", "bos_token")
@@ -117,13 +116,13 @@ def _only_id(tokenizer: Any, role: str, token: str) -> int:
     if tokenizer.encode(text, add_special_tokens=False).count(first) != text.count(token):
         raise ConfigError(_remedied(role, token, f"is not found in {text!r}"))
     if others := {name for name, i in tokenizer.get_vocab().items() if i == first} - {token}:
-        raise ConfigError(_remedied(role, token, f"gets the id {first}, which {printable(min(others))} has"))
+        raise ConfigError(_remedied(role, token, f"gets the id {first}, which {min(others)} has"))
     return first
 
 
 def _remedied(role: str, token: str, what: str) -> str:
     return (
-        f"special token of role {role}: {printable(token)} {what}; give another, one that the tokenizer "
+        f"special token of role {role}: {token} {what}; give another, one that the tokenizer "
         f"lacks or reserves: --token '{role}=<|{role}|>'."
     )
 
@@ -136,7 +135,7 @@ def refuse_beyond(tokenizer: Any, assigned: Iterable[RoleToken], rows: int) -> N
         token, highest = max(beyond.items(), key=lambda item: item[1])
         raise ConfigError(
             f"the tokenizer has {len(beyond)} tokens beyond the {rows} rows of the language model's "
-            f"embedding, such as {printable(token)} (id {highest}); put the tokenizer of that very model "
+            f"embedding, such as {token} (id {highest}); put the tokenizer of that very model "
             "into its folder."
         )
 

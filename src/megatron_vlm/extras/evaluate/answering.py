@@ -26,7 +26,6 @@ from megatron_vlm.extras.evaluate.metrics import Judged, Metric, Score
 from megatron_vlm.extras.grounding.boxes import Boxes
 from megatron_vlm.generation.generate import generate, reply_text
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 
@@ -90,7 +89,7 @@ def open_questions(
         name, rows = HFProvider(data).valid_rows(encoder) or ("", None)
     if rows is None:
         raise ConfigError(
-            f"evaluate: {printable(data.train_data_path)} has no rows that are held out; give DATA, or set "
+            f"evaluate: {data.train_data_path} has no rows that are held out; give DATA, or set "
             "data.valid_data_path or data.validation_share."
         )
     places = np.arange(len(rows)) if is_energon else np.sort(rows.table.rows_of(0, 0))

@@ -11,7 +11,7 @@ from megatron_vlm.commands import arguments
 from megatron_vlm.commands.program import on_disk, start_ranks
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable_lines
+from megatron_vlm.messages import join_lines, printable
 from megatron_vlm.overrides import apply_overrides
 
 NAMES = ("exact_match", "contained", "anls", "boxes")  # of metrics, whose file is slow to import
@@ -61,7 +61,7 @@ def evaluate(
 
     with watchdog.watching(output, config.train.hang_seconds):
         for line in evaluate_model(config, metrics, output, samples, max_new_tokens):
-            typer.echo(printable_lines(line))
+            typer.echo(printable(line))
 
 
 def _with_data(config: RunConfig, data: str | None) -> RunConfig:
@@ -75,5 +75,5 @@ def _with_data(config: RunConfig, data: str | None) -> RunConfig:
     held_out["data.dataset_type"] = "energon" if is_energon(data) else "hf"
     config = apply_overrides(config, held_out)
     if problems := list(data_problems(config.data.dataset_type, "DATA", data)):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(join_lines(problems))
     return config

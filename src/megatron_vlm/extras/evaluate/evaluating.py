@@ -23,7 +23,6 @@ from megatron_vlm.extras.evaluate.metrics import METRICS, Metric
 from megatron_vlm.extras.pages import render
 from megatron_vlm.extras.preview.rows import seen_pictures, with_shapes
 from megatron_vlm.files import open_to_write, read_file, read_text, write_whole
-from megatron_vlm.messages import printable
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import lock
@@ -64,7 +63,7 @@ def evaluate_model(
         result = scored(records, metrics, questions.boxes)
         title = config.name if config.run_dir != MISSING else config.model.hf_path
         _write(output, title, questions, source, records, result)
-        yield f"{len(records)} questions of {printable(questions.name)}"
+        yield f"{len(records)} questions of {questions.name}"
         yield from result.lines()
         yield f"wrote {output}/answers.jsonl, scores.json and answers.html"
     setup.shutdown()

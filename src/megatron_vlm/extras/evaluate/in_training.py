@@ -18,7 +18,6 @@ from megatron_vlm.extras.evaluate.answering import Record, answers, open_questio
 from megatron_vlm.extras.evaluate.metrics import Score, metric_of
 from megatron_vlm.files import write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable
 from megatron_vlm.parallel import setup
 
 
@@ -68,7 +67,7 @@ class Scoring(Callback):
                 reasons = "; ".join(scored(records, {name: metric}, self._questions.boxes).lines())
                 raise ConfigError(
                     f"train.score_metric: {name} scores none of the {len(records)} questions of "
-                    f"{printable(self._questions.name)}: {printable(reasons)}; correct them, or change it."
+                    f"{self._questions.name}: {reasons}; correct them, or change it."
                 )
             figures |= {f"{SCORE}{figure}": 0.0 for figure in scores}
         if self._config.train.best_is_score:

@@ -21,7 +21,6 @@ from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.extras.evaluate.answering import AT_ONCE, of_any_length
 from megatron_vlm.generation.generate import generate, reply_text
-from megatron_vlm.messages import printable
 from megatron_vlm.parallel import setup
 
 MOST_TOKENS = 1024  # of an answer to a task that does not say
@@ -91,7 +90,7 @@ class MegatronVLM(lmms):
             sample = make_sample(conversation, images, videos, __key__="", __restore_key__=())
             return json.dumps(kwargs), self._encoder.question(sample).prompt
         except Exception as error:  # noqa: BLE001 - another rank would wait for this one
-            return f"lmms-eval: {task}, document {number}: {printable(error)}", None
+            return f"lmms-eval: {task}, document {number}: {error}", None
 
     def _answers(self, kwargs: dict[str, Any], prompts: dict[int, Prompt]) -> dict[int, str]:
         settings, until = generation_settings(kwargs)

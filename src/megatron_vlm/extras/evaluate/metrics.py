@@ -15,7 +15,7 @@ import numpy as np
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.files import calling, object_of
-from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.messages import suggestion
 
 ANLS_THRESHOLD = 0.5
 Box = Sequence[float]  # x and y of two corners
@@ -133,13 +133,13 @@ def metric_of(name: str) -> Metric:
     if match := re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", name):
         return _users_metric(Path(match[1]), match[2])
     if name not in METRICS:
-        raise ConfigError(f"metric {printable(name)}: there is none{suggestion(name, METRICS)}")
+        raise ConfigError(f"metric {name}: there is none{suggestion(name, METRICS)}")
     return METRICS[name]
 
 
 def _users_metric(file: Path, name: str) -> Metric:
     """A metric that calls `name(answer, references, question)`, which returns what a metric returns."""
-    place = f"metric {printable(file)}:{name}"
+    place = f"metric {file}:{name}"
     function = object_of(place, file, name)
     if not callable(function):
         raise ConfigError(f"{place}: the file has no function of this name.")
@@ -150,7 +150,7 @@ def _users_metric(file: Path, name: str) -> Metric:
             figures = result if isinstance(result, Mapping) else {name: result}
             numbers = {figure: float(value) for figure, value in figures.items()}
         if not all(map(math.isfinite, numbers.values())):
-            raise ConfigError(f"{place}: it returned {printable(repr(result))}; return finite numbers.")
+            raise ConfigError(f"{place}: it returned {result!r}; return finite numbers.")
         return numbers
 
     metric.higher_is_better = getattr(function, "higher_is_better", True)

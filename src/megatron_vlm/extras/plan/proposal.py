@@ -114,7 +114,7 @@ def _write(file: Path, text: str) -> None:
     settings = text.partition("\n")[2]
     if file.exists() and read_text(file).partition("\n")[2] != settings:
         raise ConfigError(
-            f"{printable(file)} holds another recipe; go on with that by --config {printable(file)}, "
+            f"{file} holds another recipe; go on with that by --config {file}, "
             "remove it, or give another --run_dir."
         )
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def replay(
     for row in logged:
         for number, keys in enumerate(row["keys"]):
             place = f"rank {row['rank']} · micro batch {row['micro_batch']} · row {number}"
-            typer.echo(f"{place}: {', '.join(map(printable, keys))}")
+            typer.echo(printable(f"{place}: {', '.join(keys)}"))
     if output is None:
         return
 

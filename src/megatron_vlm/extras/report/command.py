@@ -28,4 +28,4 @@ def report(
     from megatron_vlm.extras.report.page import report_page
 
     write_output(page, report_page([read_history(folder) for folder in run_dirs]))
-    typer.echo(f"wrote {printable(page)}")
+    typer.echo(printable(f"wrote {page}"))

@@ -88,7 +88,7 @@ def read_history(folder: Path, running: bool | None = None, ended_by: str = "") 
     """
     file = folder / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{printable(folder)} holds no run, as it has no config.yaml; give a run folder.")
+        raise ConfigError(f"{folder} holds no run, as it has no config.yaml; give a run folder.")
     settings = flatten(load_yaml(read_text(file), str(file)))
     metrics = _rows(folder / "metrics.jsonl")
     rows = [{name: value for name, value in row.items() if value is not None} for row in metrics]

@@ -16,7 +16,7 @@ from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import naming, read_file, sync, write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import join_lines
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder.checkpoint_files import STATE, checksum_problems, read_state, size_problems
@@ -40,8 +40,7 @@ def restore(config: RunConfig) -> str:
         StoreError: The store fails.
     """
     url, run_dir = str(stores.folder(config.train.upload_to)), Path(config.run_dir).absolute()
-    shown = printable(url)
-    watchdog.beat(f"looking for checkpoints in {shown}", files=True)
+    watchdog.beat(f"looking for checkpoints in {url}", files=True)
     with naming(run_dir), stores.at(url) as (client, root):
         complete = complete_steps(client, root)
         local = run_folder.complete_checkpoints(run_dir)
@@ -59,11 +58,11 @@ def restore(config: RunConfig) -> str:
         for name in reversed(complete):
             problem = _fetch_checkpoint(client, f"{root}/checkpoints/{name}", run_dir)
             if problem is None:
-                return "\n".join([*lines, f"train.upload_to: fetched {name} of {shown}"])
+                return join_lines([*lines, f"train.upload_to: fetched {name} of {url}"])
             # It counts no longer, or the next start would take the run folder for one that is behind.
             client.delete(f"{root}/checkpoints/{name}/{STATE}")
-            lines.append(f"train.upload_to: {name} of {shown} is damaged, and is left out: {problem}")
-    raise ConfigError("\n".join([*lines, "no checkpoint of the store is whole; give another upload_to."]))
+            lines.append(f"train.upload_to: {name} of {url} is damaged, and is left out: {problem}")
+    raise ConfigError(join_lines([*lines, "no checkpoint of the store is whole; give another upload_to."]))
 
 
 def complete_steps(client: Any, root: str) -> list[str]:
@@ -80,9 +79,9 @@ def _check_same_run(client: Any, root: str, config: RunConfig, local: list[str],
         run_folder.check_model("train.upload_to", url, content, config.model.hf_path)
     fact = ""
     if local and local[-1] < newest:
-        fact = f"{printable(url)} has {newest}, and {printable(run_dir)} only {local[-1]}"
+        fact = f"{url} has {newest}, and {run_dir} only {local[-1]}"
     if local and _holds_another_run(client, root, run_dir):
-        fact = f"{printable(url)} holds another run than {printable(run_dir)}"
+        fact = f"{url} holds another run than {run_dir}"
     if fact:
         remedy = "give a new run_dir to go on from the store, or another upload_to"
         raise ConfigError(f"train.upload_to: {fact}; {remedy}.")
@@ -104,7 +103,7 @@ def _fetch_checkpoint(client: Any, path: str, run_dir: Path) -> str | None:
     for entry in entries:
         name = entry.key.removeprefix(f"{path}/")
         if FILE_NAME.fullmatch(name):
-            watchdog.beat(f"fetching {printable(path)}", files=True)
+            watchdog.beat(f"fetching {path}", files=True)
             client.download_file(entry.key, str(partial / name))
             sync(partial / name)
     try:
@@ -155,7 +154,7 @@ class Uploads(Callback):
         """Wait until all is in the store, or the last try has failed."""
         self._steps.put(None)
         while self._thread.is_alive():
-            watchdog.beat(f"copying to {printable(self._url)}")
+            watchdog.beat(f"copying to {self._url}")
             self._thread.join(1)
 
     def _copy_saves(self) -> None:
@@ -176,7 +175,7 @@ class Uploads(Callback):
 
     def _copy_up_to(self, step: int, client: Any, root: str) -> None:
         if complete_steps(client, root) and _holds_another_run(client, root, self._run_dir):
-            raise ValueError(f"{printable(self._url)} holds another run; give each run its own address.")
+            raise ValueError(f"{self._url} holds another run; give each run its own address.")
         # A run that goes on from a checkpoint needs the files of the run and the earlier exports.
         for file in (file for pattern in RUN_FILES for file in self._run_dir.glob(pattern)):
             client.write(f"{root}/{file.relative_to(self._run_dir)}", read_file(file))

@@ -22,7 +22,7 @@ from megatron_vlm import weight_files
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules.peft_config import CONFIG, LAYERS, MOST_BYTES, READ, with_peft_settings
 from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
-from megatron_vlm.messages import printable, reading
+from megatron_vlm.messages import reading
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
 from megatron_vlm.models.weights.exporting import from_every_stage, write_chat_template
 from megatron_vlm.models.weights.files import hub_name
@@ -41,13 +41,10 @@ def notes_of_start(config: RunConfig) -> Iterator[str]:
     if start is None:
         return
     if Path(start) == of_run(config.run_dir):
-        yield f"adapter.start: the run has its own copy, {printable(start)}, and reads no other folder"
+        yield f"adapter.start: the run has its own copy, {start}, and reads no other folder"
     named = json.loads(read_file(Path(start) / CONFIG, MOST_BYTES)).get("base_model_name_or_path")
     if named and Path(str(named)).name != Path(base).name:
-        yield (
-            f"adapter.start: {printable(start)} says that it was trained on {printable(named)}; here "
-            f"it adapts {printable(base)}"
-        )
+        yield f"adapter.start: {start} says that it was trained on {named}; here it adapts {base}"
 
 
 @reading("start")
@@ -74,7 +71,7 @@ def load_adapters(
     file = Path(start) / WEIGHTS
     if not file.is_file():
         raise ConfigError(
-            f"adapter.start: {printable(start)} has no {WEIGHTS}; save the adapter as safetensors, as "
+            f"adapter.start: {start} has no {WEIGHTS}; save the adapter as safetensors, as "
             "pickles are not read."
         )
     weight_files.header(file)  # refuses what is cut short
@@ -84,7 +81,7 @@ def load_adapters(
             try:
                 _fill(chunk, stored, names)
             except ValueError as error:
-                raise ConfigError(f"adapter.start: {printable(file)}: {error}") from error
+                raise ConfigError(f"adapter.start: {file}: {error}") from error
     if run_dir is not None:
         on_first_rank(keep, run_dir, [file.with_name(CONFIG), file])
 
@@ -124,9 +121,9 @@ def _names_in_file(file: Path, stored: list[str], chunk: MegatronModule, renames
     for keys, what in ((wanted - names.keys(), "lacks"), (unexpected, "has, and the model does not,")):
         if keys:
             raise ConfigError(
-                f"adapter.start: {printable(file)} {what} {len(keys)} tensors, such as "
-                f"{printable(min(keys))}; do its {CONFIG} and the model belong together, and does "
-                f"{printable(min(stored, default=''))} begin as peft's names do, with {PREFIX}?"
+                f"adapter.start: {file} {what} {len(keys)} tensors, such as "
+                f"{min(keys)}; do its {CONFIG} and the model belong together, and does "
+                f"{min(stored, default='')} begin as peft's names do, with {PREFIX}?"
             )
     return names
 

@@ -11,7 +11,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.messages import printable
 from megatron_vlm.models.adapters.experts import AdaptedExperts, ExpertLora
 from megatron_vlm.models.adapters.lora import Adapted, Lora
 from megatron_vlm.models.adapters.targets import SavedModule, Target
@@ -84,12 +83,12 @@ def check_same(path: Path, saved: list[str] | None, now: list[str] | None) -> No
         why = f"holds {held}, and this run trains {wanted}; set adapter.* as it was, or give another run_dir."
     elif saved[0] != now[0]:
         why = (
-            f"holds adapters of a base model with fingerprint {printable(saved[0])}, and model.hf_path has "
+            f"holds adapters of a base model with fingerprint {saved[0]}, and model.hf_path has "
             f"{now[0]}; give the checkpoint on which they were trained, or another run_dir."
         )
     else:
         why = "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
-    raise ConfigError(f"checkpoint: {printable(path)} {why}")
+    raise ConfigError(f"checkpoint: {path} {why}")
 
 
 def saved_weights(chunk: MegatronModule) -> Iterator[tuple[SavedModule, Tensor]]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.config_rules.patterns import matching
-from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.messages import suggestion
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.weights.files import hub_name
 from megatron_vlm.models.weights.rules import Rule, Vocabulary, WeightMap, find_weight
@@ -128,9 +128,7 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
             of_experts = [rule for rule in weight_map.rules if rule.rows and rule.block is None]
             fused = {"experts." + key.rpartition(".")[2] for rule in of_experts for key in rule.hf}
             known = suggestion(name, sorted(fused)) if fused else ", whose family has no routed experts"
-            raise ConfigError(
-                f"adapter.target_parameters: {printable(name)} fits no parameter of the model{known}"
-            )
+            raise ConfigError(f"adapter.target_parameters: {name} fits no parameter of the model{known}")
     return list(targets.values())
 
 
@@ -146,7 +144,7 @@ def find_whole(adapter: AdapterConfig, description: Description) -> dict[str, Sa
     for end in names:
         if not fitting([end], named):
             known = suggestion(end, sorted({name.rpartition(".")[2] for name in modules}))
-            raise _refused(f"{printable(end)} fits no module of the model{known}")
+            raise _refused(f"{end} fits no module of the model{known}")
     for name in modules:  # peft compares letters, not whole parts of names
         if name.endswith(tuple(names)) and name not in named:
             raise _refused(f"peft would take {name}, too, which ends alike; give longer or whole names.")
@@ -243,7 +241,7 @@ def _by_pattern(key: str, patterns: dict[str, float], default: float, modules: l
         left = [name for name in modules if name not in values]
         if not (found := matching(rf"(.*\.)?({pattern})$", left, "match")):
             known = suggestion(pattern, _endings(modules))
-            raise ConfigError(f"{key}: {printable(pattern)} fits no module that has an adapter{known}")
+            raise ConfigError(f"{key}: {pattern} fits no module that has an adapter{known}")
         values |= dict.fromkeys(found, value)
     return [values.get(name, default) for name in modules]
 
@@ -256,10 +254,9 @@ def _check_names(key: str, names: str | list[str], modules: Iterable[str], linea
         known = [*_endings(linears), *linears] if "." in name else _endings(linears)
         known = suggestion(name, known + [ALL_LINEAR] * is_regex)
         how = (
-            f" A regex fits whole names, such as {linears[0]}; give ends of names as a list: "
-            f"{key}=[{printable(name)}]."
+            f" A regex fits whole names, such as {linears[0]}; give ends of names as a list: {key}=[{name}]."
         )
-        raise ConfigError(f"{key}: {printable(name)} fits no module of the model{known}{how * is_regex}")
+        raise ConfigError(f"{key}: {name} fits no module of the model{known}{how * is_regex}")
 
 
 def _endings(modules: Iterable[str]) -> list[str]:

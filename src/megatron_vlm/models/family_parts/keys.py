@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import join_lines, shorten
 
 NAMES = ("", "text_config", "vision_config")  # of the sections of config.json; "" is its top level
 
@@ -81,11 +81,9 @@ def check(model_type: str, sections: Sections, hf_config: Any) -> None:
         problems = _problems(section, config) if section else [_unknown(choices, config)]
         lines += [f"  {prefix}{problem}" for problem in problems]
     if lines:
-        raise ValueError(
-            f"config.json of this {model_type} checkpoint asks for what is not supported:\n"
-            + "\n".join(lines)
-            + "\nThe trained model would not be Transformers'; docs/configs.md lists what is supported."
-        )
+        fact = f"config.json of this {model_type} checkpoint asks for what is not supported:"
+        remedy = "The trained model would not be Transformers'; docs/configs.md lists what is supported."
+        raise ValueError(join_lines([fact, *lines, remedy]))
 
 
 def drop_unknown_keys(sections: Sections, whole: Any) -> Any:
@@ -167,12 +165,12 @@ def _rope_problems(section: Section, config: Any) -> Iterator[str]:
 
 
 def _problem(key: str, value: Any, supported: str) -> str:
-    return f"{printable(key)} is {as_json(value)}; supported: {supported}"
+    return f"{key} is {as_json(value)}; supported: {supported}"
 
 
 def as_json(value: Any) -> str:
     """The value as in config.json, shortened if it is long."""
-    return printable(json.dumps(value, default=str, ensure_ascii=False), 60)
+    return shorten(json.dumps(value, default=str, ensure_ascii=False))
 
 
 # --- values ------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from transformers import CONFIG_MAPPING
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import copy_file, read_text, write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
@@ -169,7 +168,7 @@ def copy_side_files(source: Path, output: Path) -> None:
         if file.suffix in {".json", ".jinja", ".model", ".txt"} and not is_index:
             if not homes & {*file.resolve().parents}:
                 raise ConfigError(
-                    f"{printable(file)} leads out of its folder, to {printable(file.resolve())}; put a copy "
+                    f"{file} leads out of its folder, to {file.resolve()}; put a copy "
                     "of that file there, or remove the link."
                 )
             copy_file(file, output / file.name)

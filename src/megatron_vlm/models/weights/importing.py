@@ -12,7 +12,7 @@ from torch import distributed as dist
 from tqdm import tqdm
 
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable, reading
+from megatron_vlm.messages import reading
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
@@ -69,7 +69,7 @@ class Load:
             if key not in checkpoint.files:
                 raise ValueError(
                     f"{checkpoint.folder}: lacks {key!r}: {what}; is the download complete, and does a name "
-                    f"such as {printable(min(checkpoint.files, default=''))} begin as the hub's do?"
+                    f"such as {min(checkpoint.files, default='')} begin as the hub's do?"
                 )
             stored = checkpoint.shape(key)
             if not self.rule.fits(stored, needed):
