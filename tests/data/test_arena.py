@@ -6,12 +6,10 @@ import os
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
 
 import psutil
 import pytest
 import torch
-from garbage import garbage_that_aborts
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.data.accounts.drops import DropReport
@@ -90,13 +88,6 @@ def test_places_are_used_again(loader):
     assert arena.taken.sum() == 0 and (used > 0).sum() < PLACES
 
 
-def test_a_tensor_outlives_its_loader(loader):
-    sample = next(iter(loader))
-    del loader
-    gc.collect()
-    assert equal(sample, 0)
-
-
 def test_a_forked_process_lets_go_of_nothing(loader):
     """As a worker of another loader does, which was forked while a batch was trained on."""
     sample = next(iter(loader))
@@ -145,20 +136,6 @@ def test_a_result_that_cannot_be_sent_ends_the_loader(capfd):
     assert "cannot pickle '_thread.lock'" in capfd.readouterr().err
 
 
-class Tidy(Numbered):
-    def __getitem__(self, number):
-        gc.collect()
-        return super().__getitem__(number)
-
-
-def test_a_worker_leaves_the_garbage_of_its_parent_alone():
-    """Much of it was made to be ended once, by the process that made it."""
-    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
-    loader = through_arenas(DataLoader(Tidy(), batch_size=None, **workers))
-    with garbage_that_aborts():
-        assert all(equal(sample, number) for number, sample in enumerate(loader))
-
-
 class Crashing(Numbered):
     def __getitem__(self, number):
         return os.abort() if number == 5 else super().__getitem__(number)
@@ -174,23 +151,6 @@ def test_a_worker_that_crashes_prints_its_stacks(capfd):
             next_or_too_many_drops(batches, DropReport(), loader)
     close_loader(loader)
     assert "__getitem__" in capfd.readouterr().err.partition("Fatal Python error: Aborted")[2]
-
-
-def test_a_closed_loader_closes_no_pipe_any_more(monkeypatch):
-    """While a thread closes a pipe, a forked worker would inherit that and close its own."""
-
-    def slowly(connection, close=Connection._close):
-        close(connection)
-        time.sleep(0.3)
-
-    before = set(threading.enumerate())  # another test may have left a loader to the garbage collector
-    monkeypatch.setattr(Connection, "_close", slowly)
-    workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
-    loader = DataLoader(Numbered(), batch_size=None, **workers)
-    next(iter(loader))
-    close_loader(loader)
-    left = set(threading.enumerate()) - before
-    assert not [thread for thread in left if thread.name == "QueueFeederThread"]
 
 
 def test_workers_end_with_their_parent_also_stopped_ones(loader):
@@ -212,12 +172,6 @@ def test_workers_end_with_their_parent_also_stopped_ones(loader):
     for worker in alive:
         worker.kill()
     assert not alive
-
-
-def test_without_workers_nothing_changes():
-    loader = through_arenas(DataLoader(Numbered(), batch_size=None))
-    assert loader.worker_init_fn is None
-    assert all(equal(sample, number) for number, sample in enumerate(loader))
 
 
 def test_two_threads_of_a_worker_never_write_to_one_place():

@@ -14,7 +14,7 @@ from megatron_vlm.data.encode.chat_template import names_read, set_chat_template
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.generation_prompt import processor_outputs
-from megatron_vlm.models.hf import Source, load_processor
+from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights.exporting import write_chat_template
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from tiny.checkpoints import TINY_FAMILIES
@@ -78,31 +78,6 @@ def test_ids_are_those_of_transformers_with_template_and_values(processors, name
     assert compared > 5
 
 
-def test_a_value_is_a_default_that_whoever_renders_may_change(processors):
-    processor = processors("qwen3_vl")
-    set_chat_template(processor, (FOLDER / "qwen3_5_think.jinja").read_text(), {"enable_thinking": False})
-    asked, options = CONVERSATIONS["one turn"][:1], {"tokenize": False, "add_generation_prompt": True}
-    assert "</think>" in processor.apply_chat_template(asked, **options)
-    assert "</think>" not in processor.apply_chat_template(asked, **options, enable_thinking=True)
-
-
-@pytest.mark.parametrize("value", ['it\'s "so" \\ {{ no }}\n é 🙂', -3, 0.1, True])
-def test_a_value_of_any_type_arrives_as_it_is(processors, value):
-    processor = processors("qwen3_vl")
-    set_chat_template(processor, "  {{ messages[0].content ~ value is string ~ value }}", {"value": value})
-    written = processor.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    assert written == f"  a{isinstance(value, str)}{value}"
-
-
-@pytest.mark.parametrize(
-    "name", ["enable_thinkin", "messages", "add_generation_prompt", "eos_token", "namespace"]
-)
-def test_a_value_that_the_template_does_not_read_is_refused(processors, name):
-    text = (FOLDER / "qwen3_5_think.jinja").read_text()
-    with pytest.raises(ConfigError, match=f"kwargs.{name}: .* it reads add_vision_id, enable_thinking"):
-        set_chat_template(processors("qwen3_vl"), text, {name: True})
-
-
 # ---- the settings -----------------------------------------------------------------------------------------
 
 
@@ -126,11 +101,6 @@ def test_a_run_keeps_the_text_of_the_file_and_the_types_of_values(tmp_path):
     file.write_text("no template")
     with pytest.raises(ConfigError, match=r"data.chat_template: .*a.jinja has no \{\{"):
         apply_overrides(config, [f"data.chat_template={file}"])
-
-
-def test_a_line_of_the_template_that_is_not_jinja_is_named(tiny_gemma3):
-    with pytest.raises(ConfigError, match=r"data.chat_template: line 2 is not Jinja \("):
-        load_processor(tiny_gemma3, DataConfig(chat_template="{{ messages }}\n{% for a in %}"))
 
 
 # ---- resume and export ------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 import json
 
-import numpy as np
 import pytest
 from samples import clean
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.chatml.turns import is_trained
@@ -43,64 +41,12 @@ def test_the_argument_is_not_changed():
     assert json.dumps(record) == before
 
 
-OTHER = [*OPENAI[:1], {"role": "assistant", "content": "A dog."}]
-TWICE = {
-    "wrappers": ({"conversations": SHAREGPT, "messages": OTHER}, "conversations and messages are two names"),
-    "roles": ([{"role": "user", "from": "gpt", "value": "x"}], "turn 0: role and from are two names"),
-    "texts": ([{"role": "user", "content": "x", "value": "y"}], "turn 0: content and value are two names"),
-    "weights": (
-        [{"role": "user", "content": "", "loss": True, "weight": 0.5}],
-        "loss and weight, which differ",
-    ),
-    "system": (
-        {"system": "Be short.", "messages": [{"role": "system", "content": "Be long."}, *OTHER]},
-        "system and the system turn differ",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TWICE)
-def test_a_field_with_two_values_is_refused(name):
-    record, text = TWICE[name]
-    with pytest.raises(BadSample, match=text) as bad:
-        parse_record(record)
-    assert bad.value.reason == "bad_conversation"
-
-
-def test_a_name_and_a_number_are_no_role_and_no_content():
-    turns = [
-        {"role": "user", "from": "Bob", "content": "x"},
-        {"role": "assistant", "content": "y", "value": 0.7},
-    ]
-    messages = parse_record(turns).messages
-    assert [(message["role"], message["content"][0]["text"]) for message in messages] == [
-        ("user", "x"),
-        ("assistant", "y"),
-    ]
-
-
-def test_a_field_under_two_names_may_have_one_value():
-    both = [turn | {"role": turn["from"].upper(), "content": turn["value"]} for turn in SHAREGPT]
-    both[1] |= {"role": "assistant", "loss": True, "weight": 1.0}
-    system = {"role": "system", "content": "Be short."}
-    record = {"messages": [system, *both], "conversations": None, "conversation": [], "system": "Be short."}
-    messages = parse_record(record).messages
-    assert [message["content"] for message in messages[1:]] == [each["content"] for each in EXPECTED]
-    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
-
-
 def test_system_and_tools_beside_the_turns():
     tool = {"type": "function", "function": {"name": "look"}}
     conversation = parse_record({"messages": SHAREGPT, "system": "Be brief.", "tools": json.dumps([tool])})
     messages, tools = conversation.messages, conversation.tools
     assert messages == [{"role": "system", "content": [text("Be brief.")]}, *EXPECTED]
     assert tools == [tool]
-
-
-def test_other_keys_of_a_turn_pass_through():
-    call = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
-    messages = parse_record([{"role": "assistant", "content": None, "tool_calls": call}]).messages
-    assert messages == [{"role": "assistant", "content": [], "tool_calls": call}]
 
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "cat"}}}
@@ -136,15 +82,6 @@ def test_roles_of_other_frameworks(names):
     ]
 
 
-def test_neighbouring_calls_become_one_turn():
-    call = {"role": "tool_call", "content": json.dumps(CALLED)}
-    both = {"role": "function_call", "content": json.dumps([CALLED, CALLED])}
-    messages = parse_record([{"role": "assistant", "content": "I look."}, call, both]).messages
-    assert messages == [{"role": "assistant", "content": [text("I look.")], "tool_calls": [CALL] * 3}]
-    with pytest.raises(BadSample, match="turn 1: its loss 0.0 differs from 1.0"):
-        parse_record([call | {"loss": True}, call | {"loss": False}])
-
-
 @pytest.mark.parametrize(
     "written",
     [
@@ -160,15 +97,6 @@ def test_calls_as_openai_writes_them(written):
     assert messages == [{"role": "assistant", "content": [], "tool_calls": [CALL]}]
 
 
-def test_tags_of_llama_factory_for_calls_and_observations():
-    tags = {"role_tag": "who", "content_tag": "said", "function_tag": "f", "observation_tag": "o"}
-    columns = Columns(tags=tags)
-    turns = [{"who": "f", "said": json.dumps(CALLED)}, {"who": "o", "said": "black"}]
-    messages = parse_record(columns({"messages": turns})).messages
-    assert [message["role"] for message in messages] == ["assistant", "tool"]
-    assert messages[0]["tool_calls"] == [CALL]
-
-
 @pytest.mark.parametrize("name", ["tools", "functions"])
 @pytest.mark.parametrize("write", [list, json.dumps, lambda tools: [*map(json.dumps, tools)]])
 def test_tools_in_any_form(name, write):
@@ -177,11 +105,6 @@ def test_tools_in_any_form(name, write):
     conversation = parse_record(record | {"image": "a.png"})
     assert (conversation.messages, conversation.tools) == (EXPECTED, [tool])
     assert parse_record(conversation.stored()).stored() == conversation.stored()
-
-
-def test_system_as_parts():
-    messages = parse_record({"messages": SHAREGPT, "system": [text("Be "), text("brief.")]}).messages
-    assert messages[0] == {"role": "system", "content": [text("Be brief.")]}
 
 
 def test_placeholders_become_parts_in_their_place():
@@ -200,36 +123,6 @@ def test_placeholders_become_parts_in_their_place():
 def test_placeholder_text_elsewhere_stays_text(turn):
     messages = parse_record([turn]).messages
     assert messages[0]["content"][-1] == text("an <image> tag")
-
-
-def test_a_turn_may_have_its_content_under_text():
-    [message] = parse_record([{"role": "user", "text": "Hi"}]).messages
-    assert message == {"role": "user", "content": [text("Hi")]}
-
-
-def test_a_reply_in_json_stays_text():
-    layout = '[{"type": "text", "text": "Hello", "bbox": [1, 2, 3, 4]}]'
-    messages = parse_record(
-        [{"role": "user", "content": "q"}, {"role": "assistant", "content": layout}]
-    ).messages
-    assert messages[1]["content"] == [text(layout)]
-
-
-def test_limits_inside_of_an_address_are_read():
-    part = {"type": "image_url", "image_url": {"url": "a.png", "max_pixels": 9}}
-    [message] = parse_record([{"role": "user", "content": [part]}]).messages
-    assert message["content"] == [IMAGE | {"max_pixels": 9}]
-
-
-def test_an_image_in_a_text_part_is_named_as_unread():
-    part = text("q") | {"image": "a.png"}
-    assert parse_record([{"role": "user", "content": [part]}]).unread == {("part", "image")}
-
-
-@pytest.mark.parametrize("calls", ["look", {"name": "look"}, ["look"]])
-def test_calls_that_are_no_list_of_objects_are_bad(calls):
-    with pytest.raises(BadSample, match="tool_calls is no list of objects"):
-        parse_record([{"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 def test_adjacent_texts_are_joined():
@@ -299,45 +192,6 @@ def test_media_that_a_turn_names(turn):
     assert json.dumps(turn) == before
 
 
-def test_two_images_of_a_turn_stand_where_its_text_has_them():
-    turn = {"role": "user", "content": "<image> or <image>?", "images": ["a.png", "b.png"]}
-    read = parse_record({"messages": [turn, REPLY]})
-    conversation, media = read.stored(), read.media
-    assert media["image"] == ["a.png", "b.png"]
-    assert clean(conversation, images=2)[0][0]["content"] == [IMAGE, text(" or "), IMAGE, text("?")]
-
-
-@pytest.mark.parametrize(
-    "turn",
-    [
-        {"role": "user", "content": "<image>What?", "images": ["a.png", "b.png"]},
-        {"role": "assistant", "content": "A cat.", "images": ["a.png"]},
-    ],
-)
-def test_media_of_a_turn_without_a_place_are_a_drop(turn):
-    with pytest.raises(BadSample, match="images"):
-        read = parse_record({"messages": [turn, REPLY]})
-        conversation, media = read.stored(), read.media
-        clean(conversation, images=len(media["image"]))
-
-
-@pytest.mark.parametrize("key", ["turn", "part"])
-def test_an_image_that_a_turn_names_twice_is_read_once(key):
-    text_of_turn = "<img>a.png</img>What?"
-    turn = {"role": "user", "content": text_of_turn, "images": ["a.png"]}
-    if key == "part":
-        turn = {"role": "user", "content": [{"type": "image", "image": "a.png"}, text(text_of_turn)]}
-    assert parse_record({"messages": [turn, REPLY]}).media["image"] == ["a.png"]
-
-
-def test_text_about_a_tag_stays_text():
-    turn = {"role": "user", "content": "What does <img>x</img> mean?"}
-    read = parse_record({"messages": [turn, REPLY]})
-    conversation, media = read.stored(), read.media
-    assert conversation["messages"][0]["content"] == [text(turn["content"])]
-    assert media == {"image": [], "video": []}
-
-
 def test_audio_is_refused_with_what_to_do():
     turn = {"role": "user", "content": "<audio>What do you hear?"}
     reply = {"role": "assistant", "content": "A dog."}
@@ -382,15 +236,6 @@ def test_a_reply_without_content_is_no_reply(nothing):
     assert len(clean(empty + SHAREGPT, images=1)[0]) == 4
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [{"content": "a"}, {"content": " é "}, {"content": None, "tool_calls": [{"function": {"name": "look"}}]}],
-    ids=str,
-)
-def test_text_or_a_tool_call_is_a_reply(reply):
-    clean([{"role": "user", "content": "Hi"}, {"role": "assistant"} | reply])
-
-
 def test_replies_that_say_so_are_not_trained():
     untrained = [SHAREGPT[0], SHAREGPT[1] | {"loss": False}]
     with pytest.raises(BadSample, match="no_trained_tokens: no reply to train on"):
@@ -411,20 +256,6 @@ def test_replies_that_say_so_are_not_trained():
         False,
         False,
     ]
-
-
-def test_a_document_of_images_alone_has_no_text_to_train():
-    with pytest.raises(BadSample, match="no_trained_tokens"):
-        clean([{"role": "document", "content": [IMAGE]}], images=1)
-
-
-@pytest.mark.parametrize("nothing", NOTHING, ids=repr)
-def test_a_system_turn_without_content_is_no_turn(nothing):
-    assert parse_record([{"role": "system", "content": nothing}, *SHAREGPT]).messages == EXPECTED
-    beside = {"messages": [{"role": "system", "content": nothing}, *SHAREGPT], "system": "Be brief."}
-    assert parse_record(beside).messages[0]["content"] == [text("Be brief.")]
-    with pytest.raises(BadSample, match="bad_conversation"):
-        parse_record([{"role": "system", "content": nothing}])
 
 
 @pytest.mark.parametrize("role", ["user", "assistant", "tool"])
@@ -465,12 +296,6 @@ def test_blocks_of_anthropic_are_calls_reasoning_and_tool_turns():
     assert read.unread == {("part", "is_error")}
 
 
-def test_a_call_without_a_name_says_so():
-    call = {"type": "function", "function": {"arguments": {}}}
-    with pytest.raises(BadSample, match="turn 0: a call has no name"):
-        parse_record([{"role": "assistant", "content": "", "tool_calls": [call]}])
-
-
 @pytest.mark.parametrize(
     "name", ["prompt", "completion", "messages", "answers", "history", "content", "arguments"]
 )
@@ -488,22 +313,6 @@ def test_a_list_as_python_prints_it_is_refused(name):
         parse_record(record)
 
 
-def test_cells_of_a_csv_file_hold_answers_history_and_turns_in_json():
-    record = {"question": "What?", "answers": '["a cat", "cat", "cat"]', "history": '[["Hi", "Hello"]]'}
-    messages = parse_record(record).messages
-    assert [message["content"] for message in messages] == [
-        [text(t)] for t in ("Hi", "Hello", "What?", "cat")
-    ]
-    assert parse_record({"prompt": "What?", "completion": json.dumps(REPLY)}).messages[1] == EXPECTED[1]
-
-
-def test_an_empty_instruction_puts_no_line_before_its_input():
-    assert parse_record({"instruction": "", "input": "What?", "output": "A cat."}).messages == [
-        {"role": "user", "content": [text("What?")]},
-        EXPECTED[1],
-    ]
-
-
 def test_replies_in_a_prompt_of_turns_are_not_trained():
     prompt = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant", "user")]
     prompt[3]["weight"] = 1
@@ -511,35 +320,3 @@ def test_replies_in_a_prompt_of_turns_are_not_trained():
     assert [number for number, message in enumerate(messages) if is_trained(message)] == [3, 5]
     with pytest.raises(BadSample, match="the prompt ends with a reply, and the answer is another"):
         parse_record({"prompt": prompt[:4], "completion": [REPLY]})
-
-
-@pytest.mark.parametrize("line", ["\n", "\r\n"], ids=repr)
-def test_a_prompt_that_is_a_transcript_is_turns(line):
-    prompt = f"{line * 2}Human: Hi{line * 2}Assistant: Hello{line * 2}Human: What?{line * 2}Assistant:"
-    messages = parse_record({"prompt": prompt, "completion": " A cat."}).messages
-    roles = [message["role"] for message in messages]
-    assert roles == ["user", "assistant"] * 2 and messages[3] == EXPECTED[1]
-
-
-def test_a_question_without_an_answer_says_so():
-    with pytest.raises(BadSample, match="a question without an answer"):
-        parse_record({"question": "What?", "answer": None})
-
-
-def test_arrays_in_a_list_of_turns_are_read():
-    parts = np.array([{"type": "image", "image": "a.png"}, text("\nWhat?")], dtype=object)
-    turns = [{"role": "user", "content": parts}, REPLY | {"weight": np.int64(0)}]
-    assert parse_record({"messages": turns}).messages == [EXPECTED[0], EXPECTED[1] | {"loss": 0}]
-
-
-def test_keys_without_a_value_are_not_named():
-    parts = [{"type": "image", "image": "a.png", "text": None}, text("\nWhat?") | {"image": ""}]
-    record = {"messages": [{"role": "user", "content": parts, "loss_of": None}, REPLY]}
-    assert parse_record(record).unread == set()
-    record["messages"][0]["scores"] = np.zeros(2)
-    assert parse_record(record).unread == {("turn", "scores")}
-
-
-def test_audio_that_no_turn_mentions_is_named():
-    record = {"messages": [{"role": "user", "content": "What?"}, REPLY], "audio": "a.mp3"}
-    assert parse_record(record).unread == {("record", "audio")}

@@ -26,21 +26,6 @@ def test_images_come_in_the_order_of_their_part_names():
     assert sample.__key__ == "a/1"
 
 
-def test_the_record_may_name_another_order():
-    document = {"conversations": TURNS, "images": ["img001.png", "img000.jpg"]}
-    sample = cook(json=json.dumps(document).encode(), img000_jpg=b"0", img001_png=b"1")
-    assert sample.imgs == [b"1", b"0"]
-
-
-def test_an_image_may_be_used_twice():
-    document = {"conversations": TURNS, "images": ["img000.jpg", "img000.jpg"]}
-    assert cook(json=json.dumps(document).encode(), img000_jpg=b"0").imgs == [b"0", b"0"]
-
-
-def test_text_only_records_have_no_images():
-    assert cook(json=json.dumps(TURNS).encode()).imgs is None
-
-
 def test_the_older_pickled_layout_is_read():
     sample = cook(json=json.dumps(TURNS).encode(), jpgs=pickle.dumps([b"0", b"1"]))
     assert sample.imgs == [b"0", b"1"]
@@ -88,20 +73,6 @@ def test_anything_but_plain_data_is_refused(pickled, tmp_path, monkeypatch):
 )
 def test_a_bad_record_carries_its_problem(parts, reason):
     assert cook(**parts).problem.reason == reason
-
-
-def test_what_is_wrong_with_a_record_names_its_shard():
-    source = SourceInfo(dataset_path=EPath("/data"), index=1, shard_name="train-00003.tar", file_names=())
-    record = {
-        "__key__": "1",
-        "__restore_key__": (),
-        "__sources__": (source,),
-        "json": b'{"images": ["a.jpg"]}',
-    }
-    bad = cook_record(record).problem
-    assert bad.reason == "missing_media" and bad.detail.endswith(
-        "a.jpg'], its shard holds []; in shard train-00003.tar"
-    )
 
 
 def test_samples_of_one_key_that_follow_one_another_are_a_drop():

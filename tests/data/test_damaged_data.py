@@ -13,11 +13,9 @@ import pytest
 from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
-from megatron_vlm.checks.paths import data_problems
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.load.energon_safety import check_dataset
 from megatron_vlm.data.load.hf import HFProvider
 
 ROWS = 8
@@ -188,18 +186,6 @@ def test_the_whole_files_are_read(whole, encoder, path, kind):
     assert len(set(open_and_read(whole / path, encoder, kind))) == ROWS
 
 
-def test_a_pipe_as_an_energon_dataset_is_named(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    [said] = data_problems("energon", "data.train_data_path", str(tmp_path / "pipe"))
-    assert "pipe is another folder, not a prepared Energon dataset" in said
-
-
-def test_the_sqlite_index_is_not_needed(whole, encoder, tmp_path):
-    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
-    garbage(copy / "shards/.nv-meta/index.sqlite")
-    assert len(set(open_and_read(copy / "shards", encoder, "energon"))) == ROWS
-
-
 def test_a_broken_line_is_a_drop_that_names_file_and_record(whole, encoder, tmp_path):
     copy = Path(shutil.copytree(whole, tmp_path / "copy"))
     lines = (copy / "data.jsonl").read_text().splitlines()
@@ -208,16 +194,6 @@ def test_a_broken_line_is_a_drop_that_names_file_and_record(whole, encoder, tmp_
     open_and_read(copy / "data.jsonl", encoder, "hf")
     [drop] = [d for d in encoder.drops.examples() if d["key"] == "000000003"][:1]
     assert drop["reason"] == "bad_json" and f"{copy}/data.jsonl, record 3" in drop["detail"]
-
-
-@pytest.mark.parametrize("by_way", [["meta.yaml"], ["other.yaml", "meta.yaml"]])
-def test_a_metadataset_that_contains_itself_is_named(whole, encoder, tmp_path, by_way):
-    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
-    text = (copy / "meta.yaml").read_text()
-    for name, inner in zip(["meta.yaml", *by_way], by_way, strict=False):
-        (copy / name).write_text(text.replace("path: shards", f"path: {inner}"))
-    with pytest.raises(ValueError, match="meta.yaml: names more than 1000 datasets, or itself"):
-        open_and_read(copy / "meta.yaml", encoder, "energon")
 
 
 @pytest.mark.parametrize("name", ["../shards/train-00000.tar", "{.,}./shards/train-00000.tar", "/etc/x.tar"])
@@ -230,23 +206,3 @@ def test_a_split_names_no_file_outside_its_dataset(whole, encoder, tmp_path, nam
     (copy / ".nv-meta/split.yaml").write_text(json.dumps({"split_parts": {"train": [name]}}))
     with pytest.raises(ValueError, match="split.yaml: names .*, which leads out of the dataset"):
         open_and_read(copy, encoder, "energon")
-
-
-def test_braces_name_shards_and_excluded_samples(whole, encoder, tmp_path):
-    copy = Path(shutil.copytree(whole / "shards", tmp_path / "copy"))
-    split = {
-        "split_parts": {"train": ["train-{00000..00001}.tar"]},
-        "exclude": ["train-00000.tar/train-00000000{0..1}"],
-    }
-    (copy / ".nv-meta/split.yaml").write_text(json.dumps(split))
-    assert len({*open_and_read(copy, encoder, "energon")}) == ROWS - 2
-
-
-def test_metadatasets_that_name_each_other_twice_are_not_all_walked(whole, tmp_path):
-    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
-    text = (copy / "meta.yaml").read_text()
-    for number in range(40):
-        inner = f"{{path: {number - 1}.yaml}}" if number else "{path: shards}"
-        (copy / f"{number}.yaml").write_text(text.replace("{path: shards}", f"{inner}\n      - {inner}"))
-    with pytest.raises(ValueError, match="39.yaml: names more than 1000 datasets, or itself; take refe"):
-        check_dataset(copy / "39.yaml")

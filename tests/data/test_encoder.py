@@ -1,20 +1,16 @@
 import io
 import json
 import multiprocessing
-import tarfile
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from megatron.energon import WorkerConfig, get_savable_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
-from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image
 from samples import sample_of
 from transformers import AutoConfig, AutoProcessor
 
-from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
+from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
 from megatron_vlm.data.accounts.bad_sample import BadSample
@@ -22,8 +18,6 @@ from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, join_documents
 from megatron_vlm.models.families import describe
-from megatron_vlm.models.positions import kinds_by_token
-from megatron_vlm.models.stream import first_items
 from tiny.checkpoints import build_tiny_checkpoint
 
 
@@ -67,20 +61,10 @@ def test_labels_are_the_next_tokens_of_replies(encoder):
     assert encoded.labels[-1] == IGNORE_INDEX
 
 
-def test_loss_mask_and_labels_agree(encoder):
-    encoded = encoder.encode_sample(sample(conversation(images=2), images=2))
-    assert encoded.loss_mask.equal((encoded.labels != IGNORE_INDEX).float())
-
-
 def test_every_image_token_has_its_feature(encoder):
     encoded = encoder.encode_sample(sample(conversation(images=3), images=3))
     assert (encoded.input_ids == encoder.processor.tokenizer.image_token_id).sum() == 3 * 16
     assert encoded.visual_inputs.pixel_values.shape == (3, 112, 112, 3)
-
-
-def test_text_only_samples_have_no_visual_inputs_and_train(encoder):
-    encoded = encoder.encode_sample(sample(conversation()))
-    assert encoded.visual_inputs is None and encoded.loss_mask.sum() > 0
 
 
 def test_position_ids_come_from_the_given_function(processor):
@@ -145,13 +129,6 @@ def test_the_batch_is_the_contract(encoder):
     assert set(batch) - set(found) == {"visual_inputs", "__key__", "__restore_key__", "__dropped__"}
     assert batch["__key__"] == [["s0"], ["s2"], ["s1"]]
     assert batch["__restore_key__"] == [("s0",), ("s2",), ("s1",)]
-
-
-def test_images_of_a_batch_stay_in_the_order_of_its_rows(encoder):
-    rows = [encoder.encode_sample(sample(conversation(n), n)) for n in (2, 0, 3)]
-    pixels = encoder.batch(rows).visual_inputs.pixel_values
-    expected = torch.cat([row.visual_inputs.pixel_values for row in (rows[0], rows[2])])
-    assert pixels.equal(expected) and not pixels[0].equal(pixels[1])
 
 
 def test_padding_is_marked_and_never_trained(encoder):
@@ -219,40 +196,6 @@ def test_truncation_keeps_whole_images_at_every_length(processor, tiny_gemma3):
     assert kept == {1, 2, 3} and dropped_lengths > 16
 
 
-IMAGE, VIDEO = 7, 8
-
-
-def of_first(visual, counts, images=0, videos=0):
-    """What is left of images and videos with these numbers of features behind so many placeholders."""
-    ids = np.array([1] + [IMAGE] * images + [2] + [VIDEO] * videos)
-    return first_items(lambda ids: kinds_by_token(ids, IMAGE, VIDEO), lambda visual: counts, ids, visual)
-
-
-def test_patch_layouts_are_cut_by_their_grids():
-    grid = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 2]])
-    visual = GenericVisualInputs(pixel_values=torch.arange(44.0)[:, None], image_grid_thw=grid)
-    first = of_first(visual, [6, 1, 4], images=7)
-    assert first.image_grid_thw.equal(grid[:2]) and first.pixel_values.equal(visual.pixel_values[:28])
-
-
-def test_tiles_are_cut_by_the_tokens_of_their_images():
-    tiles = GenericVisualInputs(pixel_values=torch.arange(6.0)[:, None])
-    first = of_first(tiles, [4, 4, 2, 2, 9, 9], images=12)  # an image of four tiles, then one of two
-    assert first.pixel_values.flatten().tolist() == [0, 1, 2, 3]
-    assert of_first(tiles, [4, 4, 2, 2, 9, 9]) is None
-
-
-def test_videos_are_cut_by_their_own_tokens():
-    visual = GenericVisualInputs(
-        pixel_values=torch.arange(2.0)[:, None],
-        pixel_values_videos=torch.arange(6.0)[:, None],
-        video_grid_thw=torch.tensor([[1, 1, 3], [1, 1, 2], [1, 1, 1]]),
-    )
-    first = of_first(visual, [5, 5, 3, 2, 1], images=5, videos=5)
-    assert first.pixel_values.flatten().tolist() == [0]
-    assert first.pixel_values_videos.flatten().tolist() == [0, 1, 2, 3, 4]
-
-
 # ------------------------------------------------------------------------------------------------ drops
 
 
@@ -289,18 +232,6 @@ def test_what_cannot_be_trained_on_is_counted_with_key_and_reason(encoder, bad, 
     assert dropped(encoder, bad) == reason
 
 
-def test_errors_of_the_set_up_are_not_drops(processor):
-    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256), DataNeeds(("image_sizes",)))
-    with pytest.raises(ValueError, match="returned \\['pixel_values'\\].*visual_keys"):
-        encoder.encode_sample(sample(conversation(1), 1))
-    assert encoder.drops.summary()["dropped"] == 0
-
-
-def test_unknown_visual_keys_are_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'pixels'"):
-        DataNeeds(("pixels",))
-
-
 def _drop_some(report, worker):
     for number in range(50):
         report.keep()
@@ -331,14 +262,6 @@ def test_drops_are_counted_over_forked_workers(tmp_path, monkeypatch):
     assert 10 <= sum("detail" in line for line in lines) <= 10 + 2 * 3  # of each reason, one more a worker
 
 
-def test_a_report_continues_its_file_and_starts_its_counts(tmp_path):
-    for key in ("first", "second"):
-        report = DropReport(tmp_path / "drops.jsonl")
-        report.drop(key, "bad_json")
-    assert [example["key"] for example in report.examples()] == ["second"]
-    assert len((tmp_path / "drops.jsonl").read_text().splitlines()) == 2
-
-
 def test_too_many_drops_stop_the_run_and_say_what_to_do():
     report = DropReport().limited(0.1)
     for _ in range(9):
@@ -353,43 +276,3 @@ def test_too_many_drops_stop_the_run_and_say_what_to_do():
 
 
 # ------------------------------------------------------------------------------------ through Energon
-
-
-def write_dataset(path, records):
-    """An Energon dataset of one shard: {key: {part: bytes}}."""
-    path.mkdir()
-    with tarfile.open(path / "shard.tar", "w") as shard:
-        for key, parts in records.items():
-            for name, data in parts.items():
-                member = tarfile.TarInfo(f"{key}.{name}")
-                member.size = len(data)
-                shard.addfile(member, io.BytesIO(data))
-    BaseWebdatasetFactory.prepare_dataset(
-        path, ["shard.tar"], split_parts_patterns=[("val", "shard")], workers=1, tar_index_only=False
-    )
-    (path / ".nv-meta" / "dataset.yaml").write_text(
-        "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
-    )
-
-
-@pytest.mark.filterwarnings("ignore")  # of forking from a process with threads
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_energon_delivers_every_good_sample_once_and_counts_the_others(processor, tmp_path, num_workers):
-    turns = json.dumps(conversation(1)).encode()
-    records = {f"{n:03d}": {"json": turns, "img000.jpg": jpeg(n % 4)} for n in range(12)}
-    records["003"]["img000.jpg"] = b"broken"
-    records["007"]["json"] = b"{"
-    del records["009"]["img000.jpg"]
-    write_dataset(tmp_path / "data", records)
-    encoder = HFEncoderVLMTaskEncoder(
-        processor, DataConfig(seq_length=256), drops=DropReport(tmp_path / "drops.jsonl")
-    )
-    workers = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
-    dataset = get_val_dataset(tmp_path / "data", worker_config=workers, batch_size=2, task_encoder=encoder)
-    batches = list(get_savable_loader(dataset))
-    keys = [key.split("/")[-1] for batch in batches for row in batch["__key__"] for key in row]
-    assert sorted(keys) == [f"{n:03d}" for n in range(12) if n not in (3, 7, 9)]
-    assert all(len(batch["visual_inputs"].pixel_values) == len(batch["input_ids"]) for batch in batches)
-    reasons = {example["key"].split("/")[-1]: example["reason"] for example in encoder.drops.examples()}
-    assert reasons == {"003": "image_undecodable", "007": "bad_json", "009": "placeholder_mismatch"}
-    assert encoder.drops.summary()["encoded"] == 9

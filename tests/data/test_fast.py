@@ -2,7 +2,6 @@
 
 import functools
 import random
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +10,9 @@ import torch
 from megatron.energon.errors import SkipSample
 from noisy_media import film, picture
 from PIL import Image
-from places import ROOT
 from samples import sample_of, templated
 from transformers import AutoConfig, AutoProcessor
 from transformers.image_utils import SizeDict
-from transformers.models.llava.image_processing_llava import LlavaImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
@@ -23,8 +20,7 @@ from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.kinds import KNOWN, kind_of, why_unknown
-from megatron_vlm.data.kinds.one_size import OneSize
+from megatron_vlm.data.kinds import why_unknown
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
@@ -253,18 +249,6 @@ def test_templates_without_generation_blocks(processor):
         assert_equal_but_for_normalization(processor, fast.encode_sample(sample), hf.encode_sample(sample))
 
 
-def test_rows_of_several_samples_are_equal(processor):
-    """Here images of several samples are batched, and padded to one another where the tower wants it."""
-    fast, hf = encoders(processor)
-    some = [sample for sample in samples() if int(sample.__key__) % 4 == 2]
-    some += video_samples(processor)
-    ours = fast.batch([fast.encode_sample(sample) for sample in some])
-    theirs = hf.batch([by_processor(processor, sample) for sample in some])
-    visual, expected = (ready(processor, batch.visual_inputs) for batch in (ours, theirs))
-    assert visual.keys() == expected.keys()
-    assert all(torch.equal(visual[name], expected[name]) for name in expected)
-
-
 def test_packed_samples_are_equal_too(processor):
     """Here ids come from the sizes, before images and videos are decoded."""
     packing = PackingVLMTaskEncoder(processor, DataConfig(seq_length=100_000), processor.needs)
@@ -381,38 +365,6 @@ def test_settings_that_are_not_known_of_tiles_and_crops(family, part, settings, 
     assert reason in why_unknown(processor)
 
 
-def test_a_processor_with_an_image_processor_that_is_not_known():
-    parts = TINY_FAMILIES["llava"]
-    processor = parts.processor(default_corpus(100), parts.template)
-    processor.image_processor = LlavaImageProcessor(crop_size={"height": 56, "width": 56})
-    why = why_unknown(processor)
-    assert why.startswith("LlavaProcessor with LlavaImageProcessor is not one of the known processors (")
-
-
-@pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_a_processor_of_another_name_is_of_the_kind_that_its_settings_show(family):
-    parts = TINY_FAMILIES[family]
-    processor = parts.processor(default_corpus(100), parts.template)
-    known = type(kind_of(processor))
-    assert known.sign and why_unknown(processor) is None
-    processor.__class__ = type("Another", (type(processor),), {})
-    assert issubclass(known, type(kind_of(processor))) and "not one of the known" in why_unknown(processor)
-
-
-def test_every_known_processor_is_named_on_the_page():
-    page = (ROOT / "docs" / "data-speed.md").read_text()
-    rows = re.findall(r"^\| (`.*`) \| `(\w+)` \|", page, re.MULTILINE)
-    named = {(name, images) for names, images in rows for name in re.findall(r"`(\w+)`", names)}
-    assert named == set(KNOWN)
-
-
-def test_a_processor_that_cannot_count_tokens_is_called():
-    parts = TINY_FAMILIES["llava"]
-    processor = known_as("llava", parts.processor(default_corpus(100), parts.template))
-    processor._get_num_multimodal_tokens = None
-    assert "cannot tell the tokens" in encoders(processor)[0].documents.why_hf_processor
-
-
 @pytest.mark.parametrize("crops", [True, False])
 def test_internvl_is_always_asked_for_tiles(crops):
     """Whatever its image processor says: the processor itself sets that."""
@@ -434,64 +386,6 @@ def test_an_image_whose_square_would_fill_the_memory_is_counted():
         with pytest.raises(SkipSample, match="18000x90 is padded to a square"):
             encoder.encode_sample(sample)
         assert encoder.drops.summary()["reasons"] == {"image_too_large": 1}
-
-
-def test_gemma_with_pan_and_scan_goes_to_the_processor():
-    parts = TINY_FAMILIES["gemma3"]
-    processor = parts.processor(default_corpus(100), parts.template)
-    processor.image_processor.do_pan_and_scan = True
-    assert (
-        "do_pan_and_scan = True"
-        in HFEncoderVLMTaskEncoder(processor, DataConfig()).documents.why_hf_processor
-    )
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 5])
-def test_an_image_of_fewer_tokens_than_newlines_around_it_is_known(tokens):
-    """As many as 4 newline tokens stand around an image of Gemma3; the demo's has 4 tokens."""
-    parts = TINY_FAMILIES["gemma3"]
-    processor = parts.processor(default_corpus(100), parts.template, image_size=56, image_tokens=tokens)
-    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig())
-    assert encoder.documents.why_hf_processor is None
-    assert encoder.documents.processing.sizes._image_id == processor.tokenizer.image_token_id
-
-
-def test_the_image_token_of_a_processor_that_names_none_is_an_added_one():
-    parts = TINY_FAMILIES["gemma3"]
-    processor = parts.processor(default_corpus(100), parts.template, image_size=56, image_tokens=3)
-    sizes = HFEncoderVLMTaskEncoder(processor, DataConfig()).documents.processing.sizes
-    image = processor.tokenizer.image_token_id
-    newline = processor.tokenizer.convert_tokens_to_ids("\n")
-    processor.image_token_id = processor.tokenizer.image_token_id = None
-    assert sizes._image_token(np.array([newline] * 4 + [image] * 3)) == image
-
-
-def test_other_tokens_for_an_image_go_to_the_processor(monkeypatch):
-    """As a later version of transformers might write them."""
-    monkeypatch.setattr(OneSize, "ids", lambda *_: (np.zeros(16, int), 64))
-    parts = TINY_FAMILIES["gemma3"]
-    encoder = HFEncoderVLMTaskEncoder(parts.processor(default_corpus(100), parts.template), DataConfig())
-    assert "other tokens" in encoder.documents.why_hf_processor
-
-
-def test_a_template_without_images_goes_to_the_processor_and_trains_on_text():
-    template = "{% for m in messages %}{% generation %}{{ m.content[0].text }}{% endgeneration %}{% endfor %}"
-    encoder = HFEncoderVLMTaskEncoder(templated(tiny_qwen(), template), DataConfig())
-    assert "a question about an image is refused" in encoder.documents.why_hf_processor
-    talk = [{"role": "user", "content": "A cat?"}, {"role": "assistant", "content": "A dog."}]
-    sample = sample_of(talk, key="0")
-    assert encoder.encode_sample(sample).loss_mask.any()
-
-
-@pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos"])
-def test_raw_pixels_without_a_processor_are_an_error(name):
-    with pytest.raises(ValueError, match=f"{name}, .* pass it to build_model"):
-        PixelNormalizer(None)({name: torch.zeros(1, 4, 4, 3, dtype=torch.uint8)}, torch.float32)
-
-
-def test_ready_pixels_stay_as_they_are():
-    floats = {"pixel_values": torch.randn(1, 3, 4, 4)}
-    assert PixelNormalizer(None)(floats, torch.bfloat16)["pixel_values"] is floats["pixel_values"]
 
 
 def all_losses(folder: str) -> dict[str, list[torch.Tensor]]:
@@ -566,26 +460,3 @@ def outcome(decode, data):
         return np.asarray(decode(data)).tolist()
     except BadSample as bad:
         return bad.reason
-
-
-def test_an_undecodable_image_is_counted(processor):
-    fast, hf = encoders(processor)
-    cut = picture(*FILES[2])[:5000]
-    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
-    for encoder in (fast, hf):
-        with pytest.raises(SkipSample):
-            sample = sample_of(turns, [cut], key="x")
-            encoder.encode_sample(sample)
-    assert fast.drops.examples() == hf.drops.examples()
-
-
-def test_smolvlm_that_does_not_split_images_is_known_too():
-    parts = TINY_FAMILIES["smolvlm"]
-    processor = known_as("smolvlm", parts.processor(default_corpus(100), parts.template))
-    processor.image_processor.do_image_splitting = False
-    fast, hf = encoders(processor)
-    assert fast.documents.why_hf_processor is None
-    for sample in samples()[:3]:
-        ours, theirs = fast.encode_sample(sample), hf.encode_sample(sample)
-        assert_equal_but_for_normalization(processor, ours, theirs)
-        assert len(ours.visual_inputs.pixel_values) == len(sample.imgs)

@@ -104,12 +104,6 @@ def test_each_source_of_a_blend_holds_out_its_own_rows_and_keeps_its_share(folde
     assert not validated.keys() & epoch.keys()
 
 
-def test_a_list_of_paths_holds_out_what_each_would_alone(folder, processor):
-    [train], [valid] = loaders([str(folder / "source/data.jsonl"), str(folder / "rows")], processor)
-    assert {key.rpartition("-")[2] for key in keys(valid)} == EXPECTED and len(valid) == 2 * len(EXPECTED)
-    assert not keys(valid).keys() & keys(next(train) for _ in range(2 * ROWS)).keys()
-
-
 def test_a_number_of_rows_is_of_those_that_are_left(folder, processor):
     """`#9`: three epochs have each of the 27 rows that are trained once, and all others are validated."""
     [train], [valid] = loaders(f"{folder}/source/data.jsonl#9", processor)
@@ -121,31 +115,6 @@ def test_a_number_of_rows_is_of_those_that_are_left(folder, processor):
     paths = [f"{folder}/source/data.jsonl#9", f"{folder}/rows*0.5"]
     [train], _ = loaders(paths, processor)
     assert train.rows_in(1) == 9 + round(20 * kept / ROWS)
-
-
-def test_a_state_of_another_share_is_refused(folder, processor):
-    paths = str(folder / "source/data.jsonl")
-    [loader], _ = loaders(paths, processor)
-    [other], _ = loaders(paths, processor, share=0.3)
-    with pytest.raises(ValueError, match="dataset: saved '27 rows"):
-        other.load_states([loader.state_dict()])
-
-
-@pytest.mark.parametrize(
-    ("share", "message"), [(1e-9, "holds out none of 40 rows"), (0.999999999, "holds out all 40")]
-)
-def test_a_share_that_leaves_one_side_empty_is_refused(folder, processor, share, message):
-    with pytest.raises(ValueError, match=f"data.validation_share: .* {message}"):
-        loaders(str(folder / "rows"), processor, share=share)
-
-
-def test_a_source_with_a_validation_split_is_refused(folder, processor, tmp_path):
-    import datasets
-
-    rows = datasets.load_from_disk(str(folder / "rows"))
-    datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(ValueError, match="has a validation split already, 'validation'; drop the setting"):
-        loaders(str(tmp_path / "splits"), processor)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 
 import json
 
-import datasets
-import pyarrow.parquet as pq
 import pytest
 import torch
 from loaders import take
 from prepared_shards import prepare
-from sources import image_bytes, record, write_hf_folder, write_sharegpt
+from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
@@ -125,13 +123,6 @@ def test_a_state_of_other_settings_is_refused_by_name(folder, encoder, field, ch
         train_loader(folder, encoder, **change).load_state_dict(state)
 
 
-def test_a_state_of_another_dataset_is_refused_by_name(tmp_path, folder, encoder):
-    other = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "source", ROWS, first=1))
-    state = train_loader(folder, encoder).state_dict()
-    with pytest.raises(ValueError, match=f"dataset: saved '{ROWS} rows, .*', now '{ROWS} rows"):
-        train_loader(other, encoder).load_state_dict(state)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_validation_gives_each_row_once_and_equal_batches(folder, encoder, num_workers):
     loaders = [valid_loader(folder, encoder, num_workers, rank, world_size=3, batch=2) for rank in range(3)]
@@ -148,81 +139,12 @@ def test_a_rank_without_rows_trains_nothing_as_often_as_the_others(tmp_path, enc
     assert batch["loss_mask"].sum() == 0
 
 
-def test_parquet_and_renamed_columns_are_read(tmp_path, folder, encoder, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = datasets.load_from_disk(str(folder)).rename_columns(
-        {"conversations": "chat", "images": "pictures"}
-    )
-    (tmp_path / "parquet").mkdir()
-    rows.to_parquet(tmp_path / "parquet/train-00000.parquet")
-    columns = {"conversations": "chat", "images": "pictures"}
-    renamed = train_loader(tmp_path / "parquet", encoder, columns=columns)
-    assert take(renamed, 3) == take(train_loader(folder, encoder), 3)
-
-
-def test_media_are_read_however_deep_they_lie(tmp_path, encoder):
-    """OpenAI's parts with an Image in each, and lists of 64-bit offsets."""
-    image = {"bytes": image_bytes(0), "path": None}
-    parts = [{"type": "image", "text": None, "image": image}, {"type": "text", "text": "q", "image": None}]
-    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": [parts[1]]}]
-    text = datasets.Value("string")
-    part = {"type": text, "text": text, "image": datasets.Image()}
-    messages = [{"role": text, "content": datasets.LargeList(part)}]
-    features = datasets.Features({"messages": messages, "speech": datasets.Audio()})
-    columns = {"messages": [turns] * 2, "speech": [None] * 2}
-    datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "rows")
-    batch = next(train_loader(tmp_path / "rows", encoder))
-    assert len(batch["visual_inputs"].pixel_values) == 2
-
-
-def test_a_sample_that_is_dropped_when_it_is_replayed_is_named(tmp_path, encoder):
-    lost = {"question": "a", "answer": "b", "image": "gone.png"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(lost))
-    loader = train_loader(tmp_path / "rows.jsonl", encoder, max_drop_share=1.0)
-    with pytest.raises(ValueError, match="replay: .'000000000'., once trained on, are dropped"):
-        loader.replay([[0]])
-
-
-def test_a_file_without_rows_is_named(tmp_path, folder, encoder):
-    rows = datasets.load_from_disk(str(folder))
-    (tmp_path / "parquet").mkdir()
-    rows.to_parquet(tmp_path / "parquet/full.parquet")
-    pq.write_table(rows.data.table.slice(0, 0), tmp_path / "parquet/none.parquet")
-    rows.select([]).save_to_disk(tmp_path / "saved")
-    for path, name in (
-        ("parquet", "none.parquet: has "),
-        ("saved", "state.json: names no data file"),
-    ):
-        with pytest.raises(ValueError, match=f"{name}.*no rows"):
-            train_loader(tmp_path / path, encoder)
-
-
-def test_a_bad_row_is_counted_and_the_others_train(tmp_path, encoder):
-    good = record(4)["conversations"]
-    rows = datasets.Dataset.from_list(
-        [
-            {"messages": good, "image": None},
-            {"messages": good, "image": "../secret.jpg"},
-            {"messages": None, "image": None},
-        ]
-    )
-    rows.save_to_disk(tmp_path / "rows")
-    batches = list(valid_loader(tmp_path / "rows", encoder))
-    assert numbers(batches) == [0]
-    assert encoder.drops.summary()["reasons"] == {"missing_media": 1, "bad_conversation": 1}
-
-
 def test_loading_leaves_the_random_numbers_of_the_run_alone(folder, encoder):
     before = torch.get_rng_state()
     loader = train_loader(folder, encoder, num_workers=2)
     next(loader)
     loader.close()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_fewer_rows_than_ranks_is_refused(folder, encoder):
-    with pytest.raises(ValueError, match="23 rows for 24 data-parallel ranks"):
-        train_loader(folder, encoder, world_size=24)
 
 
 def swapped(rows):

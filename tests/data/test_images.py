@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from pairs import first_soon
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media import images
-from megatron_vlm.data.media.images import decode_image, image_size
+from megatron_vlm.data.media.images import decode_image
 
 
 def encoded(image, format="PNG", **options):
@@ -59,12 +58,6 @@ def palette(transparent):
 )
 def test_every_mode_becomes_rgb(data, expected):
     assert center(data) == expected
-
-
-def test_values_outside_any_range_are_stretched():
-    ramp = np.linspace(-1e6, 1e6, 64, dtype=np.float32).reshape(8, 8)
-    pixels = np.asarray(decode_image(encoded(Image.fromarray(ramp), "TIFF")))
-    assert (pixels.min(), pixels.max()) == (0, 255)
 
 
 def noisy(mode, width=96, height=64):
@@ -148,24 +141,10 @@ def test_exif_rotation_is_applied():
     assert turned.getpixel((2, 0)) == (255, 0, 0) and turned.getpixel((2, 7)) == (0, 0, 0)
 
 
-def test_a_rotation_in_text_of_a_png_is_known_from_its_header():
-    xmp, profile, exif = PngInfo(), PngInfo(), Image.Exif()
-    exif[0x0112] = 6
-    xmp.add_itxt("XML:com.adobe.xmp", '<rdf:Description tiff:Orientation="6"/>')
-    profile.add_text("Raw profile type exif", f"\nexif\n{len(exif.tobytes())}\n{exif.tobytes().hex()}\n")
-    for text in (xmp, profile):
-        data = encoded(Image.new("RGB", (16, 8)), pnginfo=text)
-        assert image_size(data) == decode_image(data).size == (8, 16)
-
-
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
 def test_large_images_shrink_and_keep_their_aspect(format):
     image = decode_image(encoded(Image.new("RGB", (400, 200), "red"), format), max_pixels=5000)
     assert image.size == (100, 50)
-
-
-def test_small_images_grow_and_keep_their_aspect():
-    assert decode_image(encoded(Image.new("RGB", (4, 2))), min_pixels=800).size == (40, 20)
 
 
 def png_header(width, height):
@@ -234,10 +213,6 @@ def test_random_damage_never_escapes_as_another_error():
             except BadSample:
                 outcomes["refused"] += 1
     assert min(outcomes.values()) > 10
-
-
-def test_the_size_limit_leaves_room_for_real_photographs():
-    assert images.MAX_DECODED_PIXELS >= 8000 * 6000
 
 
 @pytest.mark.parametrize("bits", [10, 12, 14, 16])

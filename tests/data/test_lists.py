@@ -3,7 +3,6 @@
 import json
 import operator
 from collections import Counter
-from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,15 @@ from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.callbacks.samples import read_step
-from megatron_vlm.checks.paths import data_problems, validate_paths
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.on_disk.paths import DataSource, paths_of, sources_of
+from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.files import read_rows
-from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
 from tiny.distributed import run_distributed
 
@@ -94,11 +92,6 @@ def test_an_epoch_has_each_sample_as_often_as_its_path_is_repeated(sources, proc
     assert sorted(seen.values()) == [2] * a + [6] * b
 
 
-def test_a_part_of_a_path_is_another_one_in_each_epoch(sources, processor):
-    seen = epochs_of("hf", repeated(sources["hf"], "", "*0.5"), processor, 2 * (12 + 4), num_workers=0)
-    assert sorted(seen.values()) == [1] * 8 + [2] * 12
-
-
 @pytest.mark.parametrize(
     ("counts", "epochs", "expected"),
     [
@@ -113,11 +106,6 @@ def test_an_epoch_has_as_many_rows_as_the_path_says(sources, processor, counts, 
     total = sum(one.rows_in_an_epoch(rows) for one, rows in zip(sources_of(paths), (12, 8), strict=True))
     seen = epochs_of("hf", paths, processor, epochs * total, num_workers=0)
     assert Counter(seen.values()) == expected
-
-
-def test_one_path_may_say_it_too(sources, processor):
-    seen = epochs_of("hf", [f"{sources['hf'][0]}#4"], processor, 12, num_workers=0)
-    assert Counter(seen.values()) == {1: 12}
 
 
 def test_the_name_of_a_file_is_a_path_as_it_is(tmp_path):
@@ -145,23 +133,6 @@ def test_a_name_stands_before_an_item(tmp_path, monkeypatch):
         assert DataSource.of(path) == DataSource(path)
         assert DataSource.of(f"{path}*2") == DataSource(path, share=2.0)
         assert DataSource.of(f"x={path}") == DataSource(path, name="x")
-
-
-ENDS = ["*x", "*", "*-1", "*nan", "*inf", "*1e-1", "*30%", "*.jsonl", f"*{10**9}", "#x", "#", "#-1", "#1.5"]
-
-
-@pytest.mark.parametrize("end", [*ENDS, "#5*0.3", "*0.3#5", "#5 x", "# 5", f"#{10**18}"])
-def test_an_end_that_is_no_count_or_share_is_found(tmp_path, monkeypatch, end):
-    """If the name of an existing file does not hold it."""
-    monkeypatch.chdir(tmp_path)
-    Path("a").mkdir()
-    Path("a/b").write_text('{"question": "q", "answer": "a"}')
-    for kind in ("hf", "energon"):
-        [problem] = data_problems(kind, "path", f"a/b{end}")
-        assert problem.startswith("path: a/b") and " does not exist; " in problem
-    Path(f"a/b{end}").write_text('{"question": "q", "answer": "a"}')
-    for good in (f"a/b{end}", f"a/b{end}#5", f"a/b{end}*.5", "a/b #5", " a/b", "a/b#5 ", "hf://a/b*x"):
-        assert not list(data_problems("hf", "path", good)), good
 
 
 @pytest.mark.parametrize(
@@ -299,13 +270,6 @@ def test_another_number_of_ranks_goes_on_with_a_list(sources, processor):
 
 
 @pytest.mark.parametrize("kind", ["hf", "energon"])
-def test_other_repetitions_are_refused_by_name(sources, processor, kind):
-    loader = opened(kind, repeated(sources[kind], "", "*2"), processor, num_workers=0)
-    with pytest.raises(ValueError, match=r"repetitions: saved \[None, 2.0\], now None"):
-        opened(kind, sources[kind], processor, num_workers=0).load_state_dict(loader.state_dict())
-
-
-@pytest.mark.parametrize("kind", ["hf", "energon"])
 @pytest.mark.parametrize("given", [True, False])
 def test_validation_has_each_sample_of_each_path_once(sources, processor, kind, given):
     """Not given, it is of the paths that have a split for it: none of hf's here."""
@@ -323,85 +287,9 @@ def test_validation_has_each_sample_of_each_path_once(sources, processor, kind, 
     assert len(seen) == (20 if kind == "hf" else 4) and set(seen.values()) == {1}
 
 
-def test_the_first_validation_batches_are_of_every_source(sources, processor):
-    """The ranks deal out this order, so the first batches have the same rows in every layout."""
-    valid = [f"x={sources['hf'][0]}", f"y={sources['hf'][1]}"]
-    data = DataConfig(train_data_path=valid, valid_data_path=valid, num_workers=0)
-    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
-    ranks = []
-    for rank in range(3):
-        loader = HFProvider(data).valid_loader(encoder, micro_batch_size=1, rank=rank, world_size=3)
-        ranks.append([key for batch in loader for key in keys(batch)])
-    order = [key for of_turn in zip_longest(*ranks) for key in of_turn if key]
-    turns = [f"{name}-{row:09d}" for row in range(8) for name in "xy"]
-    assert order == [*turns, *(f"x-{row:09d}" for row in range(8, 12))]
-
-
-def test_keys_name_the_path_as_shortly_as_they_can():
-    def names(*items):
-        return path_names(sources_of(items))
-
-    assert names("x/a/data", "x/b/data/") == ["a/data", "b/data"]
-    assert names("x/a.json", "x/b.json") == ["a.json", "b.json"]
-    assert names("msc://s/a", "msc://t/a") == ["s/a", "t/a"]
-    assert names("a=x/b", "x/a") == ["a", "x/a"]
-
-
-def weighted(tmp_path, sources):
-    path = tmp_path / "meta.yaml"
-    blend = f"[{{weight: 1, path: {sources['energon'][0]}}}]"
-    head = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
-    path.write_text(f"{head}splits: {{train: {{blend: {blend}}}}}\n")
-    return str(path)
-
-
-def test_what_has_no_epoch_is_refused_in_a_list(sources, processor, tmp_path):
-    with pytest.raises(ValueError, match="meta.yaml draws by weights, so it has no epoch"):
-        opened("energon", [weighted(tmp_path, sources), sources["energon"][1]], processor)
-
-
 # -- the setting
 
 
 def config(*overrides, **settings):
     given = {"run_dir": "r", "model.hf_path": ".", **settings}
     return apply_overrides(apply_overrides(RunConfig(), given), overrides)
-
-
-@pytest.mark.parametrize(
-    "found, paths",
-    [
-        (config(**{"data.train_data_path": ["/a", "/b"]}), ["/a", "/b"]),
-        (config("data.train_data_path=[/a,/b]"), ["/a", "/b"]),
-        (config("data.train_data_path=/a,b"), ["/a,b"]),
-        (from_yaml(to_yaml(config("data.train_data_path=[/a,'r/b']"))), ["/a", "r/b"]),
-    ],
-)
-def test_paths_are_text_or_a_list(found, paths):
-    assert paths_of(found.data.train_data_path) == paths
-
-
-@pytest.mark.parametrize("value", [True, [], [None], {"a": 1}, [["a"]], ["a", ""]])
-def test_what_is_no_path_is_refused(value):
-    with pytest.raises(ConfigError, match="data.train_data_path"):
-        config(**{"data.train_data_path": value})
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"train_data_path": ["/a", "/a"]}, "data.train_data_path: /a is given twice"),
-        ({"dataset_type": "hf", "streaming": True}, "data.streaming: is for a single data.train_data_path"),
-        ({"dataset_type": "hf", "datasets": ["x"]}, "data.datasets: is for a single data.train_data_path"),
-    ],
-)
-def test_what_lists_cannot_do_is_refused_by_name(settings, message):
-    settings = {"train_data_path": ["/a", "/b"]} | settings
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{f"data.{name}": value for name, value in settings.items()}))
-
-
-def test_each_path_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=f"data.train_data_path: {tmp_path}/none does not exist") as refusal:
-        validate_paths(config(**{"data.train_data_path": [f"{tmp_path}/none", f"{tmp_path}/no"]}))
-    assert f"{tmp_path}/no does not exist" in str(refusal.value)

@@ -113,13 +113,6 @@ def in_turn(others: Sequence) -> list:
     ]
 
 
-@pytest.mark.parametrize("spoilt, kind", in_turn(["no reply", "half an image"]), indirect=["spoilt"])
-def test_a_rank_whose_share_is_spoilt_ends_as_well(spoilt, processor, kind):
-    folder, _ = spoilt
-    with pytest.raises(TooManyDrops, match="nothing to train on"):
-        next(loader_of(folder, kind, processor, rank=1, world_size=2))
-
-
 @pytest.fixture(scope="module")
 def with_good(tmp_path_factory):
     """A function (numbers of good samples) -> the folder in which all others are spoilt."""
@@ -147,15 +140,6 @@ def test_one_good_sample_in_an_epoch_is_enough(with_good, processor, kind, num_w
 
 def row_keys(row: list[str]) -> list[str]:
     return [key.split("-")[-1] for key in row]
-
-
-@pytest.mark.parametrize("kind", ["plain", "stream", "energon"])
-def test_no_drop_allowed_means_none(tmp_path, processor, kind):
-    folder = write(tmp_path, "no reply", good=[n for n in range(ROWS) if n != 5])
-    loader = loader_of(folder, kind, processor, max_drop_share=0.0)
-    with pytest.raises(TooManyDrops, match=r"1 of \d+ samples were dropped .*data.max_drop_share = 0.0%"):
-        for _ in range(ROWS):
-            next(loader)
 
 
 @pytest.mark.parametrize("spoilt_rows", [1, 3])

@@ -46,18 +46,6 @@ def test_every_document_is_in_one_row_within_both_budgets(patch_capacity):
     assert [len(row) for row in rows] == np.diff(rows.starts).tolist()
 
 
-def test_the_patch_budget_costs_few_rows():
-    """It is 1.3 times what a full row has on average; without, a tenth of the rows would be over it."""
-    lengths, patches = corpus(20000)
-    free = pack(lengths, 4096)
-    budget = int(1.3 * free.sums(patches).mean())
-    keep = patches <= budget
-    lengths, patches = lengths[keep], patches[keep]
-    free, bound = pack(lengths, 4096), pack(lengths, 4096, patches, budget)
-    assert (free.sums(patches) > budget).mean() > 0.1
-    assert len(bound) <= 1.01 * max(lengths.sum() / 4096, patches.sum() / budget)
-
-
 @pytest.mark.parametrize("capacity", [4096, 8192])
 def test_rows_are_full_with_all_lengths_known(capacity):
     lengths, _ = corpus(100_000, capacity=capacity)
@@ -70,11 +58,6 @@ def test_rows_are_full_out_of_a_buffer_of_a_thousand(capacity):
     buffers = [slice(start, start + 1000) for start in range(0, len(lengths), 1000)]
     rows = sum(len(pack_buffer(lengths[b].tolist(), capacity, patches[b].tolist(), None)) for b in buffers)
     assert lengths.sum() / (rows * capacity) >= 0.994
-
-
-def test_equal_buffers_give_equal_rows():
-    lengths, patches = (costs.tolist() for costs in corpus(500))
-    assert pack_buffer(lengths, 4096, patches, 16000) == pack_buffer(lengths, 4096, patches, 16000)
 
 
 def test_rows_out_of_a_buffer_come_in_random_order():
@@ -93,10 +76,6 @@ def test_rows_out_of_a_buffer_come_in_random_order():
 def test_a_document_over_a_budget_is_refused(budgets, message):
     with pytest.raises(ValueError, match=message):
         pack([10, 100], *budgets)
-
-
-def test_nothing_packs_into_no_rows():
-    assert len(pack([], 100)) == 0 and pack_buffer([], 100, [], None) == []
 
 
 def straggler(costs, group=8):

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 
 import pytest
-import torch
 import written_sources
 from loaders import content, take
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
@@ -149,13 +148,6 @@ def test_a_state_of_another_packing_is_refused_by_name(dataset, encoder, field, 
         train_loader(dataset, encoder, **change).load_state_dict(state)
 
 
-def test_a_state_of_another_patch_budget_is_refused_by_name(dataset, encoder, processor):
-    state = train_loader(dataset, encoder).state_dict()
-    limited = PackingVLMTaskEncoder(processor, DataConfig(seq_length=SEQ_LENGTH, max_patches=640))
-    with pytest.raises(ValueError, match="max_patches: saved None, now 640"):
-        train_loader(dataset, limited).load_state_dict(state)
-
-
 def test_the_patch_budget_holds_in_every_row(dataset, processor):
     """A tiny Gemma3 image has 64 patches; without the budget, rows have more than four images."""
 
@@ -204,12 +196,3 @@ def test_an_epoch_trains_or_drops_each_sample_once(kinds, processor, kind, packi
     if kind == "records":
         assert seen + dropped == expected
     assert seen <= expected
-
-
-@pytest.mark.parametrize("num_workers", [0, 3])
-def test_loading_leaves_the_random_numbers_of_the_run_alone(dataset, encoder, num_workers):
-    before = torch.get_rng_state()
-    loader = train_loader(dataset, encoder, num_workers)
-    next(loader)
-    loader.close()
-    assert torch.equal(torch.get_rng_state(), before)

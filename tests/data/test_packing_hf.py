@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from loaders import content, take
 from pairs import pairwise
-from samples import templated
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
@@ -180,13 +178,6 @@ def test_a_damaged_length_cache_is_measured_again(tmp_path, folder, encoder, mon
     assert "lengths_cache" not in "".join(capfd.readouterr())
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_its_setting(tmp_path, folder, encoder):
-    (tmp_path / "file").touch()
-    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder, 0)
-    with pytest.raises(OSError, match=r"file/\w+: Not a directory; set data.lengths_cache to a"):
-        measure_dataset(rows, tmp_path / "file")
-
-
 def test_measured_lengths_are_those_of_the_encoded_samples(tmp_path, folder, processor):
     whole = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=50))
     rows = HFProvider(DataConfig(train_data_path=str(folder), max_drop_share=1.0)).train_rows(whole, 0)
@@ -194,18 +185,6 @@ def test_measured_lengths_are_those_of_the_encoded_samples(tmp_path, folder, pro
     encoded = [rows[None, [index]][1] for index in range(ROWS)]
     assert tokens.tolist() == [DROPPED if sample is None else len(sample.input_ids) for sample in encoded]
     assert DROPPED in tokens
-
-
-@pytest.mark.parametrize("change", [{"seq_length": 100}, {"max_pixels": 100}, {"chat_template": True}])
-def test_other_settings_measure_again(tmp_path, folder, processor, change):
-    if "chat_template" in change:
-        change = {"chat_template": processor.chat_template + " "}
-    template = change.pop("chat_template", None)
-    for more, text in (({}, None), ({}, None), (change, template)):
-        data = DataConfig(**{"seq_length": 50} | more)
-        encoder = HFEncoderVLMTaskEncoder(templated(processor, text or processor.chat_template), data)
-        measure_dataset(HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder, 0), tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_document_that_grew_after_it_was_measured_is_an_error(open_loader, encoder):
@@ -251,22 +230,3 @@ def test_ranks_stay_in_step_over_epochs():
     assert len(by_epoch) > 4 and len(by_epoch[0]) % 6
     for rows in by_epoch.values():
         assert sorted(rows) == list(range(1, len(rows) + 1))
-
-
-def test_every_epoch_packs_anew():
-    (order,) = [iter(balanced(0, 1))]
-    rows = [[], []]
-    for (epoch, *_), indices in order:
-        if epoch == 2:
-            break
-        rows[epoch].append(tuple(sorted(indices)))
-    assert len(set(rows[0]) & set(rows[1])) < len(rows[0]) / 10
-
-
-@pytest.mark.parametrize("packing", ["stream", "global"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataset_of_which_all_is_dropped_stops(open_loader, processor, packing, num_workers):
-    encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=4))
-    loader = open_loader(encoder, packing, num_workers, max_drop_share=0.5)
-    with pytest.raises(TooManyDrops, match="samples were dropped .*100.0%(.|\n)*over_length"):
-        next(loader)

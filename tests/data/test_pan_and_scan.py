@@ -9,9 +9,8 @@ from samples import sample_of
 from sources import image
 from transformers import AutoConfig
 
-from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.accounts.fingerprint import encoder_settings
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.generation_prompt import processor_outputs
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_processor
@@ -47,13 +46,3 @@ def test_crops_are_those_of_the_processor(tiny_gemma3, sizes, pictures):
     if files:
         assert len(expected["pixel_values"]) == pictures
         assert torch.equal(encoded.visual_inputs.pixel_values, expected["pixel_values"])
-
-
-def test_a_run_with_other_options_does_not_go_on_and_packing_is_refused(tiny_gemma3):
-    settings = [encoder_settings(encoder_of(tiny_gemma3, **options)) for options in ({}, OPTIONS)]
-    changed = {name for name in settings[1] if settings[0].get(name) != settings[1][name]}
-    assert "processor.image_processor.do_pan_and_scan" in changed
-    with pytest.raises(ValueError, match="turn it off or use data.packing=none"):
-        encoder_of(tiny_gemma3, PackingVLMTaskEncoder, **OPTIONS)
-    with pytest.raises(ConfigError, match="image_processor_kwargs.do_pan: Gemma3ImageProcessor has no such"):
-        encoder_of(tiny_gemma3, do_pan=True)

@@ -72,30 +72,6 @@ def test_every_way_of_writing_a_record_gives_the_same_pair(name):
         ]
 
 
-def test_what_is_said_twice_is_said_once():
-    twice = RECORDS["TRL"] | {"question": ASKED, "rejected_response": [BAD]}
-    assert halves(twice) == halves(RECORDS["TRL"])
-    twice = RECORDS["two conversations"] | {"chosen": [*ASKED, GOOD]}
-    assert halves(twice) == halves(RECORDS["two conversations"])
-
-
-def test_a_prompt_that_is_not_that_of_two_whole_conversations_is_named():
-    whole = {key: [turn("user", "What?"), turn("assistant", key)] for key in ("chosen", "rejected")}
-    assert parse_record({"prompt": "What?"} | whole).unread == set()
-    assert parse_record({"prompt": "Where?"} | whole).unread == {("record", "prompt")}
-
-
-def test_a_rejected_answer_to_another_image_is_bad():
-    def whole(image, answer):
-        parts = [{"type": "image", "image": image}, {"type": "text", "text": "q"}]
-        return [turn("user", parts), turn("assistant", answer)]
-
-    conversation = parse_record({"chosen": whole("a.png", "x"), "rejected": whole("b.png", "y")})
-    assert isinstance(conversation.rejected, BadSample) and "same images" in conversation.rejected.detail
-    conversation = parse_record({"chosen": whole("a.png", "x"), "rejected": whole("a.png", "y")})
-    assert not isinstance(conversation.rejected, BadSample)
-
-
 def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
     record = {"system": "Be short.", "question": "What?", "chosen": "A cat.", "rejected": "A dog."}
     system = {"prompt": [turn("system", "Be short.")]}

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import time
 
-import datasets
 import pytest
 from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset, stateless
 from prepared_shards import prepare, stored
-from programs import ROOT, run_program
+from programs import ROOT
 from samples import clean
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 
@@ -39,26 +38,6 @@ def test_every_record_is_in_exactly_one_split(prepared):
     assert summary.shards == {"train": 6, "val": 1}
 
 
-def test_images_are_the_source_files_in_order(prepared):
-    source, output, _ = prepared
-    for samples in stored(output).values():
-        for key, parts in samples.items():
-            paths = record(int(key.rsplit("-", 1)[1]))["images"]
-            images = [parts[name] for name in json.loads(parts["json"]).get("images", [])]
-            assert images == [(source.parent / path).read_bytes() for path in paths]
-
-
-def test_the_same_seed_gives_the_same_splits_and_another_seed_others(tmp_path):
-    source = write_sharegpt(tmp_path / "source", 30)
-    val = [set(_val_keys(source, tmp_path / f"out{i}", seed)) for i, seed in enumerate((1, 1, 2))]
-    assert val[0] == val[1] != val[2]
-
-
-def _val_keys(source, output, seed):
-    prepare(source, output, seed=seed, splits={"train": 0.7, "val": 0.3})
-    return stored(output)["val"]
-
-
 def test_split_sizes_are_exact_and_none_is_empty(tmp_path):
     source = write_sharegpt(tmp_path / "source", 11)
     summary = prepare(source, tmp_path / "out", splits={"train": 98, "val": 1, "test": 1})
@@ -77,19 +56,6 @@ def test_a_held_out_file_becomes_its_own_split(tmp_path):
         "train": [f"number {n}" for n in range(8)],
         "val": [f"number {n}" for n in range(8, 11)],
     }
-
-
-def test_json_array_jsonl_and_hf_folder_give_the_same_samples(tmp_path):
-    lines = write_sharegpt(tmp_path / "source", 12)
-    array = lines.with_name("array.json")
-    array.write_text(json.dumps([json.loads(line) for line in lines.read_text().splitlines()]))
-    rows = write_hf_folder(tmp_path / "rows", lines)
-    results = []
-    for index, source in enumerate((lines, array, rows)):
-        prepare(source, tmp_path / f"out{index}")
-        results.append(stored(tmp_path / f"out{index}"))
-    assert results[0] == results[1] == results[2]
-    assert len(results[0]["train"]) == 11
 
 
 def test_an_hf_source_keeps_splits_of_its_own(tmp_path):
@@ -167,29 +133,6 @@ def test_a_link_cannot_lead_out_of_the_image_root(tmp_path):
     assert prepare(source, tmp_path / "out").skipped == {"missing_media": 1}
 
 
-def test_no_split_is_lost_to_another_of_the_same_name(tmp_path):
-    rows = datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]})
-    datasets.DatasetDict({"train": rows, "val": rows, "validation": rows}).save_to_disk(tmp_path / "rows")
-    summary = prepare(tmp_path / "rows", tmp_path / "out")
-    assert summary.samples == {"train": 1, "val": 1, "validation": 1}
-
-
-def test_an_output_may_be_a_link_to_an_empty_folder(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "out").symlink_to("elsewhere")
-    prepare(write_sharegpt(tmp_path / "source", 3), tmp_path / "out")
-    assert (tmp_path / "out").is_symlink() and (tmp_path / "elsewhere/.nv-meta").is_dir()
-
-
-def test_refuses_an_output_that_holds_anything(tmp_path):
-    source = write_sharegpt(tmp_path / "source", 2)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="out exists; give a new name or remove it"):
-        prepare(source, tmp_path / "out")
-    assert (tmp_path / "out/notes.txt").read_text() == "mine"
-
-
 TOOL = ROOT / "tools/prepare_energon_dataset.py"
 
 
@@ -197,29 +140,6 @@ def start_tool(*arguments):
     command = [sys.executable, TOOL, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, **pipes, text=True, start_new_session=True)
-
-
-def test_nothing_to_write_exits_non_zero_and_leaves_nothing(tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"conversations": 1}\n')
-    ended = run_program(TOOL, tmp_path / "data.jsonl", tmp_path / "out", "--workers", "1")
-    assert ended.returncode == 2
-    assert "nothing to write; skipped {'bad_conversation': 1}" in ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
-
-
-def test_most_records_skipped_exits_non_zero_and_says_what_helps(tmp_path):
-    source = write_sharegpt(tmp_path / "in", 10)
-    (tmp_path / "in/images").rename(tmp_path / "images")
-    (tmp_path / "in/images").mkdir()
-    last = sorted((tmp_path / "images").iterdir())[-1]
-    last.rename(tmp_path / "in/images" / last.name)
-    ended = run_program(TOOL, source, tmp_path / "out", "--workers", "1")
-    assert ended.returncode == 1 and (tmp_path / "out/.nv-meta").is_dir()
-    assert "missing_media: 7" in ended.stdout and "--image-root" in ended.stdout
-    assert "7 of 10 records were skipped, over --max-skip-share 0.5" in ended.stderr
-    detail = json.loads((tmp_path / "out/skipped.jsonl").read_text().splitlines()[0])["detail"]
-    assert f"images/0-0.jpg under {tmp_path / 'in'}" in detail
-    (tmp_path / "in/data.jsonl").write_text("".join(source.read_text().splitlines(True)[:2]))
 
 
 @pytest.mark.long

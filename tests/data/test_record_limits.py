@@ -1,7 +1,6 @@
 """Pixel and frame limits that a record names, within those of the run."""
 
 import io
-import json
 from pathlib import Path
 from random import Random
 
@@ -19,8 +18,6 @@ from megatron_vlm.data.chatml.limits import limits_of
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media.videos import VideoRules, choose_clip, plan_video, rules_of_video
-from megatron_vlm.data.run_data import RunData
-from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import build_tiny_checkpoint
 
 SMALL, LARGE = 60 * 60, 90 * 90
@@ -153,39 +150,6 @@ def test_frames_are_chosen_as_qwen_vl_utils_chooses_them():
     assert kept > 1000
 
 
-def test_a_list_of_frames_that_was_sampled_is_not_sampled_again(arguments, picture):
-    frames = [picture] * 6
-    part = {"type": "video", "video": frames, "sample_fps": 4, "raw_fps": 24}
-    record = {"messages": turns([part, "a chart?"])}
-    listed = {"messages": turns("<video>a chart?"), "videos": [{"frames": frames, "fps": 4}]}
-    same(encoded(arguments, record), encoded(arguments, listed, video_fps=4.0))
-    assert encoded(arguments, record).visual_inputs.video_grid_thw[0, 0] == 3
-
-
-@pytest.mark.parametrize("name", ["image", "video"])
-def test_a_medium_gets_the_size_that_its_record_names(arguments, picture, name):
-    size = {"resized_height": 64, "resized_width": 96}
-    medium = picture if name == "image" else steady(8, size=(200, 160))
-    record = {f"{name}s": [{"bytes": medium} | size], "messages": turns(f"<{name}>a chart?")}
-    visual = encoded(arguments, record).visual_inputs
-    grid = visual.image_grid_thw if name == "image" else visual.video_grid_thw
-    assert grid[0, 1:].tolist() == [64 // 16, 96 // 16]
-    beside = {f"{name}s": [medium], "messages": turns(f"<{name}>a chart?")} | size
-    same(encoded(arguments, beside), encoded(arguments, record))
-
-
-def test_all_frames_of_a_video_share_total_pixels():
-    rules = rules_of_video({"total_pixels": 4 * 60 * 50}, VideoRules(), is_list=False)  # 8 frames, in pairs
-    assert plan_video(steady(40, size=(96, 80)), rules).size == (60, 50)
-
-
-def test_the_fps_of_a_list_of_frames_is_no_limit(picture):
-    conversation = parse_record(
-        {"messages": turns("<video>"), "videos": [{"frames": [picture], "fps": 1}]}
-    ).stored()
-    assert "video_limits" not in conversation
-
-
 @pytest.mark.parametrize(
     "wrong, said",
     [
@@ -205,49 +169,3 @@ def test_limits_that_are_none_are_named(picture, wrong, said):
             clean(conversation, images=1)
     with pytest.raises(BadSample, match="image_limits is no list of an object for each image"):
         clean({"messages": turns("<image>"), "image_limits": [{}, {}]}, images=1)
-
-
-def test_a_processor_with_one_size_for_all_images_says_so(tiny_gemma3, picture):
-    record = {"images": [{"bytes": picture, "max_pixels": SMALL}], "messages": turns("<image>a chart?")}
-    with pytest.raises(
-        BadSample, match="processor_error: Gemma3Processor makes all images one size: max_pixels"
-    ):
-        encoded(arguments_of("gemma3", tiny_gemma3), record, packing=False)
-
-
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("family", ["gemma3", "gemma4", "smolvlm"])
-def test_limits_of_a_run_resample_no_image_of_a_fixed_budget(tmp_path, picture, family, packing):
-    arguments = arguments_of(family, build_tiny_checkpoint(family, tmp_path))
-    record = {"images": [{"bytes": picture}], "messages": turns("<image>a chart?")}
-    without = encoded(arguments, record, packing)
-    same(encoded(arguments, record, packing, max_pixels=SMALL // 9), without)
-    same(encoded(arguments, record, packing, min_pixels=LARGE * 9), without)
-
-
-def test_limits_change_the_tiles_of_an_image(tmp_path, picture):
-    """The tiles have one size, and their number depends on the image's."""
-    arguments = arguments_of("internvl", build_tiny_checkpoint("internvl", tmp_path))
-    image = {"bytes": picture, "max_pixels": 20 * 20}
-    limited, free = (
-        encoded(arguments, {"images": [entry], "messages": turns("<image>a chart?")})
-        for entry in (image, {"bytes": picture})
-    )
-    assert len(limited.input_ids) < len(free.input_ids)
-
-
-def test_a_run_says_that_its_limits_have_no_effect(tmp_path):
-    checkpoint = build_tiny_checkpoint("gemma3", tmp_path / "base")
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns("what?")}) + "\n")
-    config = load_recipe("gemma3_tiny_digits")(
-        hf_path=str(checkpoint),
-        run_dir=str(tmp_path / "run"),
-        dataset_type="hf",
-        train_data_path=str(tmp_path / "a.jsonl"),
-    )
-    arguments = arguments_of("gemma3", checkpoint)
-    for limit, notes in ((SMALL, 1), (None, 0)):
-        config.data.max_pixels = limit
-        data = RunData(config, arguments["processor"], arguments["needs"], 0, 1)
-        data.close()
-        assert len([line for line in data.notes if "data.max_pixels: no effect" in line]) == notes

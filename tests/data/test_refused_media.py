@@ -10,11 +10,10 @@ from megatron.energon.errors import SkipSample
 from pairs import first_soon
 from PIL import Image
 from samples import sample_of
-from transformers import AutoModelForImageTextToText, PretrainedConfig, ProcessorMixin
+from transformers import PretrainedConfig, ProcessorMixin
 from transformers.image_utils import SizeDict
 
-from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.config_rules.image_tokens import most_when_scaled_up
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.models.families import load
@@ -133,66 +132,7 @@ def test_the_processor_decides_whether_it_takes_a_long_image(family, size):
     assert isinstance(theirs, str) == (family in ("qwen2_vl", "glm4v")), theirs
 
 
-def test_the_crop_of_an_image_that_would_fill_the_memory_is_refused():
-    processor, config = made("llava", {"size": SizeDict(shortest_edge=336)})
-    for way in WAYS:
-        reason, detail = outcome(way, processor, config, sample((100_000, 1)))
-        assert reason == "image_too_large" and "33600000x336" in detail
-
-
-def test_what_the_model_refuses_fails_in_transformers_too():
-    processor, config = made("llava_onevision", **TILES)
-    reason, detail = outcome("known", processor, config, sample((2000, 40)))
-    assert reason == "model_refuses" and detail.startswith("images of 2000 x 40 pixels, whose tiles give no")
-    inputs = processor(text=["<image>"], images=[Image.new("RGB", (2000, 40))], return_tensors="pt")
-    model = AutoModelForImageTextToText.from_config(config)
-    with pytest.raises(RuntimeError, match="output sizes should be greater than 0|sizes"):
-        model(**inputs)
-
-
 # ---- a processor of another model -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_a_processor_of_another_tower_is_named(family):
-    processor, config = made(family)
-    assert not isinstance(outcome("known", processor, config, sample(PLAIN)), tuple)
-    for key in ("image_size", "patch_size"):
-        if (side := getattr(config.vision_config, key, None)) is not None:
-            larger = [2 * n for n in side] if isinstance(side, list | tuple) else 2 * side
-            setattr(config.vision_config, key, larger)
-    for way in WAYS:
-        reason, detail = outcome(way, processor, config, sample(PLAIN))
-        assert reason == "model_refuses", detail
-        assert "and the tower takes" in detail or "placeholders for" in detail
-    text = sample()
-    assert not isinstance(outcome("known", processor, config, text), tuple)
-
-
 # ---- images in their own size -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("least", [2, 3, 5, 7, 16, 64, 100])
-def test_the_most_tokens_of_an_image_that_is_scaled_up_are_told(least):
-    """By trying: no image up to 1:3 has more, and some has as many."""
-    processor, _ = made("lfm2_vl")
-    images, most = processor.image_processor, most_when_scaled_up(least)
-    tokens = set()
-    for height in (7, 31, 97, 211, 1009):
-        for width in range(height, 3 * height + 1, max(1, height // 200)):
-            new = images.smart_resize(height, width, 2, least, 10**6, 14)
-            if height * width < least * 28**2:
-                tokens.add(new[0] * new[1] // 28**2)
-    assert max(tokens) == most
-
-
-@pytest.mark.parametrize(("least", "most", "needed"), [(24, 24, 32), (64, 64, 80), (64, 79, 80)])
-def test_as_few_tokens_at_most_as_at_least_are_refused(least, most, needed):
-    """Transformers fails on images that these settings do not fit."""
-    settings = {"min_image_tokens": least, "max_image_tokens": most, "max_num_patches": 4 * needed}
-    processor, config = made("lfm2_vl", settings)
-    for way in WAYS:
-        with pytest.raises(ConfigError, match=f"raise max_image_tokens to {needed}, or lower min_image_tok"):
-            outcome(way, processor, config, sample(PLAIN))
-    processor, config = made("lfm2_vl", settings | {"max_image_tokens": needed})
-    assert not isinstance(outcome("known", processor, config, sample((90, 30))), tuple)

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import re
 
 import pytest
 from samples import templated
@@ -187,37 +186,6 @@ def test_replies_are_where_generation_tags_would_say(pair, monkeypatch):
     assert len(differently) > 10
 
 
-IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "a"}
-
-
-@pytest.mark.parametrize("first", [[], [IMAGE], [TEXT, IMAGE], [IMAGE, TEXT, IMAGE, TEXT]])
-def test_a_reply_may_follow_nothing_or_any_content(pair, first):
-    turns = [{"role": "user", "content": first}] if first else []
-    for text in "bd":
-        turns += [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
-        turns += [{"role": "user", "content": [TEXT]}]
-    tags, untagged = pair
-    expected = tags.render(turns)
-    if not first and expected[0].startswith("4"):
-        return  # where turns are counted, the text has not even the beginning of the prompt
-    assert len(expected[1]) == 2 and untagged.render(turns) == expected
-
-
-def test_a_prompt_that_holds_more_than_a_reply_is_refused():
-    """What follows the reply completes it, so the text alone does not show it."""
-
-    def render(messages, add_generation_prompt=False):
-        return (
-            "".join(part["text"] for turn in messages for part in turn["content"])
-            + ">>" * add_generation_prompt
-        )
-
-    said = [("user", "a"), ("assistant", ">"), ("user", ">b")]
-    turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
-    with pytest.raises(BadSample, match="turn 1, a reply, the prompt differs around it"):
-        UntaggedReplies(render, re.compile("<end>"))(turns)
-
-
 EXPECTED = {
     "qwen3_vl_thinking": ["b<|im_end|>", "d<|im_end|>", "\n</think>\n\nf<|im_end|>"],
     "qwen3": ["b<|im_end|>", "d<|im_end|>", "<think>\n\n</think>\n\nf<|im_end|>"],
@@ -237,16 +205,6 @@ def test_what_is_trained_is_what_the_model_would_generate(processor, shape):
     turns += [{"role": "user", "content": "e"}, {"role": "assistant", "content": "f"}]
     text, spans, _ = chat.render(parse_record(turns).messages)
     assert [text[slice(*span)] for span in spans] == EXPECTED[shape]
-
-
-@pytest.mark.parametrize("nothing", ["", " \n"])
-def test_an_empty_last_reply_is_not_trained(pair, nothing):
-    """Nor an empty block that the template writes for the last reply alone."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    turns += [{"role": "user", "content": "c"}, {"role": "assistant", "content": nothing}]
-    for chat in pair:
-        text, spans, _ = chat.render(parse_record(turns).messages)
-        assert ["b" in text[slice(*span)] for span in spans] == [True]
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
@@ -292,24 +250,6 @@ def test_renderings_are_few(processor):
     assert counted(thinking, messages[:2]) == 1 + 2
     last = [message | {"loss": False} for message in messages[:-1]] + messages[-1:]
     assert counted(thinking, last) == 1 + 2
-
-
-CHANGES = "{{ messages | string | length }}"
-REFUSED = {  # what is before, or at the end of, the conversation
-    "a reply twice": "{% for turn in messages[1:2] %}{{ turn.content }}{% endfor %}",
-    "how long all turns are": CHANGES,
-    "the end": CHANGES,
-    "the end of the last": "{{ 'x' if messages[-1].content.endswith('b') else 'y' }}",
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_template_whose_replies_change_the_rest_is_refused(processor, what):
-    """When the encoder is built, with what to do about it."""
-    template = without_generation_tags(SHAPES["qwen3"])
-    template = template + CHANGES if what == "the end" else REFUSED[what] + template
-    with pytest.raises(ValueError, match="(not in the prompt once|differs around it).*endgeneration"):
-        ChatTemplate(templated(processor, template))
 
 
 def test_a_conversation_whose_reply_changes_the_rest_is_dropped(processor):

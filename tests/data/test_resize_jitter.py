@@ -13,8 +13,7 @@ from PIL import Image
 from prepared_shards import prepare
 
 from megatron_vlm.batch import IGNORE_INDEX
-from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.encode.document import draw_pixels
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.length_cache import measure_dataset
 from tiny.checkpoints import build_tiny_checkpoint
@@ -116,26 +115,6 @@ def test_each_epoch_has_new_sizes_until_all_have_been(opened, source):
     assert any(other[key][0] != sizes[0] for key, sizes in found.items())
 
 
-def test_each_reading_of_energon_has_a_new_size(opened):
-    found, other = (patches(take(opened(source="energon", seed=seed), 4 * ROWS)) for seed in (5, 6))
-    assert len(found) == ROWS and all(len(set(sizes)) > 1 for sizes in found.values())
-    assert found != other
-
-
-def test_images_of_a_sample_have_sizes_of_their_own(opened):
-    grids = [
-        next(opened)["visual_inputs"].image_grid_thw.tolist() for opened in [opened()] for _ in range(18)
-    ]
-    assert any(grid[0] != grid[1] for grid in grids if len(grid) == 2)
-
-
-def test_without_the_setting_nothing_is_drawn(opened):
-    limits = {"min_pixels": None, "max_pixels": None}
-    plain = take(opened(resize_jitter=0), 2 * ROWS)
-    assert take(opened(resize_jitter=0, **limits), 2 * ROWS) == plain  # the pictures lie within the limits
-    assert patches(plain) != patches(take(opened(), 2 * ROWS))
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_boxes_have_the_size_of_their_image(opened, arguments, source):
     loader, seen = opened(source=source), set()
@@ -186,21 +165,3 @@ def test_lengths_are_those_of_each_size(opened, tmp_path):
         _, row, _ = loader._rows[None, [index]]
         assert len(row.input_ids) == tokens[index]
     assert len({*tokens.reshape(SIZES, ROWS)[:, 0].tolist()}) > 1
-
-
-def test_another_number_of_sizes_is_another_run(opened):
-    with pytest.raises(ValueError, match="resize_jitter: saved 3, now 2"):
-        opened(resize_jitter=2).load_state_dict(opened().state_dict())
-
-
-def test_draws_spread_between_the_limits():
-    sizes = [draw_pixels(f"5 0 row {number}", LEAST, MOST) for number in range(2000)]
-    assert LEAST <= min(sizes) < 1.01 * LEAST and 0.99 * MOST < max(sizes) <= MOST
-    assert abs(np.mean(np.array(sizes) < np.sqrt(LEAST * MOST)) - 0.5) < 0.05
-
-
-@pytest.mark.parametrize("family", ["gemma3", "smolvlm", "gemma4"])
-def test_a_processor_of_one_size_is_refused_by_name(family, tmp_path):
-    arguments = arguments_of(family, build_tiny_checkpoint(family, tmp_path))
-    with pytest.raises(ConfigError, match="data.resize_jitter: .*Processor makes .* one size"):
-        HFEncoderVLMTaskEncoder(data=DataConfig(**JITTER), **arguments)

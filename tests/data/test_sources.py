@@ -3,20 +3,17 @@
 import copy
 import itertools
 import json
-import os
 import re
-import sys
 from collections import Counter
 
 import datasets
-import numpy as np
 import pyarrow.parquet
 import pytest
 from loaders import encoder_of, open_loader, take
 from pairs import pairs
 from places import ROOT
-from samples import clean, read_record, sample_of
-from sources import image_bytes, write_hf_folder, write_sharegpt
+from samples import read_record, sample_of
+from sources import image_bytes
 from transformers import AutoConfig, AutoProcessor
 from written_sources import (
     BAD,
@@ -34,20 +31,13 @@ from written_sources import (
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.limits import limits_of_media
-from megatron_vlm.data.chatml.record import load_media, parse_record
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.chatml.turns import is_trained
 from megatron_vlm.data.encode.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.encode.questions import references_of
 from megatron_vlm.data.load.sampler import PackingSampler
 from megatron_vlm.data.media.files import read_media
-from megatron_vlm.data.on_disk.fields import FIELDS
-from megatron_vlm.data.on_disk.paths import DataSource
-from megatron_vlm.data.records import hub
-from megatron_vlm.data.records.blends import blend_tables
-from megatron_vlm.data.records.tables import open_table
-from megatron_vlm.data.records.unread import first_notes, sample_sources
 from megatron_vlm.extras.evaluate.metrics import Judged, anls
 from megatron_vlm.models.families import load
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
@@ -180,16 +170,6 @@ def test_a_meta_file_gives_each_dataset_its_share_and_every_row_its_turn(tmp_pat
     assert {total[number] for number in range(30, 40)} == {1, 2}
 
 
-def test_a_meta_file_is_packed_globally_by_epoch(tmp_path, processor):
-    settings = write_meta(tmp_path, a={"sample_ratio": 0.5}, b={"sample_ratio": 2}) | {
-        "lengths_cache": str(tmp_path / "lengths")
-    }
-    loader, _ = opened(settings, processor, packing="global")
-    keys = Counter(key for batch in take_epoch(loader) for row in batch["__key__"] for key in row)
-    assert sum(count for key, count in keys.items() if key.startswith("a-")) == 5
-    assert all(keys[f"b-{row:09d}"] == 2 for row in range(10))
-
-
 def test_some_datasets_of_a_meta_file(tmp_path, processor):
     settings = write_meta(tmp_path, a={}, b={}, c={}) | {"datasets": ["c", "a"]}
     assert read_epochs(settings, processor, 1) == [Counter([*range(10), *range(20, 30)])]
@@ -244,22 +224,6 @@ def test_media_that_cannot_be_had_are_a_bad_record(tmp_path, name, detail):
     assert detail in bad.value.detail
 
 
-def test_an_lmdb_that_was_cut_short_is_refused_and_not_mapped(tmp_path):
-    in_lmdb(tmp_path)
-    file = tmp_path / "images.lmdb/data.mdb"
-    size = file.stat().st_size
-    os.truncate(file, size // 2)
-    with pytest.raises(BadSample, match=f"data.mdb is cut short, {size // 2} of {size} bytes; copy it again"):
-        read_media("images.lmdb::1-0.jpg", tmp_path)
-
-
-def test_lmdb_without_its_package_says_what_to_install(tmp_path, monkeypatch):
-    in_lmdb(tmp_path)
-    monkeypatch.setitem(sys.modules, "lmdb", None)
-    with pytest.raises(ImportError, match="megatron-vlm\\[lmdb\\]"):
-        read_media("images.lmdb::1-0.jpg", tmp_path)
-
-
 def test_media_lie_under_media_dir(tmp_path, processor):
     settings = json_lines(tmp_path / "source")
     moved = tmp_path / "elsewhere/data.jsonl"
@@ -309,40 +273,6 @@ def test_the_records_that_the_documentation_shows_are_read():
     for record in map(Columns(), records):
         messages = parse_record(parse_record(record).stored()).messages
         assert "A cat." in json.dumps(messages)
-
-
-def test_pictures_in_a_column_that_is_not_read_are_told(tmp_path):
-    """But only where records have no others."""
-    turns = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It."}]}
-
-    def told(name: str, rows: list[dict], **columns: str) -> list[str]:
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(turns | row) + "\n" for row in rows))
-        notes = first_notes(sample_sources(open_table(path, columns=Columns(columns))))
-        return [note for note in notes if "not read in a record" not in note]
-
-    [said] = told("a", [{"id": 1}, {"img": ["a.JPG", "b.png"], "source": "web"}])
-    assert said.endswith("img, which looks like them, is not read; data.columns.images=img reads it")
-    [said] = told("b", [{"clip": "a.mp4"}])
-    assert "data.columns.videos=clip" in said
-    assert told("c", [{"img": "a.jpg"}], images="img") == []
-    assert told("d", [{"img": "a.jpg", "image": "b.jpg"}]) == told("e", [{"name": "jpg"}, {"of": []}]) == []
-    parts = [{"type": "image_url", "image_url": {"url": "a.jpg"}}, {"type": "text", "text": "What?"}]
-    question = {"messages": [{"role": "user", "content": parts}, turns["messages"][1]]}
-    assert told("f", [question | {"thumbnail": "a.jpg"}]) == []
-    twice = {"messages": [{"role": "user", "content": [parts[0] | {"path": "b.jpg"}]}, turns["messages"][1]]}
-    assert told("g", [twice | {"thumbnail": "a.jpg"}]) == []  # what is wrong with it is said when it is read
-    rows = {"messages": [turns["messages"]], "picture": [{"path": None, "bytes": image_bytes(1)}]}
-    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
-    names = "a.jsonl", "rows.parquet"
-    two = blend_tables({name: open_table(tmp_path / name) for name in names}, list(map(DataSource, names)))
-    assert sum("and picture, which" in said for said in first_notes(sample_sources(two))) == 1
-
-
-def test_a_mapped_column_hides_others_of_its_kind():
-    stored = {"messages": ["not these"], "chat": ["turns"], "image": "thumb.jpg", "pictures": ["p.jpg"]}
-    columns = Columns({"conversations": "chat", "images": "pictures"})
-    assert columns(stored) == {"conversations": ["turns"], "images": ["p.jpg"]}
 
 
 @pytest.mark.parametrize(
@@ -409,55 +339,6 @@ def test_ways_to_name_media(media, named):
     assert parse_record({"question": "q", "answer": "a"} | media).media[kind] == named
 
 
-def test_numbered_images_are_in_the_order_of_their_numbers():
-    images = {f"<image_{number}>": f"{number}.png" for number in (11, 2, 0)}
-    record = {"image": images, "question": "q", "answer": "a"}
-    assert parse_record(record).media["image"] == ["0.png", "2.png", "11.png"]
-
-
-def test_a_caption_beside_a_question_and_its_answer_is_not_trained():
-    record = {"image": "i.jpg", "caption": "c", "question": "q", "answer": "a"}
-    assert parse_record(record).messages[1]["content"] == [{"type": "text", "text": "a"}]
-
-
-def test_a_box_beside_a_question_and_its_answer_asks_nothing():
-    record = {"image": "i.jpg", "bbox_xyxy": [1, 2, 3, 4], "phrase": "car", "question": "q", "answer": "a"}
-    assert Columns()(record) == record
-
-
-def test_turns_in_cells_of_csv_are_turns():
-    prompt = json.dumps([turn("user", "q")])
-    record = {"prompt": prompt, "chosen": json.dumps([turn("assistant", "a")]), "rejected": "b"}
-    conversation = parse_record(record)
-    assert [message["content"][0]["text"] for message in conversation.messages] == ["q", "a"]
-    assert [message["content"][0]["text"] for message in conversation.rejected] == ["q", "b"]
-
-
-def test_a_huge_limit_is_a_drop():
-    with pytest.raises(BadSample, match="max_pixels"):
-        clean({"question": "q", "answer": "a", "max_pixels": 10**400}, images=1)
-
-
-def test_a_text_alone_is_a_document():
-    [message] = parse_record({"text": "Once."}).messages
-    assert message == {"role": "document", "content": [{"type": "text", "text": "Once."}]}
-
-
-def test_a_mapped_question_leaves_the_answer_to_be_found():
-    record = {"problem": "q", "prompt": "p", "answer": "a", "messages": [turn("user", "m")]}
-    assert Columns({"question": "problem"})(record) == {"question": "q", "answer": "a"}
-    assert Columns({"messages": "messages"})(record) == {"messages": [turn("user", "m")], "problem": "q"}
-
-
-def test_keys_that_nothing_reads_are_kept_for_a_line():
-    part = {"type": "image", "image": "a.png", "detail": "low"}
-    record = {
-        "source": 7,
-        "messages": [{"role": "user", "content": [part], "mood": "odd"}, turn("assistant", "a")],
-    }
-    assert parse_record(record).unread == {("record", "source"), ("turn", "mood"), ("part", "detail")}
-
-
 def test_the_table_of_formats():
     rows = re.findall(
         r"^\| [^|]+ \| `(\{.*\})` \| ([^|]*)\| ([^|]+) \|$", (ROOT / "docs/data.md").read_text(), re.M
@@ -471,19 +352,6 @@ def test_the_table_of_formats():
         messages = [message for message in place_media(conversation.messages, *counts) if is_trained(message)]
         texts = [part["text"] for message in messages for part in message["content"] if "text" in part]
         assert texts == trained.split(", "), example
-
-
-def test_two_forms_of_one_conversation_are_one():
-    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    openai = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    record = Columns()({"conversations": sharegpt, "messages": openai, "images": ["a"], "image": "a"})
-    assert parse_record(record).stored() == parse_record(openai).stored()
-
-
-def test_a_part_names_one_image(tmp_path):
-    part = {"type": "image_url", "image_url": {"url": "a.jpg"}, "url": "b.jpg"}
-    with pytest.raises(BadSample, match="image_url and url are two names"):
-        parse_record({"messages": [{"role": "user", "content": [part]}]})
 
 
 @pytest.mark.parametrize(
@@ -506,12 +374,6 @@ def test_images_in_another_order_than_the_parts_that_name_them_are_bad(images, f
     assert parse_record(row(first | {"image": None, "index": 0}, {})).media["image"] == images
 
 
-def test_turns_in_json_may_have_parts_that_name_media():
-    turns = [{"role": "user", "content": [{"type": "image", "image": "a.jpg"}]}]
-    assert parse_record({"messages": json.dumps(turns)}) == parse_record({"messages": turns})
-    assert parse_record({"messages": turns}).media["image"] == ["a.jpg"]
-
-
 def test_parts_name_videos_as_qwen_writes_them(tmp_path):
     files = {"a.mp4": b"film", "1.jpg": b"one", "2.jpg": b"two"}
     for name, content in files.items():
@@ -531,65 +393,6 @@ def test_parts_name_videos_as_qwen_writes_them(tmp_path):
         places = [{"type": "video"} | limits, {"type": "video"}, {"type": "video"}, question]
         assert conversation["messages"][0]["content"] == places
     assert read_record({"messages": turns, "videos": ["a.mp4"]}, tmp_path)[2] == [b"film"]
-
-
-def random_value(rng, depth=0):
-    """JSON of any shape, made of the words that records are made of."""
-    kind = rng.integers(9 if depth < 3 else 5)
-    if kind < 5:
-        return [None, 7, "text", "../a.jpg", "images.lmdb::a"][kind]
-    if kind < 7:
-        return [random_value(rng, depth + 1) for _ in range(rng.integers(3))]
-    words = [
-        *FIELDS,
-        "role",
-        "from",
-        "content",
-        "value",
-        "type",
-        "image_url",
-        "video",
-        "url",
-        "user",
-        "assistant",
-    ]
-    return {str(rng.choice(words)): random_value(rng, depth + 1) for _ in range(rng.integers(4))}
-
-
-def test_no_record_whatever_its_shape_ends_the_run(tmp_path):
-    """Of 3000 made-up records each is read or bad; some of them are read."""
-    rng, outcomes = np.random.default_rng(0), Counter()
-    tagged = Columns({"messages": "messages"}, {"role_tag": "role", "user_tag": "user"})
-    for number in range(3000):
-        record = random_value(rng)
-        try:
-            record = (tagged if number % 2 else Columns())(record)
-            conversation, _, _ = read_record(record, tmp_path)
-            json.dumps(conversation)
-            outcomes["read"] += 1
-        except BadSample as bad:
-            outcomes[bad.reason] += 1
-    assert set(outcomes) >= {"read", "bad_conversation", "missing_media"}
-
-
-def test_a_damaged_array_names_the_place(tmp_path, processor):
-    path = tmp_path / "array.json"
-    path.write_text('[{"messages": []},\n {"messages": ]}]')
-    with pytest.raises(ValueError, match=r"array.json: cannot be read as records \(.*line 2"):
-        opened({"train_data_path": path}, processor)
-
-
-def test_records_of_an_array_are_found_whatever_their_text(tmp_path):
-    rows = [{"question": text, "answer": "a"} for text in ("ä€😀", "],[{", '\\"', "", "\u2028")]
-    for name, text in (
-        ("a", json.dumps(rows)),
-        ("b", "\ufeff " + json.dumps(rows, ensure_ascii=False, indent=2)),
-    ):
-        (tmp_path / f"{name}.json").write_text(text)
-        table = open_table(tmp_path / f"{name}.json")
-        assert [table.record(index)[0]["question"] for index in range(len(table))] == [
-            row["question"] for row in rows
-        ]
 
 
 def test_a_file_that_is_rewritten_while_it_is_read_is_named(tmp_path, processor):
@@ -624,34 +427,6 @@ def test_a_stream_that_got_shorter_is_not_resumed(tmp_path, processor, monkeypat
     loader.load_state_dict(state)
     with pytest.raises(ValueError, match="has 9 rows, the state continues after"):
         next(loader)
-
-
-def test_what_lies_on_disk_is_not_streamed(tmp_path, processor):
-    with pytest.raises(ValueError, match="is read where it lies; drop data.streaming"):
-        opened(json_lines(tmp_path / "a") | {"streaming": True}, processor)
-    rows = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "b", 3))
-    with pytest.raises(ValueError, match="is read where it lies"):
-        opened({"train_data_path": rows, "streaming": True}, processor)
-
-
-def test_a_stream_that_ends_in_a_damaged_file_names_it(tmp_path, processor, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    settings = parquet(tmp_path, shards=2) | {"streaming": True, "shuffle_buffer_size": 4}
-    file = tmp_path / "parquet/train-1.parquet"
-    file.write_bytes(file.read_bytes()[:-9])
-    loader, _ = opened(settings, processor)
-    with pytest.raises(ValueError, match="train-1.parquet: cannot be read .*; restore the file"):
-        take(loader, 100)
-    file.write_bytes(b"<!doctype html>")
-    with pytest.raises(ValueError, match="train-1.parquet: is an HTML or XML page; download"):
-        take(opened(settings, processor)[0], 100)
-
-
-def test_a_stream_without_rows_is_named(tmp_path, processor):
-    table = pyarrow.table({"messages": pyarrow.array([], pyarrow.string())})
-    pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match="none.parquet: has no rows; take it out"):
-        opened({"train_data_path": tmp_path / "none.parquet", "streaming": True}, processor)
 
 
 # -- documents
@@ -695,23 +470,6 @@ def test_a_document_is_measured_and_placed_in_every_family(tmp_path, family):
     assert processor.tokenizer.convert_tokens_to_ids(processor.image_token) not in trained.tolist()
 
 
-def test_rows_of_another_kind_in_a_folder_are_not_left_out(tmp_path):
-    """`datasets` reads the kind of which there are more files."""
-    rows = [{"question": f"q{number}", "answer": "a"} for number in range(4)]
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert len(hub.open_rows(tmp_path)) == 8
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
-    with pytest.raises(
-        ValueError, match="c.parquet: would be left out.*2 other files.*as a list, or move it"
-    ):
-        hub.open_rows(tmp_path)
-    (tmp_path / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n"
-    )
-    assert len(hub.open_rows(tmp_path)) == 8
-
-
 @pytest.mark.parametrize(
     ("answers", "reply", "references"),
     [
@@ -728,52 +486,3 @@ def test_evaluation_compares_with_all_answers(answers, reply, references):
     for message in (conversation.messages[-1], parse_record(conversation.stored()).messages[-1]):
         assert references_of(message) == references
     assert all(anls(Judged("", answer, references, None)) == 1 for answer in references)
-
-
-@pytest.mark.parametrize(
-    ("field", "entry"),
-    [
-        ("images", {"image_url": {"url": "1-0.jpg"}}),
-        ("images", {"image_url": "1-0.jpg"}),
-        ("images", {"type": "image", "image": "1-0.jpg"}),
-        ("image", "[1] cat.jpg"),
-        ("videos", {"video": ["1-0.jpg", "1-0.jpg"], "fps": 2}),
-        ("videos", {"type": "video_url", "video_url": {"url": "1-0.jpg"}}),
-    ],
-)
-def test_entries_of_media_as_parts_are_written(tmp_path, field, entry):
-    for name in ("1-0.jpg", "[1] cat.jpg"):
-        (tmp_path / name).write_bytes(image_bytes(1))
-    record = {"messages": [turn("user", "q"), turn("assistant", "a")], field: entry}
-    conversation = parse_record(record if isinstance(entry, str) else record | {field: [entry]})
-    images, videos = load_media(conversation, tmp_path)
-    frames = {"frames": [image_bytes(1)] * 2, "fps": 2}
-    assert images == [image_bytes(1)] * field.startswith("image")
-    assert videos in ([], [image_bytes(1)], [frames]) and conversation.unread == set()
-
-
-def test_an_entry_without_a_medium_says_what_it_has(tmp_path):
-    record = {"messages": [turn("user", "q"), turn("assistant", "a")], "images": [{"file": "a.png"}]}
-    with pytest.raises(BadSample, match="a medium has none of bytes, path, .*; it has file"):
-        load_media(parse_record(record), tmp_path)
-
-
-def test_values_of_numpy_and_numbers_in_text():
-    """As pandas reads them from parquet, and from CSV."""
-    turns = np.array([turn("user", "q"), turn("assistant", "a")], dtype=object)
-    record = {"messages": turns, "images": np.array(["a.png"], dtype=object), "max_pixels": np.int64(50_000)}
-    written = {"messages": list(turns), "images": '["a.png"]', "max_pixels": "50000"}
-    for one in (record, written):
-        conversation = parse_record(one)
-        assert conversation.media["image"] == ["a.png"]
-        messages = place_media(conversation.messages, 1)
-        assert limits_of_media(messages, conversation.limits)["image"] == [{"max_pixels": 50_000}]
-
-
-def test_two_lists_of_frames_are_two_videos():
-    record = {"messages": [turn("user", "<video><video>q"), turn("assistant", "a")]}
-    clips = [["1.jpg", "2.jpg"], ["3.jpg"]]
-    for written in (clips, json.dumps(clips), [{"frames": clip} for clip in clips]):
-        conversation = parse_record(record | {"videos": written})
-        assert len(conversation.media["video"]) == 2
-        place_media(conversation.messages, 0, 2)

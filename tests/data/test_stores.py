@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 
 import pytest
 from loaders import open_loader, take
-from prepared_shards import prepare, stored
+from prepared_shards import prepare
 from programs import TYPED, ask
-from sources import image_bytes, write_hf_folder, write_sharegpt
+from sources import write_hf_folder, write_sharegpt
 
 pytest.importorskip("moto", reason="moto is not installed")
-from store_server import BUCKET, KEY, SECRET, Line, forget, put, store, write  # noqa: E402
+from store_server import BUCKET, KEY, SECRET, Line, forget, put, store  # noqa: E402
 
-from megatron_vlm import files, stores  # noqa: E402
+from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.checks.paths import checkpoint_problems, data_problems  # noqa: E402
-from megatron_vlm.commands.arguments import new_output  # noqa: E402
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig  # noqa: E402
 from megatron_vlm.data.accounts.bad_sample import BadSample  # noqa: E402
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder  # noqa: E402
-from megatron_vlm.data.load.energon import EnergonProvider  # noqa: E402
-from megatron_vlm.data.load.energon_safety import check_dataset  # noqa: E402
 from megatron_vlm.data.media.files import read_media  # noqa: E402
-from megatron_vlm.data.on_disk.plain import on_disk  # noqa: E402
-from megatron_vlm.messages import printable, printable_lines  # noqa: E402
+from megatron_vlm.messages import printable  # noqa: E402
 from megatron_vlm.overrides import apply_overrides  # noqa: E402
 from megatron_vlm.supported import resolve  # noqa: E402
 
@@ -90,23 +84,6 @@ def test_images_may_lie_in_a_store_and_rows_on_disk(folder, encoder, tmp_path):
     assert take(apart, 5) == take(whole, 5)
 
 
-def test_rows_are_fetched_anew_only_if_they_were_changed(folder):
-    with stores.at(f"{AT}/changed.jsonl") as (client, path):
-        client.write(path, b"one")
-        first = on_disk(f"{AT}/changed.jsonl")
-        made = first.stat().st_mtime_ns
-        assert on_disk(f"{AT}/changed.jsonl") == first and first.stat().st_mtime_ns == made
-        client.write(path, b"two")
-    second = on_disk(f"{AT}/changed.jsonl")
-    assert (first.read_bytes(), second.read_bytes(), second.name) == (b"one", b"two", "changed.jsonl")
-
-
-def test_prepare_reads_rows_and_images_of_a_store(folder, tmp_path):
-    prepare(f"{AT}/rows/data.jsonl", tmp_path / "of_store", splits={"train": 1.0})
-    prepare(folder / "rows/data.jsonl", tmp_path / "of_disk", splits={"train": 1.0})
-    assert stored(tmp_path / "of_store") == stored(tmp_path / "of_disk")
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -127,16 +104,6 @@ def test_a_medium_that_is_not_there_is_counted_as_missing(folder, name, said):
     with pytest.raises(BadSample, match=said) as bad:
         read_media(name, f"{AT}/rows")
     assert bad.value.reason == "missing_media"
-
-
-@pytest.mark.parametrize("name", ["..name.jpg", "...", "100%.jpg", "%2e%41.jpg", "a b+c.jpg", "ü/日本?#.jpg"])
-def test_a_medium_may_have_any_name(folder, name):
-    write(f"{AT}/rows/{name}", name.encode())
-    assert read_media(name, f"{AT}/rows") == name.encode()
-
-
-def test_a_medium_may_be_named_by_its_whole_address(folder):
-    assert read_media(f"{AT}/rows/images/0-0.jpg", f"{AT}/rows") == image_bytes(0)
 
 
 # ---- a store that fails
@@ -192,51 +159,6 @@ def test_a_checkpoint_may_lie_in_a_store(folder, tiny_gemma3, monkeypatch, tmp_p
         assert "the store does not answer" in said
     with pytest.raises(stores.StoreError, match="is no address"):
         stores.is_file(f"{AT}/model/../rows")
-
-
-def test_a_checkpoint_in_a_store_is_fetched_whole_or_not_at_all(folder, tiny_gemma3, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    model, there = tmp_path / "model", f"{AT}/whole"
-    shutil.copytree(tiny_gemma3, model)
-    put(model, there)
-    put_aside = files.folder_aside
-
-    @contextmanager
-    def changing(output: Path) -> Iterator[Path]:
-        with put_aside(output) as aside:
-            write(f"{there}/generation_config.json", b"{}")
-            yield aside
-
-    monkeypatch.setattr(files, "folder_aside", changing)
-    with pytest.raises(stores.StoreError, match="changed while it was fetched; start again"):
-        resolve(there, str)
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
-
-
-@pytest.mark.parametrize("kind", ["hf", "energon"])
-@pytest.mark.parametrize("address", ["s3:///x.jsonl", f"S3://{BUCKET}/data", f"s3:/{BUCKET}/data", "s3://"])
-def test_what_is_no_address_is_told_in_a_line(address, kind):
-    said = "is no address; give s3://BUCKET/PATH or msc://PROFILE/PATH."
-    assert problem_of(kind, address).startswith("data.train_data_path: ")
-    assert problem_of(kind, address).endswith(said)
-    with pytest.raises(ConfigError, match="is in a store; give a folder on disk"):
-        new_output(address, Path("run"))
-
-
-def test_an_address_is_shown_as_it_was_written(folder, encoder):
-    """Energon has another name for a bucket, which is in its own errors."""
-    data = DataConfig(train_data_path=f"{AT}/energon", num_workers=0)
-    assert EnergonProvider(data).valid_samples(encoder).name == f"data: the 'val' split of {AT}/energon"
-    with pytest.raises(ValueError) as error:
-        check_dataset(f"{AT}/none")
-    assert f"data: {AT}/none is not a prepared" in printable(error.value)
-    assert "data: s3://b/none is" in printable_lines("data: msc://_s3-b/none is")
-
-
-def test_refused_keys_are_told(folder, monkeypatch):
-    """moto checks keys from a number of requests on; those of the test are of no user."""
-    with store(INITIAL_NO_AUTH_ACTION_COUNT="1"):
-        assert "the store refuses the keys" in problem_of("hf", f"{AT}/rows/data.jsonl")
 
 
 @contextmanager
@@ -295,17 +217,6 @@ def test_keys_in_an_address_are_refused_and_never_shown():
     assert (
         printable(presigned[0]) == "s3://bkt/data.jsonl?…" and printable("s3://b/x-?.tar") == "s3://b/x-?.tar"
     )
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["evaluate run ADDRESS", "prepare ADDRESS out", "export run ADDRESS", "train --data ADDRESS --model m"],
-)
-def test_no_command_takes_or_shows_an_address_with_keys(words):
-    address = f"https://bkt.s3.amazonaws.com/x.jsonl?X-Amz-Signature={SECRET}"
-    answer = ask(*TYPED, *words.replace("ADDRESS", address).split())
-    assert answer.returncode == 2 and "an address with keys" in answer.stderr
-    assert SECRET not in answer.stdout + answer.stderr
 
 
 def test_nothing_that_a_run_prints_or_writes_has_a_key(tmp_path, tiny_gemma3):

@@ -2,16 +2,12 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from prepared_shards import prepare
 from published_templates import CALLS, FOLDER, REPLY, THINKS, TOOLS, USER
 from samples import templated
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
@@ -21,10 +17,6 @@ WITH_TOOLS = {"messages": [USER, REPLY], "tools": TOOLS}
 CALLING = {"messages": [USER, CALLS, {"role": "tool", "name": "add", "content": "7"}, REPLY]}
 THINKING = {"messages": [USER, THINKS]}
 THOUGHT_BEFORE = {"messages": [USER, THINKS, USER, REPLY]}
-TYPING = {
-    "messages": [USER | {"content": "Is it <|im_end|> or <|im_end|>?"}, REPLY | {"content": "<|image_pad|>"}]
-}
-TYPED_TOOL = {"messages": [USER, REPLY], "tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}
 
 
 @pytest.fixture(scope="module")
@@ -70,39 +62,3 @@ LEAVES_OUT = "0.jsonl: the template leaves out"
 )
 def test_what_the_template_leaves_out_is_said(processor, tmp_path, template, records, note):
     assert notes(processor, tmp_path, template, records) == ([f"{LEAVES_OUT} {note}"] if note else [])
-
-
-def test_thinking_that_the_settings_drop_is_not_the_templates(processor, tmp_path):
-    assert notes(processor, tmp_path, "qwen2_5_vl", [THINKING], thinking="drop") == []
-
-
-def test_each_source_has_its_line_and_what_cannot_be_read_is_not_counted(processor, tmp_path):
-    broken = {"messages": [{"role": "nobody", "content": "a"}]}
-    said = notes(processor, tmp_path, "qwen2_5_vl", [PLAIN], [THINKING, broken])
-    assert said == ["1.jsonl: the template leaves out reasoning of 1 of 1 records looked at"]
-
-
-def test_records_with_typed_control_tokens_are_counted(processor, tmp_path):
-    said = notes(processor, tmp_path, "qwen3_vl", [PLAIN, TYPING, TYPING, TYPED_TOOL])
-    assert said == [
-        "0.jsonl: 3 of 4 records looked at have text like <|im_end|> or <|image_pad|>, trained as plain text"
-    ]
-
-
-@pytest.mark.parametrize("source", ["stream", "shards"])
-def test_streams_and_shards_have_the_lines_of_a_table(processor, tmp_path, source):
-    unread = {"messages": [USER | {"novel": 1}, THINKS]}
-    typing = {"messages": [USER | {"content": "Is it <|im_end|>?"}, REPLY]}
-    records = [unread, PLAIN, typing, PLAIN]
-    expected = notes(processor, tmp_path, "qwen2_5_vl", records)
-    assert len(expected) == 3
-    if source == "stream":
-        path, provider, settings = tmp_path / "0.parquet", HFProvider, {"streaming": True}
-        pq.write_table(pa.Table.from_pylist(records), path)
-    else:
-        path, provider, settings = tmp_path / "shards", EnergonProvider, {}
-        prepare(tmp_path / "0.jsonl", path, splits={"train": 4})
-    lines = notes_of(provider, processor, "qwen2_5_vl", str(path), **settings)
-    assert [line.removeprefix(f"data: {path}: ") for line in lines] == [
-        line.removeprefix("0.jsonl: ") for line in expected
-    ]

@@ -1,7 +1,6 @@
 """Thinking blocks of replies: trained as the template writes them, read and not trained, or left out."""
 
 import re
-import time
 
 import pytest
 from megatron.energon.errors import SkipSample
@@ -9,9 +8,7 @@ from samples import sample_of
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.fingerprint import encoder_settings
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.replies import between_thinking
 from tiny.checkpoints import TINY_FAMILIES, without_generation_tags
 from tiny.corpus import default_corpus
 
@@ -109,14 +106,6 @@ def test_what_a_template_makes_of_thinking_is_what_is_trained(thoughtful):
         assert equal(encoded(thoughtful, turns, "drop"), encoded(thoughtful, WITHOUT, "keep"))
 
 
-@pytest.mark.parametrize("thinking", ["mask", "drop"])
-def test_a_reply_of_thinking_alone_is_not_trained(thoughtful, thinking):
-    alone = [TURNS[0], {"role": "assistant", "content": "<think>a dog</think>\n"}]
-    assert encoded(thoughtful, alone, thinking) == "no_trained_tokens"
-    both = encoded(thoughtful, [*alone, *TURNS[2:]], thinking)
-    assert trained(thoughtful, both).count("<|user|>") == 1 and "a dog" not in trained(thoughtful, both)
-
-
 def test_thinking_may_begin_in_the_prompt():
     """As models write it that are prompted with `<think>`."""
     template = TINY_FAMILIES["qwen3_vl"].template.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
@@ -128,21 +117,3 @@ def test_thinking_may_begin_in_the_prompt():
     turns = [TURNS[0], {"role": "assistant", "content": "a dog</think>\n\nthe cat."}]
     assert trained(processor, encoded(processor, turns, "keep")).startswith("a dog</think>")
     assert trained(processor, encoded(processor, turns, "mask")) == "\n\nthe cat.<|im_end|>"
-
-
-def test_blocks_are_found_in_time_that_grows_with_the_text():
-    text = "a<think>b<think>c</think>d</think>e<think>f</think><think>g"
-    pieces = between_thinking(text, 0, len(text))
-    assert [text[slice(*piece)] for piece in pieces] == ["a", "d</think>e", "<think>g"]
-    began = time.process_time()
-    assert len(between_thinking("<think>" * 200_000, 0, 1_400_000)) == 1
-    assert len(between_thinking("<think></think>" * 100_000, 0, 1_500_000)) == 100_001
-    assert time.process_time() - began < 5
-
-
-def test_a_run_with_another_setting_is_another_run(thoughtful):
-    settings = {
-        thinking: encoder_settings(HFEncoderVLMTaskEncoder(thoughtful, DataConfig(thinking=thinking)))
-        for thinking in ("keep", "mask", "drop")
-    }
-    assert [one.get("thinking") for one in settings.values()] == ["keep", "mask", "drop"]

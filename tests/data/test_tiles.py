@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from grey_media import frame_list, picture, sample, steady
-from megatron.energon.errors import SkipSample
 from PIL import Image
 from samples import sample_of
 from sources import image
-from transformers import AutoConfig, AutoProcessor, InternVLConfig
+from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
@@ -111,28 +110,6 @@ def test_measured_lengths_are_those_of_the_encoding(folder):
         assert half.measured.patches > 0
 
 
-def test_patches_of_any_size_are_measured(tmp_path):
-    """LLaVA-OneVision's processor does not say how large patches are."""
-    sizes = {"image_size": 27, "patch_size": 9}
-    folder = build_tiny_checkpoint("llava_onevision", tmp_path / "llava_onevision", **sizes)
-    encoder = encoder_of(folder, packing=True)
-    half = encoder.preencode_sample(sample([], [picture(0)]))
-    encoded = encoder.postencode_sample(half)  # raises when they differ
-    assert half.measured.patches == 9 * int(encoded.visual_inputs.image_tiles)
-
-
-def test_videos_of_different_lengths_in_one_sample_are_counted_if_the_processor_is_called(folder):
-    """It refuses them."""
-    encoder, given = encoder_of(folder, fast=False), sample([frame_list(2), frame_list(5)])
-    with pytest.raises(SkipSample):
-        encoder.encode_sample(given)
-    assert encoder.drops.summary()["reasons"] == {"processor_error": 1}
-    hf_config = AutoConfig.from_pretrained(folder)
-    encoded = encoder_of(folder).encode_sample(given)
-    placed = sum(int((encoded.input_ids == token).sum()) for token in tokens_of(hf_config))
-    assert placed == sum(describe(hf_config).visual_tokens(encoded.visual_inputs))
-
-
 def test_truncation_keeps_whole_images_and_videos_at_every_length(folder):
     turns = [
         {"role": "assistant", "content": "Yes?"},
@@ -157,13 +134,3 @@ def test_truncation_keeps_whole_images_and_videos_at_every_length(folder):
 
 def tokens_of(hf_config) -> set[int]:
     return {hf_config.image_token_id, getattr(hf_config, "video_token_id", hf_config.image_token_id)}
-
-
-@pytest.mark.parametrize(("patches", "ratio"), [(3, 1 / 3), (6, 1 / 6), (9, 1 / 3), (4, 0.75)])
-def test_a_ratio_for_which_transformers_shuffles_no_pixels_is_refused(patches, ratio):
-    """Three patches are three thirds, but not to its division of floats."""
-    tower = {"image_size": [14 * patches] * 2, "patch_size": [14, 14]}
-    text = {"model_type": "qwen3"}
-    describe(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=1.0))
-    with pytest.raises(ValueError, match=r"downsample_ratio is 0\.\d+; supported: 1 / n for a power of 2"):
-        describe(InternVLConfig(text_config=text, vision_config=tower, downsample_ratio=ratio))

@@ -1,10 +1,8 @@
 """Videos: which frames are taken and when they are shown, and what every family's encoder makes of them."""
 
 import json
-import multiprocessing
 import re
 import struct
-import tarfile
 
 import datasets
 import numpy as np
@@ -16,11 +14,9 @@ from megatron.energon.errors import SkipSample
 from pairs import first_soon
 from prepared_shards import prepare
 from programs import COMMAND, run_program
-from transformers import AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
-from megatron_vlm.config import ConfigError, DataConfig, RunConfig
-from megatron_vlm.config_rules.settings import validate
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
@@ -28,9 +24,7 @@ from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.media.videos import VideoRules, choose_frames, decode_video, plan_video
-from megatron_vlm.data.shard_format import cook_record
 from megatron_vlm.models.pixels import PixelNormalizer
-from megatron_vlm.overrides import apply_overrides
 from tiny.checkpoints import build_tiny_checkpoint
 
 FAMILIES = first_soon(
@@ -70,15 +64,6 @@ def test_frames_are_those_on_screen_at_even_steps():
     assert choose_frames([7, 7.1, 7.2, 7.3], rules) == [0, 2]
 
 
-def test_frames_of_a_long_video_are_further_apart():
-    assert choose_frames(list(range(100)), VideoRules(fps=2, max_frames=5)) == [0, 25, 50, 75]
-
-
-def test_a_short_video_gives_more_frames_than_its_seconds_ask_for():
-    assert choose_frames([0.0, 0.1, 0.2, 0.3, 0.4], VideoRules(fps=2, min_frames=4)) == [0, 1, 2, 3]
-    assert choose_frames([0.0, 0.1, 0.2], VideoRules(fps=2, min_frames=4)) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     "container, codec",
     [
@@ -102,29 +87,11 @@ def test_frames_at_uneven_times_keep_them():
     assert plan.times == [0, 0.1, 0.7, 1.5, 1.6, 3.0] and plan.interval == pytest.approx(0.6)
 
 
-def test_an_odd_frame_is_repeated_as_the_tower_takes_pairs():
-    frames, plan = decode_video(steady(5), EVERY)
-    assert shown(frames) == [0, 1, 2, 3, 4, 4] and plan.times == [0, 0.1, 0.2, 0.3, 0.4, 0.4]
-    frames, plan = decode_video(steady(1), EVERY)
-    assert shown(frames) == [0, 0] and plan.times == [0, 0]
-
-
 def test_seeking_finds_the_pixels_of_reading_from_the_start():
     video = steady(30, gop=4)
     every, _ = decode_video(video, EVERY)
     some, _ = decode_video(video, VideoRules(fps=1, min_frames=2))
     assert len(every) == 30 and np.array_equal(some, every[[0, 10, 20, 20]])
-
-
-def test_a_forked_process_decodes_after_its_parent_did():
-    """Threads with which the parent converts colours would not be there in the child."""
-    video = steady(4, size=(256, 192))
-    decode_video(video, EVERY)
-    child = multiprocessing.get_context("fork").Process(target=decode_video, args=(video, EVERY))
-    child.start()
-    child.join(20)
-    child.kill()
-    assert child.exitcode == 0
 
 
 def test_plans_are_what_decoding_gives():
@@ -158,11 +125,6 @@ def test_frame_lists_have_times_of_their_own():
     assert shown(listed) == [0, 2]  # 8 seconds; after 4 of them the frame of second 6 is on screen
 
 
-def test_frames_of_a_list_take_the_size_of_the_first():
-    frames, plan = decode_video([picture(0), picture(9, size=(200, 100), format="PNG")], EVERY)
-    assert frames.shape == (2, 48, 64, 3) and shown(frames) == [0, 9]
-
-
 # --- files that cannot be used ---------------------------------------------------------------------------
 
 
@@ -171,11 +133,6 @@ def test_files_that_are_no_video_are_refused():
     assert reason(b"nonsense" * 200) == "video_undecodable"
     assert reason(picture(1)) == "video_undecodable"  # an image renamed mp4
     assert reason(b"#EXTM3U\n#EXT-X-VERSION:3\n#EXTINF:1,\nfile:///etc/passwd\n") == "video_undecodable"
-
-
-def test_files_without_frames_are_refused():
-    assert reason(steady(0)) == "video_undecodable"
-    assert reason([]) == "video_undecodable"
 
 
 @pytest.mark.parametrize("container, codec", [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4")])
@@ -189,11 +146,6 @@ def test_files_cut_anywhere_give_a_video_as_measured_or_a_reason(container, code
             refused += 1
             assert bad.reason in ("video_undecodable", "video_truncated")
     assert refused >= 15
-
-
-def test_a_file_that_ends_long_before_its_header_says_is_refused():
-    whole = steady(30, container="webm", codec="libvpx-vp9")
-    assert reason(whole[: len(whole) // 2]) == "video_truncated"
 
 
 def test_what_would_not_fit_in_memory_is_refused(monkeypatch):
@@ -385,13 +337,6 @@ def test_bad_videos_are_dropped_with_their_reason(arguments):
     assert encoder.drops.summary()["reasons"] == {"video_undecodable": 6}
 
 
-def test_models_without_videos_drop_them(tiny_gemma3):
-    encoder = HFEncoderVLMTaskEncoder(AutoProcessor.from_pretrained(tiny_gemma3), DataConfig(seq_length=256))
-    with pytest.raises(SkipSample):
-        encoder.encode_sample(sample([steady(4)]))
-    assert encoder.drops.summary()["reasons"] == {"video_unsupported": 1}
-
-
 # --- from records to steps -------------------------------------------------------------------------------
 
 
@@ -430,42 +375,6 @@ def energon(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("energon") / "data"
     prepare(source, folder, splits={"train": 1})
     return folder
-
-
-def test_prepare_names_the_videos_it_leaves_out(energon):
-    skipped = [json.loads(line) for line in (energon / "skipped.jsonl").read_text().splitlines()]
-    assert [(entry["record"], entry["reason"]) for entry in skipped] == [
-        (5, "video_undecodable"),
-        (6, "placeholder_mismatch"),
-        (7, "missing_media"),
-    ]
-
-
-def test_prepared_videos_are_read_as_they_were_written(energon, source):
-    parts: dict[str, dict] = {}
-    with tarfile.open(energon / "train-00000.tar") as tar:
-        for member in tar:
-            key, _, name = member.name.partition(".")
-            parts.setdefault(key, {})[name] = tar.extractfile(member).read()
-    cooked = [cook_record({"__key__": key, "__restore_key__": (), **files}) for key, files in parts.items()]
-    assert [sample.problem for sample in cooked] == [None] * 5
-    folder = source.parent
-    frames = [(folder / f"{index}.jpg").read_bytes() for index in range(3)]
-    assert [sample.videos for sample in cooked] == [
-        [(folder / "clip.mp4").read_bytes()],
-        [{"frames": frames, "fps": 4}],
-        [{"frames": frames}, (folder / "clip.webm").read_bytes()],
-        None,
-        None,
-    ]
-    assert [sample.imgs for sample in cooked] == [None, None, None, [frames[1]], None]
-
-
-def test_a_record_whose_video_is_not_in_its_shard_is_dropped():
-    for named in ("vid000.mp4", {"frames": ["vid000f0000.jpg"]}, {"frames": [7]}, 7, "__key__"):
-        document = {"messages": turns("What?", 1), "videos": [named]}
-        record = {"__key__": "k", "__restore_key__": (), "json": json.dumps(document).encode()}
-        assert cook_record(record).problem.reason == "missing_media"
 
 
 def test_both_sources_give_the_same_samples(energon, source, family, tmp_path):
@@ -511,13 +420,6 @@ def test_a_run_trains_on_images_and_videos(name, tmp_path, energon):
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 2 and losses[1] < losses[0] < 20
     assert "dropped samples" not in done.stdout
-
-
-@pytest.mark.parametrize("settings", [{"data.video_fps": 0}, {"data.video_max_frames": 0}])
-def test_settings_that_take_no_frame_are_refused(settings):
-    given = {"run_dir": "/r", "model.hf_path": "/m", "data.train_data_path": "/d"}
-    with pytest.raises(ConfigError, match=next(iter(settings))):
-        validate(apply_overrides(RunConfig(), given | settings))
 
 
 def test_ids_from_the_plan_are_those_of_the_encoding(arguments):

@@ -13,7 +13,6 @@ from PIL import Image
 from samples import sample_of
 from sources import write_hf_folder, write_sharegpt
 
-from browser import BROWSER, browser
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.commands.runs import draw_answer
 from megatron_vlm.config import DataConfig
@@ -142,35 +141,3 @@ def test_the_page_has_every_sample_and_the_dropped_one(packed_page):
     assert "placeholder_mismatch" in text
     assert ATTACK not in text and html.escape(ATTACK) in text.replace("&#39;", "&#x27;")
     assert not re.search(r'(src|href)="(?!data:)', text)  # nothing from elsewhere
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_the_page_opens_in_a_browser(packed_page):
-    with browser() as page:
-        for width in (400, 1280):
-            page.open(packed_page.as_uri(), width=width)
-            assert page.run("document.documentElement.scrollWidth <= innerWidth")
-        assert page.run("document.querySelectorAll('section').length") >= 19
-        assert page.run("document.title") != "run"  # no record ran a script
-        assert page.run("[...document.images].filter(image => image.naturalWidth).length") > 10
-        assert page.complaints == []
-
-
-def test_the_figures_are_of_all_samples(config):
-    with training_data(config) as (data, read):
-        rows = [row for _ in range(19) for row in read(next(data.train_batches()))]
-    _, (heads, *table) = preview_page(config, count=100, shown=1)
-    assert heads == ["19 samples in 19 rows", "least", "half", "95 %", "99 %", "most", "mean"]
-    figures = {line[0]: [int(cell.replace(",", "")) for cell in line[1:]] for line in table}
-    tokens = sorted(row.tokens for row in rows)
-    assert figures["tokens of a sample"] == [
-        tokens[0],
-        tokens[9],
-        *tokens[-2:-1],
-        tokens[-1],
-        tokens[-1],
-        round(np.mean(tokens)),
-    ]
-    assert figures["of them trained"][0] == min(row.documents[0].trained for row in rows) > 0
-    assert figures["of them of images"][0] == 0 < figures["of them of images"][1]
-    assert figures["padding of a row"][0] == 0 and figures["patches of a row"][-2] > 0

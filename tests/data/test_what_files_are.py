@@ -7,10 +7,7 @@ import gzip
 import io
 import json
 import lzma
-import os
-import re
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -22,7 +19,6 @@ from samples import clean, read_record
 from sources import image_bytes, record, write_sharegpt
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.media.files import read_media
@@ -153,15 +149,6 @@ def test_a_changed_packed_file_is_unpacked_again(tmp_path):
         assert len(open_table(tmp_path / "rows.gz")) == count
 
 
-def test_processes_that_start_together_read_one_copy(tmp_path):
-    (tmp_path / "rows.gz").write_bytes(gzip.compress(FORMS["pretty array"]))
-    with ThreadPoolExecutor(8) as together:
-        tables = list(together.map(open_table, [tmp_path / "rows.gz"] * 8))
-    assert [len(table) for table in tables] == [len(RECORDS)] * 8
-    made = [path for path in (tmp_path / "cache/unpacked").iterdir() if path.is_dir()]
-    assert len(made) == 2  # what was packed, and its lines
-
-
 def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     (tmp_path / "one.jsonl").write_text(json.dumps(turns))
@@ -181,16 +168,6 @@ def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
             rows.record(index)
 
 
-def test_a_line_that_holds_an_empty_array_is_one_bad_line(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(UTF_8 + b"\n[]\n{cut\n")
-    rows = open_table(tmp_path / "rows.jsonl")
-    assert len(rows) == len(RECORDS) + 2
-    with pytest.raises(BadSample, match="bad_conversation.*no turns: messages is empty"):
-        parse_record(rows.record(len(RECORDS))[0])
-    with pytest.raises(BadSample, match="bad_json"):
-        rows.record(len(RECORDS) + 1)
-
-
 def test_a_row_with_too_many_values_is_named_and_one_with_too_few_is_read(tmp_path):
     (tmp_path / "rows.csv").write_text("question,answer,image\nq,a,b.jpg\nq,a\n")
     rows = open_table(tmp_path / "rows.csv")
@@ -198,89 +175,6 @@ def test_a_row_with_too_many_values_is_named_and_one_with_too_few_is_read(tmp_pa
     (tmp_path / "rows.csv").write_text("question,answer\nq,a\nq,a,b\nq,a\n")
     with pytest.raises(ValueError, match="rows.csv: cannot be read .*Expected 2 fields in line 3, saw 3"):
         open_table(tmp_path / "rows.csv")
-
-
-def test_a_first_row_with_too_many_values_moves_no_row(tmp_path):
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "rows.csv", tmp_path / "folder/rows.csv"):
-        path.write_text("question,answer\nq,a,b\nq,a\nq,a\n")
-        for read in (open_table, lambda source: StreamedRows.open(str(source), Columns())):
-            with pytest.raises(ValueError, match="rows.csv: has 2 columns and, in its first row, 3 values"):
-                read(path if path.parent == tmp_path else path.parent)
-
-
-def test_values_of_tables_in_a_folder_are_text(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "rows.csv").write_text("question,answer\nNA,007\nNone,1.50\n")
-    stored = [{"question": "NA", "answer": "007"}, {"question": "None", "answer": "1.50"}]
-    rows = open_table(folder)
-    assert [rows.record(number)[0] for number in (0, 1)] == stored
-    assert [*StreamedRows.open(str(folder), Columns()).stream] == stored
-
-
-@pytest.mark.parametrize("name", ["b.jsonl", "b.csv", "b.jsonl.gz", ".huggingface.yaml"])
-def test_a_folder_with_a_pipe_or_a_link_to_nothing_among_its_rows_is_refused(tmp_path, name):
-    (tmp_path / "a.jsonl").write_bytes(UTF_8)
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=f"{name} is a pipe, not a file"):
-        open_table(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / "b.jsonl").symlink_to(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match="b.jsonl"):
-        open_table(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name, content, said",
-    [
-        (
-            "b.jsonl",
-            b"version https://git-lfs.github.com/spec/v1\n",
-            "is a Git LFS pointer, not the file; run",
-        ),
-        ("b.jsonl", UTF_8.decode().encode("utf-16"), "is text in UTF-16 or UTF-32; save it as UTF-8"),
-        ("b.jsonl", UTF_8[:-9], "cannot be read .JSON parse error"),
-        ("b.jsonl.gz", gzip.compress(UTF_8)[:-9], "cannot be read .Compressed file ended before"),
-    ],
-)
-def test_a_folder_names_the_file_that_cannot_be_read(tmp_path, name, content, said):
-    (tmp_path / ("a" + name[1:])).write_bytes(gzip.compress(UTF_8) if name.endswith(".gz") else UTF_8)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name}: {said}"):
-        open_table(tmp_path)
-    with pytest.raises(ValueError, match=f"{name}: {said}"):
-        stream = StreamedRows.open(str(tmp_path), Columns())
-        list(stream.records(0))
-
-
-@pytest.mark.parametrize(
-    "card, said",
-    [
-        ("chunksize: 0", "cannot be read"),
-        ("chunksize: 99999999999999999999", "cannot be read .cannot fit 'int'"),
-        (
-            "version: 1.0.0\n- config_name: y\n  data_files: a.jsonl",
-            r"has several subsets, \['x', 'y'\]; give OWNER",
-        ),
-    ],
-)
-def test_what_a_card_says_of_its_folder_ends_in_words(tmp_path, card, said):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/a.jsonl").write_bytes(UTF_8)
-    settings = f"configs:\n- config_name: x\n  data_files: a.jsonl\n  {card}\n"
-    (tmp_path / "folder/README.md").write_text(f"---\n{settings}---\n")
-    with pytest.raises(ValueError, match=f"folder: {said}"):
-        open_table(tmp_path / "folder")
-
-
-def test_a_record_alone_in_its_file_is_no_wrapper(tmp_path):
-    for row in (
-        {"texts": [{"user": "q", "assistant": "a"}]},
-        {"question": "q", "answer": "a", "images": [{"path": "a.jpg"}]},
-    ):
-        (tmp_path / "one.json").write_text(json.dumps(row))
-        assert [record for record in first_records(tmp_path / "one.json")] == [row]
 
 
 @pytest.mark.parametrize(
@@ -330,76 +224,6 @@ def test_what_cannot_be_rows_is_named(tmp_path, content, said):
 # -- good files with nasty first bytes, and bad ones that a library would read wrongly
 
 
-HEADERS = (
-    "PAR1",
-    "ARROW1",
-    "PK",
-    "ORC",
-    "GGUF",
-    "ID3",
-    "%PDF",
-    "8BPS",
-    "<html",
-    "version https://git-lfs",
-)
-
-
-@pytest.mark.parametrize("header", HEADERS)
-def test_a_good_table_is_not_taken_for_another_file(tmp_path, header):
-    header = header.strip("<%").replace(" https://", " ")  # a name of a column has none of these
-    (tmp_path / "rows.csv").write_text(f"{header},question,answer\n0,q,a\n1,q,a\n")
-    rows = open_table(tmp_path / "rows.csv")
-    assert [rows.record(n)[0] for n in (0, 1)] == [
-        {header: str(n), "question": "q", "answer": "a"} for n in (0, 1)
-    ]
-
-
-@pytest.mark.parametrize("spaces", [b"", b"\n\n", b" \t", b"\xef\xbb\xbf"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_good_array_is_read_whatever_stands_before_it(tmp_path, spaces, count):
-    for indent in (None, 1):
-        (tmp_path / f"{indent}.json").write_bytes(
-            spaces + json.dumps(RECORDS[:count], indent=indent).encode()
-        )
-        rows = open_table(tmp_path / f"{indent}.json")
-        assert [rows.record(n)[0] for n in range(len(rows))] == RECORDS[:count]
-
-
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])
-def test_good_images_are_read_and_known_in_base64(tmp_path, format):
-    content = image_bytes(1, format)
-    assert decode_image(content).mode == "RGB"
-    if format not in ("PPM", "JPEG2000"):  # which nobody writes into JSON
-        assert read_media(base64.b64encode(content).decode(), tmp_path) == content
-
-
-def test_a_quote_that_is_not_closed_is_told_by_its_line(tmp_path):
-    lines = [f'im/{n}.png,"what?,answer {n}\n' for n in range(4)]
-    good = 'im/a.png,"a ""quoted"" line\nand another",b\n'
-    for rows in (good + "".join(lines), good + "a,b,c\n" + lines[0], good + lines[0] + "a,b,c\n" * 9):
-        (tmp_path / "rows.csv").write_text("image,question,answer\n" + rows)
-        with pytest.raises(ValueError, match="rows.csv: line [45] has a quote that is not closed; close it"):
-            open_table(tmp_path / "rows.csv")
-    (tmp_path / "rows.csv").write_text("image,question,answer\n" + good * 3)
-    assert open_table(tmp_path / "rows.csv").record(2)[0]["question"] == 'a "quoted" line\nand another'
-
-
-def test_pairs_of_pictures_and_texts_are_named(tmp_path):
-    for number in range(3):
-        (tmp_path / f"{number}.png").write_bytes(image_bytes(number, "PNG"))
-        (tmp_path / f"{number}.txt").write_text("a caption")
-    with pytest.raises(ValueError, match="is read as (texts|images) alone; write a line of JSON for each"):
-        open_table(tmp_path)
-
-
-def test_a_cache_that_cannot_be_written_is_named_and_not_the_file(tmp_path, monkeypatch):
-    (tmp_path / "a_file").touch()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "a_file/cache")
-    (tmp_path / "rows.csv").write_bytes(TABLES["csv"])
-    with pytest.raises(ValueError, match="a_file.*: the cache of `datasets` cannot be written .*set HF_HOME"):
-        open_table(tmp_path / "rows.csv")
-
-
 # -- media
 
 
@@ -445,11 +269,6 @@ def test_what_cannot_be_an_image_is_named(content, said):
         decode_image(content)
 
 
-def test_an_address_in_place_of_a_path_is_named(tmp_path):
-    with pytest.raises(BadSample, match="missing_media.*0.png is an address; download it and give its path"):
-        read_media("https://example.org/0.png", tmp_path)
-
-
 @pytest.mark.parametrize("write", [pa.ipc.new_file, pa.parquet.ParquetWriter], ids=["arrow", "parquet"])
 def test_a_column_that_is_not_read_is_named_and_not_its_file_blamed(tmp_path, write):
     of_kinds = {"map": pa.map_(pa.string(), pa.int64()), "list_view": pa.list_view(pa.string())}
@@ -482,48 +301,6 @@ def test_placeholders_that_stay_text_are_counted_and_said_once(tmp_path):
     )
     assert "2 of 4 records looked at write <img> beside their images, which is read as <image>" in read
     assert "1 of 4 records looked at write <img> beside their images, which stays text; write <image>" in left
-
-
-def test_a_spelling_that_begins_late_is_said_too(tmp_path):
-    plain = [{"question": "q", "answer": "a"}] * 1000
-    [said] = told(tmp_path, plain + [{"question": "[IMG] <image> q", "answer": "a", "image": "0.png"}] * 200)
-    assert "write [IMG] beside their images, which stays text" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("![](im/0.png)", ["![](…)"]),
-        ("{image}", ["{image}"]),
-        ("<picture>", ["<picture>"]),
-        ("<img src='a 1'>", ["<img …>"]),
-        ("<image><Image_1>", ["<Image_…>"]),
-        ("<|image_1|><|image_3|>", ["<|image_…|>"]),
-        ("[IMG] and <image 2>", ["[IMG]", "<image …>"]),
-        ("<image>", []),
-        ("an image <imagine> <p>", []),
-    ],
-)
-def test_whatever_looks_like_a_placeholder_and_stays_text_is_said(tmp_path, text, shown):
-    lines = told(tmp_path, [{"question": f"{text} q", "answer": "a", "image": "0.png"}])
-    assert [
-        re.search(r"write (.*) beside their images, which stays text", line)[1] for line in lines
-    ] == shown
-
-
-def test_the_column_that_is_not_read_is_the_last_line(tmp_path):
-    rows = [{"question": "<image>", "answer": "a", "pictures": [image_bytes(1)]}] * 3
-    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows")
-    *_, hint = first_notes(sample_sources(open_table(tmp_path / "rows")))
-    assert hint.endswith("data.columns.images=pictures reads it")
-    with pytest.raises(ValueError, match="nothing to write") as refusal:
-        prepare(tmp_path / "rows", tmp_path / "out")
-    assert str(refusal.value).splitlines()[-1] == hint
-    report = DropReport()
-    report.hints.append(hint)
-    with pytest.raises(TooManyDrops) as ended:
-        report.limited(0.0).drop("a", "placeholder_mismatch")
-    assert str(ended.value).splitlines()[-1] == hint
 
 
 # -- placeholders of other models
@@ -574,24 +351,3 @@ def test_numbered_placeholders_and_those_of_videos():
     assert parts("<img>a[IMG]", 2) == ["IMAGE", "IMAGE", "<img>a[IMG]"]
     assert parts("<|video_pad|>a<img>", 1, 1) == ["VIDEO", "a", "IMAGE"]
     assert parts("<image>a<vid>", 1, 1) == ["IMAGE", "a", "VIDEO"]
-
-
-def test_a_saved_folder_with_other_splits_says_what_to_give(tmp_path):
-    rows = datasets.Dataset.from_list(PLAIN)
-    datasets.DatasetDict({"a": rows, "b": rows}).save_to_disk(tmp_path / "ab")
-    with pytest.raises(ValueError, match="has no split train, but a, b; give the folder of one, .*/ab/a"):
-        open_table(tmp_path / "ab")
-    assert len(open_table(tmp_path / "ab/a")) == len(PLAIN)
-
-
-def test_conversations_of_rows_are_those_of_lines(tmp_path):
-    """The guard of the tests above: records have turns."""
-    assert parse_record(RECORDS[0]).messages[1]["content"][0]["text"] == "number 0"
-
-
-@pytest.mark.parametrize("lines", [False, True])
-def test_a_meta_file_is_no_file_of_records(tmp_path, lines):
-    write_sharegpt(tmp_path, len(RECORDS))
-    entries = {name: {"file_name": "data.jsonl", "tags": {"role_tag": "from"}} for name in "ab"}
-    (tmp_path / "dataset_info.json").write_text(json.dumps(entries, indent=lines or None))
-    assert not list(first_records(tmp_path / "dataset_info.json"))
