@@ -10,7 +10,6 @@ import resource
 import signal
 from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     CLIPImageProcessor,
-    Gemma3ImageProcessor,
     GenerationConfig,
     Lfm2VlConfig,
     LlavaOnevisionImageProcessor,
@@ -39,10 +37,15 @@ from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.extras.compose import composing
-from megatron_vlm.extras.compose.classes import COMPOSED, Choices, composed_config, part_config
+from megatron_vlm.extras.compose.classes import COMPOSED, composed_config, part_config
 from megatron_vlm.extras.compose.command import compose as command
-from megatron_vlm.extras.compose.sources import Component, named_tokens, open_language_model, open_tower
-from megatron_vlm.extras.compose.tensors import Writer
+from megatron_vlm.extras.compose.sources import (
+    Choices,
+    Component,
+    named_tokens,
+    open_language_model,
+    open_tower,
+)
 from megatron_vlm.extras.compose.tokens import RoleToken
 from megatron_vlm.models.families import describe
 from megatron_vlm.recipes import load_recipe
@@ -125,12 +128,6 @@ def test_stock_transformers_opens_it_with_every_key_and_no_other(composed, model
     config = json.loads((output / "config.json").read_text())
     assert config["architectures"] == [type(model).__name__]
     assert "auto_map" not in config and not list(output.glob("*.py"))
-
-
-def test_files_spell_the_keys_as_transformers_would(composed, model, tmp_path):
-    """A model that was read from files would be written as these spell them."""
-    AutoModelForImageTextToText.from_config(model.config).save_pretrained(tmp_path)
-    assert set(tensors(composed[0])) == set(tensors(tmp_path))
 
 
 def test_every_tensor_of_tower_and_text_is_its_sources(composed):
@@ -372,37 +369,13 @@ def test_reserved_tokens_that_the_user_names_keep_their_ids(parts, tmp_path):
         (7, "named"),
         (8, "named"),
     ]
-    assert plan.config.text_config.vocab_size == plan.rows_before  # nothing grows
+    assert plan.model.config.text_config.vocab_size == plan.rows_before  # nothing grows
     composing.write(plan, tmp_path / "start")
     processor = AutoProcessor.from_pretrained(tmp_path / "start")
     images = [[Image.new("RGB", (28, 28))]]
     made = processor(text=["<|reserved_special_token_0|>"], images=images, return_tensors="pt")
     assert made["input_ids"][0].tolist() == [7, 2, 2, 2, 2, 8]
     assert json.loads((tmp_path / "start/config.json").read_text())["image_token_id"] == 2
-
-
-def test_qwen_has_all_its_tokens(parts):
-    plan = planned(parts("siglip2"), parts("qwen3"))
-    assert {role: (token, how) for role, (token, _, how) in ids(plan).items()} == {
-        "image": ("<|image_pad|>", "found"),
-        "image_start": ("<|vision_start|>", "found"),
-        "image_end": ("<|vision_end|>", "found"),
-        "pad": ("<|endoftext|>", "found"),
-        "end_of_turn": ("<|im_end|>", "found"),
-    }
-    vocabulary = AutoTokenizer.from_pretrained(parts("qwen3")).get_vocab()
-    assert all(vocabulary[token] == i for token, i, _ in ids(plan).values())
-    assert plan.config.text_config.vocab_size == plan.rows_before
-
-
-def test_a_tokenizer_with_none_gets_all_but_its_end(parts):
-    assert ids(planned(parts("pixtral"), parts("mistral"))) == {
-        "image": ("[IMG]", 458, "added"),
-        "row_break": ("[IMG_BREAK]", 459, "added"),
-        "image_end": ("[IMG_END]", 460, "added"),
-        "pad": ("<|pad|>", 461, "added"),
-        "end_of_turn": ("</s>", 1, "found"),
-    }
 
 
 def language_model(folder: Path, tokenizer, **changes) -> Path:
@@ -417,17 +390,10 @@ def test_spare_rows_are_used_before_the_embedding_grows(parts, tmp_path):
     assert torch.equal(tensors(tmp_path / "start")[name], tensors(spare)["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize(
-    ("multiple", "rows"), [(None, 512), (1, 474), (128, 512), (100, 500)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("multiple", "rows"), [(None, 512), (100, 500)], ids=lambda value: str(value))
 def test_rows_are_a_multiple_and_never_fewer(parts, multiple, rows):
     plan = planned(parts("siglip2"), parts("llama"), vocab_multiple=multiple)
-    assert plan.rows_before == 471 and plan.config.text_config.vocab_size == rows
-
-
-def test_without_new_tokens_rows_grow_only_if_a_multiple_is_asked_for(parts):
-    plans = [planned(parts("siglip2"), parts("qwen3"), vocab_multiple=multiple) for multiple in (None, 64)]
-    assert [plan.config.text_config.vocab_size for plan in plans] == [468, 512]
+    assert plan.rows_before == 471 and plan.model.config.text_config.vocab_size == rows
 
 
 def test_new_rows_are_the_mean_of_the_present_ones(parts, tmp_path):
@@ -485,10 +451,12 @@ def test_recipes_are_for_what_compose_writes(name, tmp_path):
     """Of the published models; the tokens of Llama are reserved ones."""
     published = json.loads((CONFIGS / f"{name}.json").read_text())
     tower, language = (Component(tmp_path, published[half]) for half in ("vision_config", "text_config"))
-    changes = {"tie_word_embeddings": published["text_config"]["tie_word_embeddings"]}
     image = RoleToken("image", "", published["image_token_id"], "found")
-    keys, _ = COMPOSED["lfm2_vl"].keys(part_config(tower), {"image": image}, Choices())
-    found = composed_config("lfm2_vl", tower, language, changes, keys, published["dtype"])
+    vision, text = part_config(tower), part_config(language)
+    text.tie_word_embeddings = published["text_config"]["tie_word_embeddings"]
+    keys, _ = COMPOSED["lfm2_vl"].keys(vision, {"image": image}, Choices())
+    found = composed_config("lfm2_vl", vision, text, keys, published["dtype"])
+    found.architectures = published["architectures"]
     for half in ("vision_config", "text_config"):
         published[half]["dtype"] = published["dtype"]
     assert found.to_diff_dict() == Lfm2VlConfig.from_dict(published).to_diff_dict()
@@ -496,36 +464,27 @@ def test_recipes_are_for_what_compose_writes(name, tmp_path):
 
 # ---- what is refused --------------------------------------------------------------------------------------
 
+REFUSED = {
+    "a": "is a piece of ordinary text",
+    "a cat": "is a word, which texts would then lose",
+    "<|begin_of_text|>": "is the tokenizer's bos_token already",
+    "<|image_start|>": "is part of <|image_start|>, the token of image_start",
+}
 
-def test_tokens_that_cannot_have_their_role_are_refused(parts, tmp_path):
-    def refused(*named: str, language: str | Path = "llama", tower: str = "siglip2") -> str:
-        folder = language if isinstance(language, Path) else parts(language)
-        with pytest.raises(ConfigError) as error:
-            planned(parts(tower), folder, *named)
-        return str(error.value)
 
-    remedy = "give another, one that the tokenizer lacks or reserves: --token '"
-    assert refused("image=a").startswith("special token of role image: a is a piece of ordinary text (id ")
-    assert refused("image=Ġcat").startswith("special token of role image: Ġcat splits into the ids [")
-    same = "special token of role image_end: <a> is the token of image already; "
-    assert refused("image=<a>", "image_end=<a>") == f"{same}{remedy}image_end=<|image_end|>'."
-    taken = "special token of role image: <|begin_of_text|> is the tokenizer's bos_token already; "
-    assert refused("image=<|begin_of_text|>") == f"{taken}{remedy}image=<|image|>'."
-    end = "special token of role pad: <|eot_id|> is also the end of a turn, which would then never be trained"
-    assert refused("pad=<|eot_id|>") == f"{end} as such; {remedy}pad=<|pad|>'."
-    part = "special token of role image: <a> is part of s<a>, the token of image_end; "
-    assert refused("image=<a>", "image_end=s<a>") == f"{part}{remedy}image=<|image|>'."
-    assert refused("image=a cat").startswith(
-        "special token of role image: a cat is a word, which texts would"
-    )
-    assert refused("row_break=<x>") == (
-        "--token row_break: a model with this tower has no such token; it has image, image_start, image_end, "
-        "pad, end_of_turn."
-    )
+@pytest.mark.parametrize("token", REFUSED)
+def test_tokens_that_cannot_have_their_role_are_refused(parts, token):
+    words = f"special token of role image: {token} {REFUSED[token]}; give another, one that the tokenizer"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        planned(parts("siglip2"), parts("llama"), f"image={token}")
+
+
+def test_a_pad_token_that_ends_turns_is_refused(parts, tmp_path):
     padded = plain_tokenizer(default_corpus())
     padded.pad_token = padded.eos_token
     language_model(tmp_path / "padded", padded)
-    assert "role pad: </s> is also the end of a turn" in refused(language=tmp_path / "padded")
+    with pytest.raises(ConfigError, match="role pad: </s> is also the end of a turn"):
+        planned(parts("siglip2"), tmp_path / "padded")
     assert ids(planned(parts("siglip2"), tmp_path / "padded", "pad=<|pad|>"))["pad"][1:] == (461, "added")
 
 
@@ -535,7 +494,7 @@ def test_a_tokenizer_of_another_model_is_refused(parts, tmp_path):
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     language_model(tmp_path / "padded", tokenizer, vocab_size=471)
     plan = planned(parts("siglip2"), tmp_path / "padded")
-    assert ids(plan)["pad"] == ("<pad>", 471, "found") and plan.config.text_config.vocab_size == 512
+    assert ids(plan)["pad"] == ("<pad>", 471, "found") and plan.model.config.text_config.vocab_size == 512
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(tmp_path / "padded")
     with pytest.raises(ConfigError) as error:
@@ -555,56 +514,34 @@ def changed_copy(folder: Path, output: Path, **config) -> Path:
     return output
 
 
-def test_weights_that_are_not_the_configs_are_refused(parts, tmp_path):
-    cases = {
-        "lacks": ({"num_hidden_layers": 3}, r"model\.layers\.2\..* is missing in its weights .*; put config"),
-        "unused": ({"num_hidden_layers": 1}, r"9 tensors that its config\.json does not ask for, such as m"),
-        "shape": ({"intermediate_size": 96}, r"is \[.*128.*\] in its weights and \[.*96.*\] by its config"),
-        "refused": ({"rms_norm_eps": "small"}, r"Transformers refuses its config\.json"),
-    }
-    for name, (change, words) in cases.items():
-        with pytest.raises(ConfigError, match=words):
-            planned(parts("siglip2"), changed_copy(parts("llama"), tmp_path / name, **change))
+# a change of config.json -> what torch says of the weights then
+MISFITS = {
+    "num_hidden_layers": (3, r"Missing key.*model\.language_model\.layers\.2\."),
+    "num_attention_heads": (2, r"size mismatch for model\.language_model\.layers\.0\.self_attn"),
+    "vocab_size": (480, r"size mismatch for model\.language_model\.embed_tokens\.weight"),
+}
+
+
+@pytest.mark.parametrize("key", MISFITS)
+def test_weights_that_are_not_the_configs_are_refused(parts, tmp_path, key):
+    value, words = MISFITS[key]
+    language = changed_copy(parts("llama"), tmp_path / "language", **{key: value})
+    with pytest.raises(ConfigError, match=rf"{words}.*; put config\.json and weights of the same model"):
+        planned(parts("siglip2"), language)
+
+
+def test_tensors_that_the_config_does_not_ask_for_are_refused(parts, tmp_path):
     vision = json.loads((parts("siglip2") / "config.json").read_text())["vision_config"]
-    tower = changed_copy(
-        parts("siglip2"), tmp_path / "tower", vision_config=vision | {"num_hidden_layers": 1}
-    )
-    with pytest.raises(ConfigError, match=r"--tower .* 16 tensors that its config\.json does not ask for"):
+    fewer = {"vision_config": vision | {"num_hidden_layers": 1}}
+    tower = changed_copy(parts("siglip2"), tmp_path / "tower", **fewer)
+    with pytest.raises(ConfigError, match=r"Unexpected key.*model\.vision_tower\.encoder\.layers\.1\."):
         planned(tower, parts("llama"))
-
-
-def test_rows_that_the_config_does_not_ask_for_are_refused(parts, tmp_path):
-    """Before they grow: Transformers would not read such a language model either."""
-    stored = tensors(parts("llama"))
-    short = changed_copy(parts("llama"), tmp_path / "short")
-    save_file(
-        stored | {"lm_head.weight": stored["lm_head.weight"][:460].clone()}, short / "model.safetensors"
-    )
-    fewer, more = (
-        changed_copy(parts("llama"), tmp_path / name, vocab_size=rows)
-        for name, rows in (("fewer", 470), ("more", 480))
-    )
-    for folder, words in {
-        short: r"lm_head\.weight is \[460, 64\] in its weights and \[471, 64\] by its config",
-        more: r"embed_tokens\.weight is \[471, 64\] in its weights and \[480, 64\] by its config",
-        fewer: r"tokens beyond the 470 rows",
-    }.items():
-        with pytest.raises(ConfigError, match=words):
-            planned(parts("siglip2"), folder)
 
 
 SQUARE = {"height": 56, "width": 56}
 # an image processor, and whether it makes images of the tower's one size
 OF_OTHER_SIZES = {
     "tiles": LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=[[56, 56], [56, 112]]),
-    "crops": Gemma3ImageProcessor(
-        size=SQUARE,
-        do_pan_and_scan=True,
-        pan_and_scan_min_crop_size=16,
-        pan_and_scan_max_num_crops=4,
-        pan_and_scan_min_ratio_to_activate=1.2,
-    ),
-    "not resized": SiglipImageProcessor(size=SQUARE, do_resize=False),
     "not cropped": CLIPImageProcessor(size={"shortest_edge": 56}, do_center_crop=False),
 }
 
@@ -644,34 +581,22 @@ def test_generation_config_is_the_language_models_whatever_it_says(parts, tmp_pa
     composing.write(planned(parts("siglip2"), language), tmp_path / "start")
     written = json.loads((tmp_path / "start/generation_config.json").read_text())
     assert written == told | {"eos_token_id": [1, 5, 6], "pad_token_id": 3}
-    (language / "generation_config.json").write_text("[")
-    with pytest.raises(ConfigError, match=r"generation_config\.json is no JSON object .*; download"):
-        planned(parts("siglip2"), language)
 
 
 def test_an_output_layer_that_differs_is_its_own_whatever_the_config_says(parts, tmp_path):
     plan = planned(
         parts("siglip2"), changed_copy(parts("llama"), tmp_path / "tied", tie_word_embeddings=True)
     )
-    assert not plan.config.tie_word_embeddings and "lm_head.weight" in plan.writer.stored
+    assert not plan.model.config.tie_word_embeddings and "lm_head.weight" in plan.tensors
 
 
-def test_a_disk_that_is_too_small_is_refused(parts, tmp_path, monkeypatch):
-    plan = planned(parts("siglip2"), parts("llama"))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
-    with pytest.raises(OSError, match=r"takes 0\.9 MB, of which 0\.1 MB are free; make room"):
-        composing.write(plan, tmp_path / "start")
-    assert list(tmp_path.iterdir()) == []
+# ---- whole or not at all ----------------------------------------------------------------------------------
 
 
-LIMITS = {"config.json": 500, "the tokenizer, by its library": 6_000, "the weights": 500_000}  # of a file
-
-
-@pytest.mark.parametrize("at", LIMITS)
-def test_a_disk_that_becomes_full_leaves_nothing_and_says_what_to_do(parts, tmp_path, at):
+def test_a_disk_that_becomes_full_leaves_nothing_and_says_what_to_do(parts, tmp_path):
     """Here files may not be larger than that, which fails where a full disk would."""
     plan, limit = planned(parts("siglip2"), parts("llama")), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMITS[at], limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limit[1]))
     try:
         with pytest.raises(OSError, match=r"new/start(/\S+)?: File too large; .*raise it and start again\.$"):
             composing.write(plan, tmp_path / "new" / "start")
@@ -680,76 +605,20 @@ def test_a_disk_that_becomes_full_leaves_nothing_and_says_what_to_do(parts, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- whole or not at all ----------------------------------------------------------------------------------
-
-
-def test_shards_are_bounded_and_indexed(parts, tmp_path):
-    plan = planned(parts("siglip2"), parts("llama"))
-    plan.writer.write(tmp_path, shard_bytes=2**17)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) > 4 and set(index.values()) == {file.name for file in files}
-    assert set(index) == set(tensors(tmp_path)) == set(plan.writer.stored)
-
-
-POINTS = {
-    "at a tensor": (Writer, "value"),
-    "at the config": (Lfm2VlConfig, "save_pretrained"),
-    "before its name": (os, "rename"),
-}
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_what_is_killed_leaves_nothing_that_looks_whole(parts, tmp_path, point):
+def test_what_is_killed_leaves_nothing_that_looks_whole(parts, tmp_path):
+    """Before the processor is written, when the weights are."""
     plan = planned(parts("siglip2"), parts("llama"))
     child = os.fork()
     if child == 0:
-        die_at(point)
+        type(plan.processor).save_pretrained = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
         composing.write(plan, tmp_path / "start")
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()  # nobody else's name
-    assert fnmatch(left.name, ".start.*.partial")
-    composing.write(plan, tmp_path / "start")
-    assert {*tmp_path.iterdir()} == {left, tmp_path / "start"}
-    AutoModelForImageTextToText.from_pretrained(tmp_path / "start")
-
-
-def die_at(point: str) -> None:
-    """This process kills itself when it is there: at the thirtieth tensor, the config, the last rename."""
-    left = [30 if point == "at a tensor" else 1]
-    owner, name = POINTS[point]
-    going_on = getattr(owner, name)
-
-    def counted(*arguments, **options):
-        left[0] -= point != "before its name" or str(arguments[0]).endswith(".partial")
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return going_on(*arguments, **options)
-
-    setattr(owner, name, counted)
-
-
-def test_what_is_interrupted_leaves_nothing(parts, tmp_path, monkeypatch):
-    def interrupted(self, name):
-        raise KeyboardInterrupt
-
-    plan = planned(parts("siglip2"), parts("llama"))
-    monkeypatch.setattr(Writer, "value", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        composing.write(plan, tmp_path / "start")
-    assert list(tmp_path.iterdir()) == []
+    assert fnmatch(left.name, ".start.*.partial") and (left / "model.safetensors").is_file()
 
 
 # ---- in little memory -------------------------------------------------------------------------------------
-
-
-def peak_of_writing(plan: composing.ComposePlan, output: Path) -> int:
-    """By how many bytes this process grows, at most, while it writes."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before = memory("VmRSS")
-    composing.write(plan, output)
-    return memory("VmHWM") - before
 
 
 def memory(name: str) -> int:
@@ -758,19 +627,14 @@ def memory(name: str) -> int:
 
 
 @pytest.mark.long
-def test_it_is_never_whole_in_memory(parts, tmp_path):
-    sizes = {
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 8,
-    }
-    large = language_model(tmp_path / "large", llama3_tokenizer(default_corpus()), **sizes)
+def test_only_rows_that_grow_are_copied_into_memory(parts, tmp_path):
+    """The rest stays pages of the files, which the system may drop at any time."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
+    tokenizer = llama3_tokenizer(default_corpus())
+    large = language_model(tmp_path / "large", tokenizer, num_attention_heads=8, **sizes)
+    before = memory("RssAnon")
     plan = planned(parts("siglip2"), large)
-    assert plan.writer.nbytes > 7e8
-    assert (
-        peak_of_writing(plan, tmp_path / "start") < plan.writer.nbytes / 4
-    )  # mapped pages count, up to 64 MB
+    assert plan.nbytes > 7e8 and memory("RssAnon") - before < plan.nbytes / 20
 
 
 # ---- a trained model keeps its ids ------------------------------------------------------------------------

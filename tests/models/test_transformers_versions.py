@@ -17,8 +17,7 @@ from programs import OLDEST, OLDEST_VERSION, run_anew, run_program
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.extras.compose import composing
-from megatron_vlm.extras.compose.classes import Choices
-from megatron_vlm.extras.compose.sources import open_language_model, open_tower
+from megatron_vlm.extras.compose.sources import Choices, open_language_model, open_tower
 from megatron_vlm.models.families import load
 from megatron_vlm.supported import SUPPORTED
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint

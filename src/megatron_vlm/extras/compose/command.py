@@ -9,10 +9,10 @@ from megatron_vlm.commands.program import on_disk
 from megatron_vlm.config import ConfigError
 from megatron_vlm.config_rules.image_tokens import refuse_narrow
 from megatron_vlm.extras.compose.sources import (
-    IMAGE_TOKENS,
     NEW_ROWS,
     ROLES,
     TOWERS,
+    Choices,
     named_tokens,
     open_language_model,
     open_tower,
@@ -50,28 +50,30 @@ def compose(
 ) -> None:
     """Make a vision-language model out of a vision tower and a language model: see docs/compose.md."""
     output = output.resolve()
-    named = named_tokens(token or ())
+    tokens = named_tokens(token or ())
     if new_rows not in NEW_ROWS:
         raise ConfigError(f"--new-rows {new_rows} does not exist{suggestion(new_rows, NEW_ROWS)}")
     refuse_existing(output)
     template = read_text(chat_template) if chat_template else None
     vision = open_tower(tower)
     language = open_language_model(language_model)
-    is_native = TOWERS[vision.config["model_type"]] == "lfm2_vl"
-    if not is_native and (min_image_tokens or max_image_tokens or projector_width):
+    options = {
+        "min_image_tokens": min_image_tokens,
+        "max_image_tokens": max_image_tokens,
+        "projector_width": projector_width,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if options and TOWERS[vision.config["model_type"]] != "lfm2_vl":
         raise ConfigError(
             "--min-image-tokens, --max-image-tokens, --projector-width: with a "
             f"{vision.config['model_type']} they are given; leave them out, or give a SigLIP2 NaFlex tower."
         )
-    least = min_image_tokens or IMAGE_TOKENS[0]
-    most = max_image_tokens or IMAGE_TOKENS[1]
-    refuse_narrow(least, most)
+    choices = Choices(**options)
+    refuse_narrow(choices.min_image_tokens, choices.max_image_tokens)
 
-    from megatron_vlm.extras.compose import composing
-    from megatron_vlm.extras.compose.classes import PROJECTOR_WIDTH, Choices
+    from megatron_vlm.extras.compose import composing  # imports torch and Transformers
 
-    choices = Choices(least, most, projector_width or PROJECTOR_WIDTH)
-    plan = composing.plan(vision, language, named, choices, new_rows, vocab_multiple, template, seed)
+    plan = composing.plan(vision, language, tokens, choices, new_rows, vocab_multiple, template, seed)
     typer.echo(plan.table())
     if dry_run:
         return

@@ -1,172 +1,230 @@
-"""A composed checkpoint, planned from the headers of its sources and then written, whole or not at all."""
+"""A composed checkpoint: Transformers' model of both configs, with the tensors of both checkpoints."""
 
+import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
-from transformers import AutoProcessor, GenerationConfig, PreTrainedConfig
+from torch import Tensor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    GenerationConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+)
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.extras.compose.classes import (
-    COMPOSED,
-    Choices,
-    composed_config,
-    expected_shapes,
-    part_config,
-)
-from megatron_vlm.extras.compose.sources import ROLES, TOWERS, Component
-from megatron_vlm.extras.compose.tensors import EMBEDDING_KEY, TOWER_PREFIX, Writer, is_tied, sources_of
-from megatron_vlm.extras.compose.tokenizer import (
-    begins_texts,
+from megatron_vlm.extras.compose.classes import COMPOSED, composed_config, part_config
+from megatron_vlm.extras.compose.sources import ROLES, TOWERS, Choices, Component
+from megatron_vlm.extras.compose.tokens import (
+    RoleToken,
+    assign,
     chat_template,
+    grown_rows,
     open_tokenizer,
-    own_template,
     refuse_changed,
-    save_tokenizer,
+    to_backend,
 )
-from megatron_vlm.extras.compose.tokens import ADDED, RoleToken, assign, grown_rows, refuse_beyond
 from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
-from megatron_vlm.messages import aligned, join_lines, readable_size, reading
+from megatron_vlm.messages import aligned, readable_size, reading
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.supported import GENERATION_FILE
 
-# attributes of the tokenizer where processors look for its tokens
-TOKENIZER_NAMES = {"image": "image_token", "image_start": "image_start_token", "image_end": "image_end_token"}
+TOWER = "model.vision_tower."
+PROJECTOR = "model.multi_modal_projector."
+TEXT = "model.language_model."
+EMBEDDING = f"{TEXT}embed_tokens.weight"
+HEAD = "lm_head.weight"
+# how files spell where the names of the tensors of a tower and of a language model begin
+SPELLINGS = {TOWER: r"^(model\.)?(vision_tower\.|vision_model\.)(vision_model\.)?", TEXT: r"^model\."}
+POOLING = f"{TOWER}head."  # which no composed model uses
+ROWS = 4096  # rows of the embedding that are widened at a time
 
 
 @dataclass(frozen=True)
 class ComposePlan:
     """The checkpoint that will be written."""
 
-    model_type: str
+    model: PreTrainedModel  # without values
+    tensors: dict[str, Tensor]  # by name in the model; those of the sources are views of mapped files
     tokenizer: Any
     tokens: list[RoleToken]
     rows_before: int
-    config: PreTrainedConfig
     generation: dict[str, Any]
-    writer: Writer
-    template: str
-    image_processor: Any
-    settings: dict[str, Any]  # the processor's own
+    processor: ProcessorMixin
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def table(self) -> str:
-        """A line for each special token, and how many rows the embedding gets."""
+        """Return a line for each special token, and how many rows the embedding gets."""
         lines = [("role", "what it is for", "token", "id", "how it came", "its row")]
-        for each in self.tokens:
-            row = "is there" if each.id < self.rows_before else "new"
-            lines.append((each.role, ROLES[each.role], each.token, str(each.id), each.how, row))
-        table = aligned(lines)
-        vision = self.config.vision_config
-        language = self.config.text_config
+        for token in self.tokens:
+            row = "is there" if token.id < self.rows_before else "new"
+            lines.append((token.role, ROLES[token.role], token.token, str(token.id), token.how, row))
+        config = self.model.config
+        vision = config.vision_config
+        language = config.text_config
         rows = language.vocab_size
-        layers = "embedding" if self.config.tie_word_embeddings else "embedding and output layer"
-        added = sum(each.how == ADDED for each in self.tokens)
+        layers = "embedding" if config.tie_word_embeddings else "embedding and output layer"
+        added = sum(token.how == "added" for token in self.tokens)
         grows = f"{self.rows_before} → {rows} rows" if rows > self.rows_before else f"{rows} rows, as before"
-        table.append(f"{added} tokens are added; {layers}: {grows}")
-        what = (
-            f"{self.config.architectures[0]}: {vision.model_type} of width {vision.hidden_size}, "
-            f"{language.model_type} of width {language.hidden_size}, {len(self.writer.stored)} tensors, "
-            f"{readable_size(self.writer.nbytes)}"
+        summary = (
+            f"{type(self.model).__name__}: {vision.model_type} of width {vision.hidden_size}, "
+            f"{language.model_type} of width {language.hidden_size}, {len(self.tensors)} tensors, "
+            f"{readable_size(self.nbytes)}"
         )
-        return join_lines([what, *table])
+        return "\n".join([summary, *aligned(lines), f"{added} tokens are added; {layers}: {grows}"])
 
 
 @reading("language.folder")
 def plan(
     tower: Component,
     language: Component,
-    named: dict[str, str],
+    token_names: dict[str, str],
     choices: Choices,
     new_rows: str = "mean",
     vocab_multiple: int | None = None,
     template: str | None = None,
     seed: int = 0,
 ) -> ComposePlan:
-    """Plans the checkpoint from the headers of the weights and the tokenizer. Raises ConfigError."""
+    """Plan the checkpoint; of the weights, only the embedding is read. Raises ConfigError."""
     model_type = TOWERS[tower.config["model_type"]]
     composed = COMPOSED[model_type]
-    text = part_config(language)
-    tokenizer = open_tokenizer(language.folder)
-    weights = HFCheckpoint(language.folder)
-    tied = is_tied(weights, bool(text.tie_word_embeddings))
-    rows = text.vocab_size
-    tokens = assign(tokenizer, composed.roles, named)
-    refuse_beyond(tokenizer, tokens, rows)
-    by_role = {each.role: each for each in tokens}
-    changes = {
-        "tie_word_embeddings": tied,
-        "vocab_size": grown_rows(tokens, rows, vocab_multiple),
-        "pad_token_id": by_role["pad"].id,
-    }
-    dtype = str(weights.stored(EMBEDDING_KEY).dtype).removeprefix("torch.")
     vision = part_config(tower)
+    text = part_config(language)
+    rows = text.vocab_size
+
+    # the tokenizer decides how many rows the embedding needs
+    tokenizer = open_tokenizer(language.folder)
+    tokens = assign(tokenizer, composed.roles, token_names)
+    by_role = {token.role: token for token in tokens}
+    vocab_size = grown_rows(tokenizer, tokens, rows, vocab_multiple)
+
+    # of a whole model only the tower is taken, or what is a tower alone
+    stored = _map_tensors(tower.folder, TOWER)
+    of_tower = {key: tensor for key, tensor in stored.items() if key.startswith(TOWER)}
+    of_tower = of_tower or {TOWER + key: tensor for key, tensor in stored.items()}
+    tensors = {key: tensor for key, tensor in of_tower.items() if not key.startswith(POOLING)}
+    tensors |= _map_tensors(language.folder, TEXT)
+    if EMBEDDING not in tensors:
+        raise ConfigError(
+            f"--language-model {language.folder}: its weights lack an embedding; give the checkpoint of a "
+            "whole language model."
+        )
+    embedding = tensors[EMBEDDING]
+    if text.tie_word_embeddings:
+        text.tie_word_embeddings = torch.equal(embedding, tensors.setdefault(HEAD, embedding))
+
+    # the tensors must fit the model of both configs before rows are added
     keys, settings = composed.keys(vision, by_role, choices)
-    config = composed_config(model_type, tower, language, changes, keys, dtype)
-    shapes = expected_shapes(config)
-    in_tower = HFCheckpoint(tower.folder, ((TOWER_PREFIX, ""),))  # by their names in the tower
-    sources = sources_of(shapes, in_tower, weights, rows, tied)
+    config = composed_config(model_type, vision, text, keys, str(embedding.dtype).removeprefix("torch."))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+    for name, like in model.state_dict().items():
+        if name.startswith(PROJECTOR):
+            tensors[name] = _start(name, like.shape, embedding, seed)
+    _refuse_misfit(model, tensors, tower, language)
+    text.vocab_size = vocab_size
+    text.pad_token_id = by_role["pad"].id
+    if text.tie_word_embeddings:
+        del tensors[HEAD]
+    for name in {EMBEDDING, HEAD} & tensors.keys():
+        tensors[name] = _grow(name, tensors[name], vocab_size, new_rows, seed)
     return ComposePlan(
-        model_type=model_type,
+        model=model,
+        tensors=tensors,
         tokenizer=tokenizer,
         tokens=tokens,
         rows_before=rows,
-        config=config,
         generation=_generation_config(language, by_role),
-        writer=Writer(shapes, sources, new_rows, seed),
-        template=_template(tokenizer, by_role, template),
-        image_processor=composed.images(tower, vision, choices),
-        settings=settings,
+        processor=composed.processor(
+            image_processor=composed.images(tower, vision, choices),
+            tokenizer=to_backend(tokenizer, tokens),
+            chat_template=_template(tokenizer, by_role, template),
+            **settings,
+        ),
     )
 
 
-def _template(tokenizer: Any, by_role: dict[str, RoleToken], given: str | None) -> str:
-    """The chat template that is given, or one in the style of the tokenizer's. Raises ConfigError if it does
+def _map_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as views of its files, by their names in the composed model."""
+    checkpoint = HFCheckpoint(folder, ((SPELLINGS[prefix], prefix),))
+    return {key: checkpoint.slices(key)[...] for key in checkpoint.files}
+
+
+def _refuse_misfit(model: PreTrainedModel, tensors: dict[str, Tensor], *sources: Component) -> None:
+    """Raise ConfigError, with torch's words, unless the model has these tensors, in these shapes."""
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        folders = " and ".join(str(source.folder) for source in sources)
+        raise ConfigError(
+            f"the weights in {folders} are not what config.json there asks for: {reason[:500]}; put "
+            "config.json and weights of the same model into one folder."
+        ) from error
+
+
+def _row_moments(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and mean square (D,) of each column, in fp64."""
+    sum_D = sum(part.double().sum(0) for part in matrix.split(ROWS))
+    square_D = sum(part.double().square().sum(0) for part in matrix.split(ROWS))
+    return sum_D / len(matrix), square_D / len(matrix)
+
+
+def _grow(name: str, matrix: Tensor, rows: int, new_rows: str, seed: int) -> Tensor:
+    """The matrix with so many rows: new ones are the mean of the present ones, or drawn around it."""
+    if rows == len(matrix):
+        return matrix
+    mean_D, square_D = _row_moments(matrix)
+    new = mean_D.expand(rows - len(matrix), -1)
+    if new_rows == "normal":
+        new = new + (square_D - mean_D.square()).clamp(min=0).sqrt() * _normal(name, new.shape, seed)
+    return torch.cat([matrix, new.to(matrix.dtype)])
+
+
+def _start(name: str, shape: torch.Size, embedding: Tensor, seed: int) -> Tensor:
+    """A tensor of the projector: norms and biases as always, linears that keep the scale of their input,
+    but for the last one, which brings it to the scale of the language model's embedding."""
+    if len(shape) == 1:
+        start = torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+    else:
+        is_last = name == f"{PROJECTOR}linear_2.weight"
+        scale = _row_moments(embedding)[1].mean().sqrt().item() if is_last else 1.0
+        start = _normal(name, shape, seed) * (scale / math.sqrt(shape[1]))
+    return start.to(embedding.dtype)
+
+
+def _normal(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Standard normal values that depend on the seed and on the tensor's name alone."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7])))
+
+
+def _template(tokenizer: Any, by_role: dict[str, RoleToken], template: str | None) -> str:
+    """The chat template of the user, or one in the style of the tokenizer's. Raises ConfigError if it does
     not write an image where one stands."""
     image = by_role["image"].token
-    end = by_role["end_of_turn"].token
-    vocabulary = tokenizer.get_vocab()
-    own = own_template(tokenizer)
-    made = chat_template(lambda text: text in vocabulary or text in own, image, end, begins_texts(tokenizer))
-    template = made if given is None else given
+    if template is None:
+        template = chat_template(tokenizer, image, by_role["end_of_turn"].token)
     content = [{"type": "text", "text": "a"}, {"type": "image"}]
     turns = [{"role": "user", "content": content}, {"role": "assistant", "content": content[:1]}]
     try:
-        written = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
     except (TemplateError, TypeError) as error:
         problem = f"it cannot be read, or refuses a question about an image ({error})"
     else:
-        problem = f"it writes {written.count(image)} times {image} for one image"
-        if written.count(image) == 1:
+        if text.count(image) == 1:
             return template
+        problem = f"it writes {text.count(image)} times {image} for one image"
     raise ConfigError(f"--chat-template: {problem}; correct it, or leave the option out.")
-
-
-def write(plan: ComposePlan, output: Path) -> None:
-    """Write the checkpoint. Raises as `files.folder_aside` and `files.need_room`."""
-    with folder_aside(output) as aside:
-        need_room(output, plan.writer.nbytes)
-        plan.config.save_pretrained(aside)
-        write_whole(aside / GENERATION_FILE, json.dumps(plan.generation, indent=2) + "\n")
-        _write_vocabulary(plan, aside)
-        plan.writer.write(aside, COMPOSED[plan.model_type].hub_names)
-
-
-def _write_vocabulary(plan: ComposePlan, folder: Path) -> None:
-    """Tokenizer, processor and chat template; then both are read again, as users will, and compared."""
-    plan.tokenizer.chat_template = None  # the processor's is the only one
-    tokens = {each.role: each.token for each in plan.tokens}
-    names = {TOKENIZER_NAMES[role]: token for role, token in tokens.items() if role in TOKENIZER_NAMES}
-    processor = COMPOSED[plan.model_type].processor(
-        image_processor=plan.image_processor,
-        tokenizer=save_tokenizer(plan.tokenizer, folder, names),
-        chat_template=plan.template,
-        **plan.settings,
-    )
-    processor.save_pretrained(folder)
-    again = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    refuse_changed(plan.tokenizer, again.tokenizer)
 
 
 def _generation_config(language: Component, by_role: dict[str, RoleToken]) -> dict[str, Any]:
@@ -182,3 +240,18 @@ def _generation_config(language: Component, by_role: dict[str, RoleToken]) -> di
         ends = [] if ends is None else [ends]
     ends = list(dict.fromkeys([*ends, by_role["end_of_turn"].id]))
     return config | {"eos_token_id": ends, "pad_token_id": by_role["pad"].id}
+
+
+def write(plan: ComposePlan, output: Path, shard_size: str = "4GB") -> None:
+    """Write the checkpoint; the processor is read again, as users will. Raises as `files.folder_aside`."""
+    config = plan.model.config
+    dtype = config.dtype
+    with folder_aside(output) as aside:
+        need_room(output, plan.nbytes)
+        plan.model.save_pretrained(aside, state_dict=dict(plan.tensors), max_shard_size=shard_size)
+        config.dtype = dtype  # saving takes that of the tower
+        config.save_pretrained(aside)
+        write_whole(aside / GENERATION_FILE, json.dumps(plan.generation, indent=2) + "\n")
+        plan.processor.save_pretrained(aside)
+        processor = AutoProcessor.from_pretrained(aside, trust_remote_code=False)
+        refuse_changed(plan.tokenizer, processor.tokenizer)

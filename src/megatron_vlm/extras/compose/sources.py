@@ -1,6 +1,6 @@
-"""The sources that a command line asks to compose, checked as data before torch is imported."""
+"""The two checkpoints of a command line, checked by their config.json before torch is imported."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,12 +9,7 @@ from typing import Any
 from megatron_vlm.checks.paths import folder_problems
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import suggestion
-from megatron_vlm.signatures import unparsable_files, unreadable_files
 from megatron_vlm.supported import QUANTISED, any_config, resolve
-from megatron_vlm.weight_files import tensors_of
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "image_processor_config.json")
 
 TOWERS = {  # model type of a tower -> of the model that holds it
     "siglip2_vision_model": "lfm2_vl",
@@ -42,7 +37,6 @@ ROLES = {  # what a special token is for
     "end_of_turn": "ends a reply",
 }
 NEW_ROWS = ("mean", "normal")
-IMAGE_TOKENS = (64, 256)  # the fewest and the most of an image in its own size
 
 
 @dataclass(frozen=True)
@@ -53,59 +47,54 @@ class Component:
     config: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Choices:
+    """The choices that the user has with SigLIP2 NaFlex; LFM2-VL was published with the default width."""
+
+    min_image_tokens: int = 64
+    max_image_tokens: int = 256
+    projector_width: int = 2560
+
+
 def open_tower(path: str) -> Component:
-    """The checkpoint whose tower is taken; its text half, if it has one, is left. Raises ConfigError."""
-    return _open("--tower", path, tower_config, PROCESSORS, "an image processor")
+    """Return the checkpoint whose tower is taken; its text half, if it has one, is left.
+
+    Raises:
+        ConfigError: It has no tower that can be composed.
+    """
+    return _open("--tower", path, tower_config)
 
 
 def open_language_model(path: str) -> Component:
-    """The checkpoint of a language model. Raises ConfigError if it is none that can be composed."""
-    return _open("--language-model", path, language_config, TOKENIZERS, "a tokenizer")
+    """Return the checkpoint of a language model. Raises ConfigError if it is none that can be composed."""
+    return _open("--language-model", path, language_config)
 
 
-def _open(
-    option: str,
-    path: str,
-    read: Callable[..., dict[str, Any]],
-    files: Sequence[str],
-    what: str,
-) -> Component:
-    """`files` hold `what`, and one of them is needed."""
-    for problem in folder_problems(option, path, partial(read, named=f"{option} {path}")):
+def _open(option: str, path: str, read: Callable[..., dict[str, Any]]) -> Component:
+    for problem in folder_problems(option, path, partial(read, place=f"{option} {path}")):
         raise ConfigError(problem)
-    folder = resolve(Path(path).expanduser() if Path(path).expanduser().is_dir() else path, read)
-    try:
-        tensors_of(folder)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
-    if not any((folder / name).is_file() for name in files):
-        raise ConfigError(
-            f"{option} {path} has no file of {what} ({' or '.join(files)}); copy the original "
-            "checkpoint's into it."
-        )
-    for problem in (*unreadable_files(folder), *unparsable_files(folder)):
-        raise ConfigError(f"{option}: {problem}")
+    local = Path(path).expanduser()
+    folder = resolve(local if local.is_dir() else path, read)
     return Component(folder, read(folder))
 
 
-def tower_config(path: str | Path, named: str = "--tower") -> dict[str, Any]:
-    """The vision config in a config.json; raises ConfigError if it is not of a tower that can be composed."""
+def tower_config(path: str | Path, place: str = "--tower") -> dict[str, Any]:
+    """Return the vision config in a config.json. Raises ConfigError if its tower cannot be composed."""
     config = any_config(path)
     model_type = config.get("model_type")
-    vision = config.get("vision_config")
-    tower = config if vision is None else vision
-    tower = {"model_type": WITH_TEXT_HALF.get(model_type, model_type)} | tower
+    vision = config.get("vision_config") or config
+    tower = {"model_type": WITH_TEXT_HALF.get(model_type, model_type)} | vision
     if tower["model_type"] not in TOWERS:
         remedy = f"give the checkpoint of one of {', '.join(TOWERS)}, alone or in a whole model"
         if model_type in LANGUAGE_MODELS:
             remedy = "it is a language model: give it as --language-model"
-        raise ConfigError(f"{named}: no tower, its model type is {model_type!r}; {remedy}.")
-    _refuse_quantised(named, config, tower)
+        raise ConfigError(f"{place}: no tower, its model type is {model_type!r}; {remedy}.")
+    _refuse_quantised(place, config | tower)
     return tower
 
 
-def language_config(path: str | Path, named: str = "--language-model") -> dict[str, Any]:
-    """The config.json of a language model; raises ConfigError unless it can be composed."""
+def language_config(path: str | Path, place: str = "--language-model") -> dict[str, Any]:
+    """Return the config.json of a language model. Raises ConfigError unless it can be composed."""
     config = any_config(path)
     model_type = config.get("model_type")
     if model_type not in LANGUAGE_MODELS:
@@ -113,37 +102,36 @@ def language_config(path: str | Path, named: str = "--language-model") -> dict[s
         if model_type in (*TOWERS, *WITH_TEXT_HALF):
             remedy = "it is a vision model: give it as --tower"
         raise ConfigError(
-            f"{named}: no language model that can be composed, its model type is {model_type!r}; {remedy}."
+            f"{place}: no language model that can be composed, its model type is {model_type!r}; {remedy}."
         )
-    architectures = config.get("architectures") or [LANGUAGE_MODELS[model_type]]
-    if LANGUAGE_MODELS[model_type] not in architectures:
-        raise ConfigError(
-            f"{named}: its config.json names {architectures}; give a {LANGUAGE_MODELS[model_type]}."
-        )
-    _refuse_quantised(named, config)
+    architecture = LANGUAGE_MODELS[model_type]
+    architectures = config.get("architectures") or [architecture]
+    if architecture not in architectures:
+        raise ConfigError(f"{place}: its config.json names {architectures}; give a {architecture}.")
+    _refuse_quantised(place, config)
     return config
 
 
-def _refuse_quantised(named: str, *configs: dict[str, Any]) -> None:
+def _refuse_quantised(place: str, config: Mapping[str, Any]) -> None:
     for key in QUANTISED:
-        if any(config.get(key) is not None for config in configs):
+        if config.get(key) is not None:
             raise ConfigError(
-                f"{named}: its weights are quantised ({key} in config.json), which would be copied as they "
+                f"{place}: its weights are quantised ({key} in config.json), which would be copied as they "
                 "are; give the checkpoint in bf16 that it was made from."
             )
 
 
 def named_tokens(pairs: Iterable[str]) -> dict[str, str]:
-    """ROLE=TOKEN, parsed. Raises ConfigError for an unknown role, one without token or given twice."""
-    named: dict[str, str] = {}
+    """Parse ROLE=TOKEN. Raises ConfigError for an unknown role, one without token or given twice."""
+    tokens: dict[str, str] = {}
     for pair in pairs:
         role, _, token = pair.partition("=")
         if role not in ROLES:
             raise ConfigError(f"--token {pair}: {role} is no role{suggestion(role, ROLES)}")
         if not token or token != token.strip():
-            what = "spaces around the token" if token.strip() else "no token"
-            raise ConfigError(f"--token {pair}: {what}; write ROLE=TOKEN, as {role}=<|{role}|>.")
-        if role in named:
-            raise ConfigError(f"--token: {role} is given twice, {named[role]} and {token}; give it once.")
-        named[role] = token
-    return named
+            problem = "spaces around the token" if token.strip() else "no token"
+            raise ConfigError(f"--token {pair}: {problem}; write ROLE=TOKEN, as {role}=<|{role}|>.")
+        if role in tokens:
+            raise ConfigError(f"--token: {role} is given twice, {tokens[role]} and {token}; give it once.")
+        tokens[role] = token
+    return tokens

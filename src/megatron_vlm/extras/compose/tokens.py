@@ -1,14 +1,18 @@
-"""Special tokens by their role: found in a tokenizer, named by the user, or added."""
+"""The language model's tokenizer with a special token for each role, and its chat template with images."""
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain, combinations, permutations
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, TokenizersBackend
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import read_text
+from megatron_vlm.messages import reading
 
 # Spellings of published tokenizers: Qwen's, Llama's, Mistral's, LFM2's, and those that other models took over
 KNOWN = {
@@ -19,8 +23,11 @@ KNOWN = {
     "pad": ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>"),
     "end_of_turn": ("<|eot_id|>", "<|im_end|>", "<|end_of_turn|>", "<end_of_turn>"),
 }
-NAMED = {"pad": "pad_token", "end_of_turn": "eos_token"}  # what a tokenizer says itself about a role
-FOUND, GIVEN, ADDED = "found", "named", "added"
+ATTRIBUTES = {"pad": "pad_token", "end_of_turn": "eos_token"}  # where a tokenizer says its token of a role
+PROCESSOR_ROLES = ("image", "image_start", "image_end")  # whose tokens processors ask the tokenizer for
+
+
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")  # in terms of a `style`
 
 
 @dataclass(frozen=True)
@@ -33,118 +40,187 @@ class RoleToken:
     how: str
 
 
-def assign(tokenizer: Any, roles: Mapping[str, str], named: Mapping[str, str]) -> list[RoleToken]:
-    """The token of each role, added to the tokenizer where it had none; no present token changes its id.
+@reading("folder")
+def open_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder, which neither cuts nor pads texts."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not hasattr(tokenizer, "backend_tokenizer"):  # mistral-common's, to which nothing can be added
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
 
-    roles   role -> the token that is added if the tokenizer knows none for it
-    named   role -> the token that the user wants
 
-    Raises ConfigError for a role that is not needed, a token that is text, that splits into several ids or
-    has another role already, and for a pad token that is also the end of a turn.
+def to_backend(tokenizer: Any, tokens: Iterable[RoleToken]) -> TokenizersBackend:
+    """Return the tokenizer in the class that takes tokenizer.json as it stands, without a chat template.
+
+    Classes made for one model build themselves from parts of tokenizer.json and settings, of which saving
+    loses some: LlamaTokenizer forgets `legacy`, and then cuts the text after special tokens in another way.
     """
-    for role in named:
+    of_processor = {f"{token.role}_token": token.token for token in tokens if token.role in PROCESSOR_ROLES}
+    return TokenizersBackend(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        padding_side=tokenizer.padding_side,
+        model_max_length=tokenizer.model_max_length,
+        clean_up_tokenization_spaces=tokenizer.clean_up_tokenization_spaces,
+        model_input_names=tokenizer.model_input_names,
+        **tokenizer.special_tokens_map,
+        **of_processor,
+    )
+
+
+def assign(tokenizer: Any, roles: Mapping[str, str], token_names: Mapping[str, str]) -> list[RoleToken]:
+    """Return the token of each role, added to the tokenizer if it has none; no present token changes its id.
+
+    Args:
+        tokenizer: The language model's.
+        roles: Role -> the token that is added if the tokenizer knows none for it.
+        token_names: Role -> the token that the user names.
+
+    Raises:
+        ConfigError: A role is not needed; a token is text, has several ids or another meaning.
+    """
+    for role in token_names:
         if role not in roles:
             raise ConfigError(
                 f"--token {role}: a model with this tower has no such token; it has {', '.join(roles)}."
             )
-    before = set(tokenizer.get_vocab())
-    tokens = {role: named.get(role) or _present(tokenizer, role) or new for role, new in roles.items()}
-    for role, what in chain(_not_alone(tokenizer, tokens), _collisions(tokenizer, tokens)):
-        raise ConfigError(_remedied(role, tokens[role], what))
-    whole_words = {each.content for each in _added(tokenizer) if each.special and not each.single_word}
-    tokenizer.add_tokens(  # a present one keeps its id, and is found wherever it stands
+    vocabulary = tokenizer.get_vocab()
+    added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    tokens = {
+        role: token_names.get(role) or _present(tokenizer, role, added) or new for role, new in roles.items()
+    }
+    for role in tokens:
+        if problem := _misuse(tokenizer, tokens, role, vocabulary, added):
+            raise _refusal(role, tokens[role], problem)
+    # a present token keeps its id, becomes special, and is then found wherever it stands
+    whole_words = {text for text, token in added.items() if token.special and not token.single_word}
+    tokenizer.add_tokens(
         [AddedToken(new, special=True, normalized=False) for new in tokens.values() if new not in whole_words]
     )
     tokenizer.pad_token = tokens["pad"]
-    assigned = []
-    for role, token in tokens.items():
-        how = ADDED if token not in before else GIVEN if role in named else FOUND
-        assigned.append(RoleToken(role, token, _only_id(tokenizer, role, token), how))
-    return assigned
+    return [
+        RoleToken(
+            role,
+            token,
+            _only_id(tokenizer, role, token),
+            "added" if token not in vocabulary else "named" if role in token_names else "found",
+        )
+        for role, token in tokens.items()
+    ]
 
 
-def _present(tokenizer: Any, role: str) -> str | None:
+def _present(tokenizer: Any, role: str, added: Iterable[str]) -> str | None:
     """The token that the tokenizer has for a role."""
-    own = getattr(tokenizer, NAMED[role]) if role in NAMED else None
-    if role == "pad" and own:
-        return own
-    added = {each.content for each in _added(tokenizer)}
-    return next((token for token in KNOWN[role] if token in added), own)
+    attribute = getattr(tokenizer, ATTRIBUTES[role]) if role in ATTRIBUTES else None
+    if role == "pad" and attribute:
+        return attribute
+    return next((token for token in KNOWN[role] if token in added), attribute)
 
 
-def _added(tokenizer: Any) -> Iterable[AddedToken]:
-    """Its tokens that are no pieces of ordinary text."""
-    return tokenizer.added_tokens_decoder.values()
-
-
-def _not_alone(tokenizer: Any, tokens: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Roles whose token is ordinary text, with what it is."""
-    vocabulary = tokenizer.get_vocab()
-    added = {each.content for each in _added(tokenizer)}
-    for role, token in tokens.items():
-        if token not in vocabulary and not re.search(r"[^\w\s]", token):
-            yield role, "is a word, which texts would then lose"
-        if token in vocabulary and token not in added:
-            ids = tokenizer.encode(token, add_special_tokens=False)
-            is_piece = f"is a piece of ordinary text (id {ids[0]})"
-            yield role, is_piece if len(ids) == 1 else f"splits into the ids {ids}"
-
-
-def _collisions(tokenizer: Any, tokens: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Roles whose token has another meaning already, with that."""
-    for (other, taken), (role, token) in combinations(tokens.items(), 2):
-        if token == taken and {role, other} == {"pad", "end_of_turn"}:
-            yield "pad", "is also the end of a turn, which would then never be trained as such"
-        elif token == taken:
-            yield role, f"is the token of {other} already"
-    for (role, token), (other, outer) in permutations(tokens.items(), 2):
-        if token in outer:  # processors count the image token in text
-            yield role, f"is part of {outer}, the token of {other}"
-    for role, token in tokens.items():
-        for name in ("bos_token", "eos_token", "unk_token"):
-            may_be = role in NAMED and (role, name) != ("pad", "bos_token")
-            if token == getattr(tokenizer, name) and not may_be:
-                yield role, f"is the tokenizer's {name} already"
+def _misuse(
+    tokenizer: Any, tokens: Mapping[str, str], role: str, vocabulary: Iterable[str], added: Iterable[str]
+) -> str | None:
+    """Why the token of a role is ordinary text or has another meaning already; None if it serves."""
+    token = tokens[role]
+    if token not in vocabulary and not re.search(r"[^\w\s]", token):
+        return "is a word, which texts would then lose"
+    if token in vocabulary and token not in added:
+        return "is a piece of ordinary text"
+    if role == "pad" and token == tokens["end_of_turn"]:
+        return "is also the end of a turn, which would then never be trained as such"
+    for other, spelled in tokens.items():
+        if other != role and token in spelled:  # processors count the image token in text
+            return f"is part of {spelled}, the token of {other}"
+    for name in ("bos_token", "eos_token", "unk_token"):
+        may_be = role in ATTRIBUTES and (role, name) != ("pad", "bos_token")
+        if token == getattr(tokenizer, name) and not may_be:
+            return f"is the tokenizer's {name} already"
+    return None
 
 
 def _only_id(tokenizer: Any, role: str, token: str) -> int:
-    """The one id that the token has wherever it stands, and that no other token has."""
-    (first, *rest) = tokenizer.encode(token, add_special_tokens=False)
-    if rest:
-        raise ConfigError(_remedied(role, token, f"splits into the ids {[first, *rest]}"))
+    """The id that the token has wherever it stands, and that no other token has. Raises ConfigError."""
+    token_id = tokenizer.convert_tokens_to_ids(token)
     text = f"a{token}b{token}{token}"
-    if tokenizer.encode(text, add_special_tokens=False).count(first) != text.count(token):
-        raise ConfigError(_remedied(role, token, f"is not found in {text!r}"))
-    if others := {name for name, i in tokenizer.get_vocab().items() if i == first} - {token}:
-        raise ConfigError(_remedied(role, token, f"gets the id {first}, which {min(others)} has"))
-    return first
+    if tokenizer.encode(text, add_special_tokens=False).count(token_id) != 3:
+        raise _refusal(role, token, f"is not one id wherever it stands, as in {text!r}")
+    if same_id := {name for name, i in tokenizer.get_vocab().items() if i == token_id} - {token}:
+        raise _refusal(role, token, f"gets the id {token_id}, which {min(same_id)} has")
+    return token_id
 
 
-def _remedied(role: str, token: str, what: str) -> str:
-    return (
-        f"special token of role {role}: {token} {what}; give another, one that the tokenizer "
-        f"lacks or reserves: --token '{role}=<|{role}|>'."
+def _refusal(role: str, token: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"special token of role {role}: {token} {problem}; give another, one that the tokenizer lacks or "
+        f"reserves: --token '{role}=<|{role}|>'."
     )
 
 
-def refuse_beyond(tokenizer: Any, assigned: Iterable[RoleToken], rows: int) -> None:
-    """Raises ConfigError if the tokenizer has ids for which the language model's embedding has no row."""
-    known = {each.token for each in assigned}
-    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and token not in known}
+def grown_rows(tokenizer: Any, tokens: Iterable[RoleToken], rows: int, multiple: int | None) -> int:
+    """Return how many rows embedding and output layer get: never fewer; a `multiple`, by default of 64, if
+    they grow.
+
+    Raises:
+        ConfigError: The tokenizer has ids beyond `rows` that are not among `tokens`.
+    """
+    role_ids = {token.id for token in tokens}
+    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and i not in role_ids}
     if beyond:
-        token, highest = max(beyond.items(), key=lambda item: item[1])
+        highest = max(beyond, key=beyond.get)
         raise ConfigError(
             f"the tokenizer has {len(beyond)} tokens beyond the {rows} rows of the language model's "
-            f"embedding, such as {token} (id {highest}); put the tokenizer of that very model "
+            f"embedding, such as {highest} (id {beyond[highest]}); put the tokenizer of that very model "
             "into its folder."
         )
-
-
-def grown_rows(assigned: Iterable[RoleToken], rows: int, multiple: int | None) -> int:
-    """How many rows embedding and output layer get: never fewer, and a multiple (unless it was given, of 64)
-    if they grow."""
-    needed = max(rows, max(each.id for each in assigned) + 1)
+    needed = max(rows, max(role_ids) + 1)
     if needed == rows and multiple is None:
         return rows
     step = multiple or 64
     return -(-needed // step) * step
+
+
+def refuse_changed(before: Any, after: Any) -> None:
+    """Raise ConfigError unless both tokenizers make the same ids of every text."""
+    rules_after = json.loads(after.backend_tokenizer.to_str())
+    for name, rule in json.loads(before.backend_tokenizer.to_str()).items():
+        if name not in ("truncation", "padding") and rule != rules_after.get(name):
+            raise ConfigError(
+                f"Transformers reads the tokenizer that it has written back with another {name}, and would "
+                "then make other ids of texts; give a language model with another tokenizer.json."
+            )
+
+
+def chat_template(tokenizer: Any, image: str, end: str) -> str:
+    """Return a template in the style whose control tokens the tokenizer or its own chat template knows.
+
+    Llama 3's, ChatML or Mistral's; without any of them, the roles' names stand before the turns. What begins
+    a conversation is what the tokenizer puts before texts, or what its own chat template writes.
+    """
+    vocabulary = tokenizer.get_vocab()
+    templates = tokenizer.chat_template or ""
+    source = templates if isinstance(templates, str) else "\n".join(templates.values())
+
+    def knows(text: str) -> bool:
+        return text in vocabulary or text in source
+
+    # the control tokens show which style the language model was trained on
+    begins = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] or "bos_token" in source
+    style = {"image": image, "begin": (begins and tokenizer.bos_token) or "", "space": "", "between": ""}
+    roles = ("system", "user", "assistant")
+    if knows("[INST]") and not (knows("<|start_header_id|>") or knows("<|im_start|>")):
+        # the system turn has brackets of its own in newer models, and is a question in older ones
+        space = " " if knows("[INST] ") else ""
+        question = ["[INST]", f"{space}[/INST]"]
+        system = ["[SYSTEM_PROMPT]", f"{space}[/SYSTEM_PROMPT]"] if knows("[SYSTEM_PROMPT]") else question
+        style |= {"space": space, "prompt": ""}
+        style["marks"] = {"system": system, "user": question, "assistant": ["", end]}
+    else:
+        header = "{}:\n"
+        if knows("<|start_header_id|>"):
+            header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+        elif knows("<|im_start|>"):
+            header = "<|im_start|>{}\n"
+        style |= {"between": "" if "header" in header else "\n", "prompt": header.format("assistant")}
+        style["marks"] = {role: [header.format(role), end] for role in roles}
+    return f"{{%- set style = {json.dumps(style)} -%}}\n{read_text(TEMPLATE)}"
