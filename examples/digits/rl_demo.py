@@ -35,8 +35,8 @@ from demo import (
 )
 from evaluate import read_questions
 from make_digits import make_digits
+from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.config import fewest_processes
-from megatron_vlm.files import read_rows
 from megatron_vlm.messages import printable
 from megatron_vlm.recipes.published import DEMO
 

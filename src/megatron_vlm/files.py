@@ -1,39 +1,35 @@
 """Opens files: it reads only regular ones of a bounded size, and it writes through no link.
 
 A pipe or a device could block without end, and a link could lead out of the folder that is written. A file or
-a folder that appears whole is written aside under a name of its own, synced, and then renamed.
+a folder that appears whole is written under a temporary name beside it, synced, and then renamed.
 """
 
 import contextlib
 import errno
-import importlib.util
-import json
 import os
 import re
 import secrets
 import shutil
 import stat
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import readable_size
 
 MOST_TEXT = 1 << 28  # of a file that describes something; the largest tokenizer.json have 40 MB
 MOST_BYTES = 1 << 31  # of an image or a video; a clip of an hour has half as many
-# How the pages and the pictures begin that commands write.
 PAGE_START = b'<!doctype html>\n<meta name="generator" content="megatron_vlm">'
-PICTURE_MARK_AT = 37  # a PNG has its signature, IHDR and the length of the first text before it
-PICTURE_MARK = b"tEXtSoftware\0megatron_vlm"
+# how the pages and the PNGs begin that commands write; a PNG has IHDR and a length before its first text
+OURS = re.compile(PAGE_START + b"|(?s:.{37})tEXtSoftware\0megatron_vlm")
 KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
 }
 
 
@@ -78,56 +74,24 @@ def read_text(path: str | Path, most_bytes: int = MOST_TEXT) -> str:
         raise ValueError(f"{path} is no text, but a binary file; give a text in UTF-8.") from error
 
 
-def read_template(template: str) -> str:
-    """Return the text of a Jinja template, which is given as it stands or as the path of its file.
-
-    Raises ValueError if the file has no Jinja, and as `read_text`.
-    """
-    if "{{" in template or "{%" in template:
-        return template
-    text = read_text(os.path.expanduser(template))
-    if "{{" not in text and "{%" not in text:
-        raise ValueError(f"{template} has no {{{{ and no {{%; give a file with a Jinja template.")
-    return text
-
-
-def open_to_write(
-    path: str | Path, *, append: bool = False, keep: bool = False, new: bool = False, buffering: int = -1
-) -> BinaryIO:
-    """A regular file, made if it is missing, opened to be written: emptied, or at its end (`append`), or from
-    its beginning over what it holds (`keep`). Raises FileExistsError if it should be `new` and exists,
-    NotAFile if the path is a link or anything else that is not a regular file, and OSError.
-    """
-    flags = (
-        os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (os.O_APPEND if append else 0) | (os.O_EXCL if new else 0)
-    )
-    try:
-        descriptor = _open_at_once(path, flags)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise NotAFile(f"{path} is a link, and nothing is written through links; remove it.") from error
-        raise
-    file = open(descriptor, "ab" if append else "r+b" if keep else "wb", buffering=buffering)
-    try:
-        _check_kind(path, os.fstat(descriptor))
-        if not (append or keep):
-            file.truncate(0)
-    except BaseException:
-        file.close()
-        raise
-    return file
+def open_to_write(path: str | Path, mode: str = "wb", buffering: int = -1) -> BinaryIO:
+    """A regular file, made if it is missing, opened to be written: emptied ("wb"), at its end ("ab"), or from
+    its beginning over what it holds ("r+b"). Raises FileExistsError for "xb" if it exists, NotAFile if the
+    path is a link or anything else that is not a regular file, and OSError."""
+    if os.path.lexists(path):
+        _check_kind(path, os.lstat(path))
+    flags = os.O_CREAT | os.O_NOFOLLOW
+    return open(path, mode, buffering, opener=lambda name, given: _open_at_once(name, given | flags))
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:
-    """A new file with what a regular file holds, of any size, on disk. Raises as `open_file`."""
-    with open_file(source) as original, open_to_write(target, new=True) as file:
+    """Copy a regular file of any size to a new name in a folder of `folder_aside`. Raises as `open_file`."""
+    with open_file(source) as original, open_to_write(target, "xb") as file:
         shutil.copyfileobj(original, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_whole(path: str | Path, content: str | bytes | Iterable[bytes]) -> None:
-    """Writes a file that holds all of the old or all of the new content, whenever this process is killed.
+    """Write a file that holds all of the old or all of the new content, whenever this process is killed.
 
     A link at `path` is replaced, not followed. Raises OSError that names the path and the remedy.
     """
@@ -148,7 +112,7 @@ def write_whole(path: str | Path, content: str | bytes | Iterable[bytes]) -> Non
 
 @contextlib.contextmanager
 def folder_aside(output: str | Path) -> Iterator[Path]:
-    """A new folder beside `output`, under a name of its own, which becomes `output` when the block ends.
+    """Yield a new folder beside `output`, under a temporary name, which becomes `output` when the block ends.
 
     If the block fails, nothing is left; a process that is killed leaves `.NAME.*.partial`. Raises
     FileExistsError if `output` exists when the block begins or ends (an empty folder does not count), and
@@ -176,38 +140,20 @@ def folder_aside(output: str | Path) -> Iterator[Path]:
                     folder.rmdir()
 
 
-def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Return a folder of a cache. `make` fills a new one if it is missing, in one process of a machine."""
-    from filelock import FileLock
-
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        for leftover in folder.parent.glob(f".{folder.name}.*"):  # of a process that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        if not folder.is_dir():
-            with folder_aside(folder) as aside:
-                make(aside)
-    return folder
-
-
 def check_output(path: str | Path) -> None:
-    """Raise ConfigError unless a command may write a page or a picture there.
-
-    It may make a new file, and replace one that this package wrote before.
-    """
+    """Raise ConfigError unless a command may write a page or a picture there: as a new file, or over one that
+    this package wrote before."""
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give the name of a file to write.")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"{path}: its folder does not exist; make it, or give another file.")
-    if not os.path.lexists(path):
-        return
-    with open_file(path) as file:
-        start = file.read(PICTURE_MARK_AT + len(PICTURE_MARK))
-    if not (start.startswith(PAGE_START) or start[PICTURE_MARK_AT:] == PICTURE_MARK):
-        raise ConfigError(f"{path} exists, and is no page or picture of megatron-vlm; give a new name.")
+    if os.path.lexists(path):
+        with open_file(path) as file:
+            if not OURS.match(file.read(100)):
+                raise ConfigError(
+                    f"{path} exists, and is no page or picture of megatron-vlm; give a new name."
+                )
 
 
 def write_output(path: str | Path, content: str | bytes) -> None:
@@ -217,44 +163,37 @@ def write_output(path: str | Path, content: str | bytes) -> None:
 
 
 def refuse_existing(output: Path) -> None:
-    """Raises FileExistsError unless nothing, or an empty folder, has this name."""
+    """Raise FileExistsError unless nothing, or an empty folder, has this name."""
     if os.path.lexists(output) and (output.is_symlink() or not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists; give a new name or remove it.")
 
 
 def refuse_odd(folder: Path, *, links: bool) -> None:
-    """Raises NotAFile for an entry that is neither a file nor a folder and, unless `links`, for a link.
+    """Raise NotAFile for an entry that is neither a file nor a folder and, unless `links`, for a link.
 
     Names that begin with a dot do not count: file systems and editors have such ones, and nothing reads them.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_symlink() and not links:
-                raise NotAFile(
-                    f"{entry.path} is a link, and nothing is written through links; move what it "
-                    "leads to there, or remove it."
-                )
             with contextlib.suppress(OSError):  # a link that leads nowhere
-                if not entry.is_dir():
-                    _check_kind(entry.path, entry.stat())
+                if not entry.name.startswith(".") and not entry.is_dir(follow_symlinks=links):
+                    _check_kind(entry.path, entry.stat(follow_symlinks=links))
 
 
 @contextlib.contextmanager
 def naming(path: Path, remedy: str = "give another path") -> Iterator[None]:
-    """Names in an error of the disk: what could not be written and, if that is why, how much is free.
+    """Name in an error of the disk what could not be written and, if that is why, how much is free.
     Libraries in Rust raise errors of their own, with the number in their text."""
     try:
         yield
     except Exception as error:
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        number = error.errno if isinstance(error, OSError) else told and int(told[1])
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        number = error.errno if isinstance(error, OSError) else match and int(match[1])
         if number is None:  # our own error, or none of the disk
             raise
-        place = re.sub(
-            r"(?<![^/])\.([^/]+)\.[0-9a-f]{8}\.partial", r"\1", str(getattr(error, "filename", None) or path)
-        )
+        # the temporary name says nothing to a user
+        place = str(getattr(error, "filename", None) or path)
+        place = re.sub(r"(?<![^/])\.([^/]+)\.[0-9a-f]{8}\.partial", r"\1", place)
         if number in (errno.ENOSPC, errno.EDQUOT):
             remedy = f"{readable_size(free_bytes(path))} are free there; make room and start again"
         if number == errno.EFBIG:
@@ -264,14 +203,14 @@ def naming(path: Path, remedy: str = "give another path") -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that may still be written to the file system of a path; the path need not exist."""
+    """Return the bytes that may still be written to the file system of a path; the path need not exist."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def need_room(path: Path, needed: int) -> None:
-    """Raises OSError unless so many bytes are free for what is to be written there."""
+    """Raise OSError unless so many bytes are free for what is to be written there."""
     if needed > (free := free_bytes(path)):
         raise OSError(
             f"{path} takes {readable_size(needed)}, of which {readable_size(free)} are free; make "
@@ -280,77 +219,12 @@ def need_room(path: Path, needed: int) -> None:
 
 
 def sync(path: str | Path) -> None:
-    """Returns when a file, or the names in a folder, are on disk."""
+    """Return when a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects, each with a `step`, of a file to which a run adds lines. A last line that was cut
-    short is left out. Raises ConfigError that names any other bad line."""
-    with open_file(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not (isinstance(row, dict) and type(row.get("step")) is int):  # True is no step
-                raise ConfigError(
-                    f"{path}: line {number} is not what a run wrote; take the line out, or move "
-                    "the file away to go on without it."
-                )
-            yield row
-
-
-def last_lines(path: str | Path, most_bytes: int = 1 << 22) -> list[str]:
-    """The lines at the end of a text, as far as they are in its last `most_bytes`; the first may be cut."""
-    with open_file(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
-        return file.read(most_bytes).decode(errors="replace").splitlines()
-
-
-def keep_rows_before(path: Path, step: int) -> None:
-    """Takes the rows of `step` and of later steps out of a file of `read_rows`, if it is there."""
-    if path.exists():
-        rows = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] < step]
-        write_whole(path, "".join(rows))
-
-
-def object_of(place: str, file: Path, name: str) -> Any:
-    """The object that a user's Python file, which is run, calls so; None for nothing. Raises ConfigError."""
-    spec = importlib.util.spec_from_file_location(f"users_{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    with calling(place, file):
-        spec.loader.exec_module(module)
-    return getattr(module, name, None)
-
-
-def optional_package(name: str, needed_by: str) -> ModuleType:
-    """A package that an extra of the same name installs. Raises ImportError that says so."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        wanted = f"{needed_by} needs the package {name} ({error})"
-        raise ImportError(f"{wanted}; run `pip install 'megatron-vlm[{name}]'`.") from error
-
-
-@contextlib.contextmanager
-def calling(place: str, file: Path) -> Iterator[None]:
-    """Raises ConfigError, with the line of the file, for whatever its code raises; our own errors stay."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        if type(error).__module__.startswith("megatron_vlm."):
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" in line {frame.lineno}" for frame in frames if Path(frame.filename) == file.absolute()]
-        said = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{place}: {said}{lines[-1] if lines else ''}; correct the file.") from error
 
 
 def _open_at_once(path: str | Path, flags: int, mode: int = 0o666) -> int:

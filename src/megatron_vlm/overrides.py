@@ -15,7 +15,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
-from megatron_vlm.files import read_template
+from megatron_vlm.files import read_text
 from megatron_vlm.messages import has_keys, join_lines, suggestion
 from megatron_vlm.stores import KEYS
 
@@ -162,6 +162,19 @@ def checked(name: str, value: Any) -> Any:
     except (TypeError, yaml.YAMLError) as error:
         example = f", as {name}.NAME=VALUE" if get_origin(hint) is dict else ""
         raise ConfigError(f"{name}: {value!r} does not fit; expected {in_words(hint)}{example}.") from error
+
+
+def read_template(template: str) -> str:
+    """Return the text of a Jinja template, which is given as it stands or as the path of its file.
+
+    Raises ValueError if the file has no Jinja, and as `read_text`.
+    """
+    if "{{" in template or "{%" in template:
+        return template
+    text = read_text(os.path.expanduser(template))
+    if "{{" not in text and "{%" not in text:
+        raise ValueError(f"{template} has no {{{{ and no {{%; give a file with a Jinja template.")
+    return text
 
 
 def refuse_keys(name: str, value: Any) -> None:

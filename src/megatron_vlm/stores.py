@@ -9,14 +9,15 @@ import hashlib
 import logging
 import posixpath
 import re
+import shutil
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.files import made_once
+from megatron_vlm.files import folder_aside
 from megatron_vlm.messages import printable
 
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the file of MSC_CONFIG"
@@ -136,6 +137,22 @@ def fetched(url: str, patterns: Sequence[str]) -> Path:
 
     key = hashlib.sha256(repr((url, versions)).encode()).hexdigest()[:24]
     return made_once(Path(HF_HUB_CACHE, "stores", key), fetch)
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Return a folder of a cache. `make` fills a new one if it is missing, in one process of a machine."""
+    from filelock import FileLock
+
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        for leftover in folder.parent.glob(f".{folder.name}.*"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        if not folder.is_dir():
+            with folder_aside(folder) as aside:
+                make(aside)
+    return folder
 
 
 def _versions(url: str, patterns: Sequence[str]) -> dict[str, tuple[int, str]]:

@@ -145,9 +145,9 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(kinds, tmp_path):
     (tmp_path / "to_mine").symlink_to("mine.txt")
     (tmp_path / "to_nothing").symlink_to("nothing")
     for name in ("to_mine", "to_nothing"):
-        for mode in ({}, {"append": True}, {"keep": True}):
-            with pytest.raises(NotAFile, match=f"{name} is a link, and nothing is written through links"):
-                files.open_to_write(tmp_path / name, **mode)
+        for mode in ("wb", "ab", "r+b", "xb"):
+            with pytest.raises(NotAFile, match=f"{name} is a link, not a file"):
+                files.open_to_write(tmp_path / name, mode)
     with pytest.raises(NotAFile, match="is a pipe, not a file"):
         files.open_to_write(kinds("pipe"))
     files.write_whole(tmp_path / "to_mine", "new")  # replaces the link
@@ -156,12 +156,12 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(kinds, tmp_path):
 
 
 def test_a_file_is_emptied_continued_or_written_over(tmp_path):
-    for mode, content in [({}, b"ab"), ({"append": True}, b"abab"), ({"keep": True}, b"cbab"), ({}, b"d")]:
-        with files.open_to_write(tmp_path / "file", **mode) as file:
+    for mode, content in [("wb", b"ab"), ("ab", b"abab"), ("r+b", b"cbab"), ("wb", b"d")]:
+        with files.open_to_write(tmp_path / "file", mode) as file:
             file.write({b"cbab": b"c", b"d": b"d"}.get(content, b"ab"))
         assert (tmp_path / "file").read_bytes() == content
     with pytest.raises(FileExistsError):
-        files.open_to_write(tmp_path / "file", new=True)
+        files.open_to_write(tmp_path / "file", "xb")
 
 
 def test_what_fails_on_the_way_leaves_the_old_file_alone(tmp_path):

@@ -7,9 +7,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from contact_sheet import contact_sheet
 from megatron_vlm.callbacks import Run
-from megatron_vlm.callbacks.run_log import draw_losses
+from megatron_vlm.callbacks.run_log import draw_losses, read_rows
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides, from_yaml
 
 

@@ -98,7 +98,7 @@ def test_what_fails_in_a_users_file_is_named_as_theirs(tmp_path, text, message):
     ("name", "message"),
     [
         ("exact", "did you mean exact_match"),
-        ("no.py:f", "No such file"),
+        ("no.py:f", "no.py does not exist"),
         (f"{Path(__file__)}:absent", "no function of this name"),
     ],
 )

@@ -11,6 +11,7 @@ from pairs import pairwise
 from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.callbacks.samples import read_step
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.config_rules.settings import validate
@@ -19,7 +20,6 @@ from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
-from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
 from tiny.distributed import run_distributed

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_vlm.files import read_rows
+from megatron_vlm.callbacks.run_log import read_rows
 
 OF_THE_MOMENT = (
     "seconds",

@@ -16,6 +16,7 @@ from programs import COMMAND, run_program
 from safetensors.torch import load_file
 from sources import write_hf_folder, write_sharegpt
 
+from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.callbacks.samples import read_step
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig, TrainConfig
 from megatron_vlm.config_rules.settings import validate
@@ -24,7 +25,6 @@ from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.sampler import ShuffledSampler
 from megatron_vlm.data.records.blends import is_held_out
-from megatron_vlm.files import read_rows
 from megatron_vlm.job.milestones import Epochs, milestones, validation_notes
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose

@@ -14,8 +14,8 @@ from torch import distributed as dist
 
 from megatron_vlm.callbacks import Run
 from megatron_vlm.callbacks.exports import Exports, running, scores_in
+from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.config import LoggingConfig, RunConfig, TrainConfig
-from megatron_vlm.files import read_rows
 from megatron_vlm.job import stops, watchdog
 
 

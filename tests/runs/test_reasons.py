@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.generation_prompt import processor_outputs, stop_tokens
 from megatron_vlm.data.load.workers import worker_death
-from megatron_vlm.files import object_of
+from megatron_vlm.imports import load_object
 from megatron_vlm.job.errors import explain
 from megatron_vlm.messages import reading
 
@@ -82,7 +82,7 @@ def test_a_bad_sample_is_the_users_and_our_text(monkeypatch):
 
 def test_an_error_in_a_file_of_the_user_is_no_bug(tmp_path):
     (tmp_path / "own.py").write_text("def fail():\n    raise KeyError('mine')\n")
-    fail = object_of("train.callbacks", tmp_path / "own.py", "fail")
+    fail = load_object("train.callbacks", f"{tmp_path}/own.py:fail")
     with pytest.raises(KeyError) as caught:
         fail()
     code, text = explain(caught.value, tmp_path / "rank0.txt")

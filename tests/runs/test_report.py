@@ -13,13 +13,13 @@ from logged_runs import begun_run, log_step, validate
 from typer.testing import CliRunner
 
 from browser import BROWSER, browser
+from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.cli import app
 from megatron_vlm.config import RunConfig
 from megatron_vlm.extras.report.charts import thinned
 from megatron_vlm.extras.report.history import last_words, read_history
 from megatron_vlm.extras.report.live import LivePage
 from megatron_vlm.extras.report.page import report_page
-from megatron_vlm.files import read_rows
 from megatron_vlm.job.errors import closing
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder.folder import begin, complete

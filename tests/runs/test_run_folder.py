@@ -475,7 +475,7 @@ def test_a_link_in_a_run_folder_is_refused_by_name(run_dir, tmp_path, name):
         theirs.write_text("theirs")
     (run_dir / name).symlink_to(theirs)
     for refuse in (run_folder.check_folder, run_folder.refuse_links):
-        with pytest.raises(NotAFile, match=rf"{name} is a link, and nothing is written through links; move"):
+        with pytest.raises(NotAFile, match=rf"{name} is a link, not a file"):
             refuse(run_dir)
     assert (os.listdir(theirs) if name in FOLDERS else theirs.read_text()) in ([], "theirs")
 
@@ -502,7 +502,7 @@ def test_each_that_writes_refuses_a_link_by_itself(tmp_path):
     writers += [lambda: DropReport(run / "drops/rank0.jsonl")]
     writers += [lambda: watchdog.Watch(run / "errors", 60)]
     for write in writers:
-        with pytest.raises(NotAFile, match="is a link, and nothing is written through links"):
+        with pytest.raises(NotAFile, match="is a link, not a file"):
             write()
     with contextlib.suppress(ConfigError):  # of what the file holds; else the link is replaced
         BatchLog(run, 0, 1, first_step=1)

@@ -8,13 +8,13 @@ import pytest
 from prepared_shards import prepare
 from sources import record, write_sharegpt
 
+from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.evaluate.answering import scored
 from megatron_vlm.extras.evaluate.metrics import metric_of
 from megatron_vlm.extras.report.charts import charts_of
 from megatron_vlm.extras.report.history import read_history
-from megatron_vlm.files import read_rows
 from megatron_vlm.job.milestones import check_validation
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose

@@ -16,9 +16,9 @@ from logged_runs import begun_run, log_step, saved, validate
 from slurm import wait_for
 
 from megatron_vlm.callbacks import Callback, Run, callback_class
+from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.commands.arguments import check_run_folder
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.files import read_rows
 from megatron_vlm.overrides import apply_overrides
 
 OWN = """
@@ -90,7 +90,7 @@ def test_csv_has_all_rows_and_columns_also_after_a_resume(tmp_path):
 
 @pytest.mark.parametrize("name", ["mlflo", "none.py:Mine", "own.py", ":Mine"])
 def test_what_is_no_callback_is_refused_before_the_start(name):
-    with pytest.raises(ConfigError, match="train.callbacks: .*(give FILE.py:CLASS|does not exist)"):
+    with pytest.raises(ConfigError, match="train.callbacks: .*(give FILE.py:NAME|does not exist)"):
         callback_class(name)
 
 
@@ -98,7 +98,7 @@ def test_a_class_that_is_not_there_or_no_callback_is_refused_before_the_start(ow
     monkeypatch.delenv("RANK", raising=False)
     for name in ("Theirs", "Other"):
         settings = {"run_dir": str(tmp_path / "run"), "train.callbacks": [f"{own}:{name}"]}
-        with pytest.raises(ConfigError, match=f"the file has no subclass {name} of Callback"):
+        with pytest.raises(ConfigError, match=f"own.py:{name} is no subclass of Callback in that file"):
             check_run_folder(apply_overrides(RunConfig(), settings))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.files import calling, object_of
+from megatron_vlm.imports import calling, load_object
 from megatron_vlm.messages import printable
 
 if TYPE_CHECKING:
@@ -234,20 +234,15 @@ def _close(callback: Callback) -> None:
             raise
 
 
-def callback_class(name: str) -> Any:
-    """Return the class `file.py:Class`, whose file is run. Raises ConfigError that says what is wrong."""
-    path, _, class_name = name.rpartition(":")
+def callback_class(name: str) -> Callable[[], Callback]:
+    """Return what makes the callback `FILE.py:CLASS`. Raises ConfigError that says what is wrong."""
     place = f"train.callbacks: {name}"
-    if not (path.endswith(".py") and class_name.isidentifier()):
-        raise ConfigError(f"{place} is no callback; give FILE.py:CLASS.")
-    if not Path(path).is_file():
-        raise ConfigError(f"{place}: {path} does not exist; give the path of a Python file.")
-    found = object_of(place, Path(path), class_name)
+    found = load_object(place, name)
     if not (isinstance(found, type) and issubclass(found, Callback)):
-        raise ConfigError(f"{place}: the file has no subclass {class_name} of Callback; see docs/reports.md.")
+        raise ConfigError(f"{place} is no subclass of Callback in that file; see docs/reports.md.")
 
     def made() -> Callback:
-        with calling(place, Path(path)):
+        with calling(place, name):
             return found()
 
     return made

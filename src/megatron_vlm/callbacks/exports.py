@@ -19,8 +19,9 @@ from pathlib import Path
 from torch.nn import Module
 
 from megatron_vlm.callbacks import Callback, Run
+from megatron_vlm.callbacks.run_log import last_lines
 from megatron_vlm.config import RunConfig
-from megatron_vlm.files import last_lines, naming, need_room, open_to_write, temporary_name
+from megatron_vlm.files import naming, need_room, open_to_write, temporary_name
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.hf import Source

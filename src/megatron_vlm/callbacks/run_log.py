@@ -11,17 +11,18 @@ Steps are counted from 1. In a run folder:
 import io
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
 from megatron_vlm.callbacks import Callback, Run
-from megatron_vlm.config import RunConfig
-from megatron_vlm.files import keep_rows_before, open_to_write, read_rows, write_whole
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.files import open_file, open_to_write, write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.overrides import to_yaml
@@ -73,7 +74,7 @@ class RunLog(Callback):
         write_whole(self._folder / "config.yaml", to_yaml(self._config))
         note_start(self._folder, self._first_step, steps)
         keep_rows_before(self._folder / "metrics.jsonl", self._first_step)
-        self._file = open_to_write(self._folder / "metrics.jsonl", append=True)
+        self._file = open_to_write(self._folder / "metrics.jsonl", "ab")
         if sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=run.step, desc=run.config.name, unit="step")
         for note in run.notes:
@@ -164,6 +165,39 @@ def draw_losses(metrics: str | Path, picture: str | Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
     write_whole(picture, drawn.getvalue())
+
+
+def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects, each with a `step`, of a file to which a run adds lines. A last line that was cut
+    short is left out. Raises ConfigError that names any other bad line."""
+    with open_file(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not (isinstance(row, dict) and type(row.get("step")) is int):  # True is no step
+                raise ConfigError(
+                    f"{path}: line {number} is not what a run wrote; take the line out, or move "
+                    "the file away to go on without it."
+                )
+            yield row
+
+
+def last_lines(path: str | Path, most_bytes: int = 1 << 22) -> list[str]:
+    """The lines at the end of a text, as far as they are in its last `most_bytes`; the first may be cut."""
+    with open_file(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+        return file.read(most_bytes).decode(errors="replace").splitlines()
+
+
+def keep_rows_before(path: Path, step: int) -> None:
+    """Takes the rows of `step` and of later steps out of a file of `read_rows`, if it is there."""
+    if path.exists():
+        rows = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] < step]
+        write_whole(path, "".join(rows))
 
 
 def _is_total(name: str) -> bool:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.callbacks import Callback, Run
-from megatron_vlm.files import keep_rows_before, open_to_write, read_rows
+from megatron_vlm.callbacks.run_log import keep_rows_before, read_rows
+from megatron_vlm.files import open_to_write
 from megatron_vlm.job.errors import is_anothers_end, is_worker_death
 from megatron_vlm.messages import listed, reading
 
@@ -55,7 +56,7 @@ class BatchLog:
         for path in _files(self.folder):
             if _rank(path) % world_size == rank:
                 keep_rows_before(path, first_step)
-        self._file = open_to_write(self.folder / f"rank{rank}.jsonl", append=True)
+        self._file = open_to_write(self.folder / f"rank{rank}.jsonl", "ab")
 
     def write(self, step: int, micro_batches: list[dict[str, Any]]) -> None:
         """Log a step before it is trained, so that the file names its samples however it ends."""

@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 from megatron_vlm.callbacks import Callback, Run
+from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.config import RunConfig
-from megatron_vlm.files import optional_package, read_rows, read_text, write_whole
+from megatron_vlm.files import read_text, write_whole
+from megatron_vlm.imports import optional_package
 from megatron_vlm.overrides import flatten, load_yaml, to_yaml
 
 

@@ -242,7 +242,7 @@ def _raised_by_us(error: BaseException) -> bool:
 
 
 def _raised_in_users_file(error: BaseException) -> bool:
-    """Whether a Python file that the user named raised it: `files.object_of` names its module `users_…`."""
+    """Whether a Python file that the user named raised it: `load_object` names its module `users_…`."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("users_")
 

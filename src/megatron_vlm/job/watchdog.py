@@ -75,7 +75,7 @@ def watching(run_dir: str | Path, hang_seconds: float, errors: str = "errors") -
         folder = Path(tempfile.mkdtemp(prefix="megatron-vlm-"))
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"
-    open_to_write(lock, keep=True).close()  # tells the next run that errors/ is a run's
+    open_to_write(lock, "r+b").close()  # tells the next run that errors/ is a run's
     if "TORCHELASTIC_RUN_ID" in os.environ:  # nothing else ends a rank whose torchrun was killed
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
     _watch = Watch(folder / errors, hang_seconds)
@@ -149,7 +149,7 @@ class Watch:
         errors.mkdir(parents=True, exist_ok=True)
         self.path = errors / f"rank{rank()}.txt"
         self.owns_files = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
-        self.file = io.TextIOWrapper(open_to_write(self.path, append=True), "utf-8")
+        self.file = io.TextIOWrapper(open_to_write(self.path, "ab"), "utf-8")
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         is_alone = world_size() == 1  # nobody reads its heartbeat, and the folder may be another run's
         self._is_shared = not is_alone and (has_several_machines() or not error_file)
@@ -158,7 +158,7 @@ class Watch:
         self._heartbeat = (
             tempfile.TemporaryFile(buffering=0)
             if is_alone
-            else open_to_write(self._heartbeats / f"rank{rank()}.json", keep=True, buffering=0)
+            else open_to_write(self._heartbeats / f"rank{rank()}.json", "r+b", buffering=0)
         )
         self.write()
         faulthandler.enable(self.file)

@@ -36,7 +36,7 @@ def take(run_dir: str | Path, patience: float = 5.0, whose: str = OF_A_RUN) -> B
     (the kernel needs time to end a killed process). The run folder must exist. Do not open the lock elsewhere
     in this process: closing any descriptor of the file frees it.
     """
-    file = open_to_write(Path(run_dir) / FILE, keep=True)
+    file = open_to_write(Path(run_dir) / FILE, "r+b")
     _lock_all(file, run_dir, patience, whose)
     file.truncate(0)
     _sign(file, 0)
@@ -46,7 +46,7 @@ def take(run_dir: str | Path, patience: float = 5.0, whose: str = OF_A_RUN) -> B
 
 def join(run_dir: str | Path, rank: int) -> BinaryIO:
     """The lock of a rank other than 0, taken after rank 0's. A run is alive as long as any of its ranks."""
-    file = open_to_write(Path(run_dir) / FILE, keep=True)
+    file = open_to_write(Path(run_dir) / FILE, "r+b")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, RECORD, rank * RECORD)
     except OSError as error:
@@ -68,7 +68,7 @@ def is_there(run_dir: str | Path) -> bool:
 def check_free(run_dir: str | Path) -> None:
     """Raises ConfigError as `take` does, but takes no lock."""
     if (Path(run_dir) / FILE).exists():
-        with open_to_write(Path(run_dir) / FILE, keep=True) as file:
+        with open_to_write(Path(run_dir) / FILE, "r+b") as file:
             _lock_all(file, run_dir, patience=1.0)
 
 

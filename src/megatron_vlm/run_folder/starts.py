@@ -23,7 +23,7 @@ def note_start(run_dir: str | Path, first_step: int, total_steps: int) -> None:
     row = {"step": first_step, "total_steps": total_steps, "time": time.time(), "command": sys.argv}
     row |= {"processes": world_size(), "host": socket.gethostname(), "device": _device()}
     row["versions"] = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
-    with open_to_write(Path(run_dir) / FILE, append=True) as file:
+    with open_to_write(Path(run_dir) / FILE, "ab") as file:
         file.write(json.dumps(row).encode() + b"\n")
 
 

@@ -12,7 +12,8 @@ from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.images import to_rgb
 from megatron_vlm.data.on_disk.named import describe_outside, is_address, is_base64
-from megatron_vlm.files import MOST_BYTES, check_file, optional_package, read_file
+from megatron_vlm.files import MOST_BYTES, check_file, read_file
+from megatron_vlm.imports import optional_package
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
 

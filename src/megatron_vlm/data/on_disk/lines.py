@@ -83,7 +83,7 @@ def _value(text: bytes) -> Any:
 
 
 def _write_lines(plain: Path, target: Path) -> None:
-    with open_file(plain) as file, open_to_write(target, new=True) as lines:
+    with open_file(plain) as file, open_to_write(target, "xb") as lines:
         for record in _records_in(file.read().decode("utf-8-sig")):
             lines.write(json.dumps(record).encode() + b"\n")
 

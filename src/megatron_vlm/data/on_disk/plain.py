@@ -21,7 +21,7 @@ from typing import BinaryIO
 from megatron_vlm import stores
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
-from megatron_vlm.files import MOST_TEXT, made_once, open_file, open_to_write
+from megatron_vlm.files import MOST_TEXT, open_file, open_to_write
 
 # What is raised on a packed file that is damaged
 DAMAGED = (EOFError, ValueError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
@@ -94,7 +94,7 @@ def _made_once(key: str, name: str, make: Callable[[Path], None]) -> Path:
     from datasets import config
 
     folder = Path(config.HF_DATASETS_CACHE, "unpacked", hashlib.sha256(key.encode()).hexdigest()[:24])
-    return made_once(folder, lambda aside: make(aside / name)) / name
+    return stores.made_once(folder, lambda aside: make(aside / name)) / name
 
 
 def _unpack(path: Path, packing: str, target: Path) -> None:

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.files import open_to_write, optional_package
+from megatron_vlm.files import open_to_write
+from megatron_vlm.imports import optional_package
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def write_shard(job: ShardJob) -> ShardResult:
 
     table = job.source.open()
     result = ShardResult(job.order, job.split, job.path)
-    with open_to_write(job.path, new=True) as file, tarfile.open(fileobj=file, mode="w") as tar:
+    with open_to_write(job.path, "xb") as file, tarfile.open(fileobj=file, mode="w") as tar:
         for number, index in job.items:
             if _stop is not None and _stop.is_set():
                 raise InterruptedError("prepare was interrupted")

@@ -56,7 +56,7 @@ def evaluate_model(
         for some in answers(chunks, source, questions, max_new_tokens, len(records), config.data.num_workers):
             records += some
             if is_first:
-                with open_to_write(output / "answers.jsonl", append=True) as file:
+                with open_to_write(output / "answers.jsonl", "ab") as file:
                     file.writelines(json.dumps(record).encode() + b"\n" for record in some)
             bar.update(len(some))
     if is_first:

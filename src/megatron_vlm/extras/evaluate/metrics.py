@@ -5,16 +5,14 @@ function has `higher_is_better = False`. tests/core/test_scores.py compares with
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.files import calling, object_of
+from megatron_vlm.imports import calling, load_object
 from megatron_vlm.messages import suggestion
 
 ANLS_THRESHOLD = 0.5
@@ -130,24 +128,24 @@ METRICS = {"exact_match": exact_match, "contained": contained, "anls": anls, "bo
 
 def metric_of(name: str) -> Metric:
     """The metric of a name, or the function of a user's Python file, `file.py:name`. Raises ConfigError."""
-    if match := re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", name):
-        return _users_metric(Path(match[1]), match[2])
+    if ".py:" in name:
+        return _users_metric(name)
     if name not in METRICS:
         raise ConfigError(f"metric {name}: there is none{suggestion(name, METRICS)}")
     return METRICS[name]
 
 
-def _users_metric(file: Path, name: str) -> Metric:
-    """A metric that calls `name(answer, references, question)`, which returns what a metric returns."""
-    place = f"metric {file}:{name}"
-    function = object_of(place, file, name)
+def _users_metric(name: str) -> Metric:
+    """A metric that calls `function(answer, references, question)`, which returns what a metric returns."""
+    place = f"metric {name}"
+    function = load_object(place, name)
     if not callable(function):
         raise ConfigError(f"{place}: the file has no function of this name.")
 
     def metric(judged: Judged) -> dict[str, float]:
-        with calling(place, file):
+        with calling(place, name):
             result = function(judged.answer, list(judged.references), judged.question)
-            figures = result if isinstance(result, Mapping) else {name: result}
+            figures = result if isinstance(result, Mapping) else {name.rpartition(":")[2]: result}
             numbers = {figure: float(value) for figure, value in figures.items()}
         if not all(map(math.isfinite, numbers.values())):
             raise ConfigError(f"{place}: it returned {result!r}; return finite numbers.")

@@ -7,9 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.callbacks.run_log import last_lines, read_rows
 from megatron_vlm.callbacks.validation import Best
 from megatron_vlm.config import ConfigError, TrainConfig
-from megatron_vlm.files import last_lines, read_rows, read_text
+from megatron_vlm.files import read_text
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import flatten, load_yaml
 from megatron_vlm.run_folder import lock, starts

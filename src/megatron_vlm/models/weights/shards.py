@@ -69,7 +69,7 @@ class SafetensorsFile:
         text += b" " * (-len(text) % 8)
         self.path, self._missing = path, end
         self._place = {t.name: (t, 8 + len(text) + header[t.name]["data_offsets"][0]) for t in ordered}
-        self._file = open_to_write(path, new=True, buffering=0)
+        self._file = open_to_write(path, "xb", buffering=0)
         self._put(len(text).to_bytes(8, "little") + text, 0)
 
     @property
