@@ -241,15 +241,11 @@ def test_every_parameter_is_in_one_freeze_group(measured, family):
         assert sum(name.startswith(group) for group in prefixes) == 1, name
 
 
-def test_norm_and_scale_are_those_of_megatrons_fallback():
-    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+def test_the_norm_is_that_of_megatrons_fallback():
+    from megatron.core.utils import local_multi_tensor_l2_norm
 
-    ours, theirs = ([torch.linspace(-n, n + 1, n) for n in (12, 0, 1000)] for _ in range(2))
-    (mine, _), (expected, _) = (
-        norm(0, None, [ours], False) for norm in (gradients_of._norm, local_multi_tensor_l2_norm)
+    gradients = [torch.linspace(-n, n + 1, n) for n in (12, 0, 1000)]
+    (ours, _), (megatrons, _) = (
+        norm(0, None, [gradients], False) for norm in (gradients_of._norm, local_multi_tensor_l2_norm)
     )
-    assert torch.equal(mine, expected)
-    gradients_of._scale(0, None, [ours, ours], 0.3)
-    local_multi_tensor_scale(0, None, [theirs, theirs], 0.3)
-    assert all(map(torch.equal, ours, theirs))
-    gradients_of._scale(0, None, [nothing := [], nothing], 0.3)
+    assert torch.equal(ours, megatrons)

@@ -111,21 +111,13 @@ def _import_megatron_without_compiler() -> None:
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
 
 
-def _is_cuda(device) -> bool:
-    """Whether `device` names CUDA in one of torch's spellings; a bare index counts as CUDA."""
-    if isinstance(device, str | torch.device):
-        return str(device).split(":")[0] == "cuda"
-    return type(device) is int
-
-
-_FACTORIES = (
-    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand rand_like randint "
-    "randn randn_like tensor zeros zeros_like"
-).split()
+# What Megatron-Core calls with the literal "cuda". Elsewhere it asks `torch.cuda.current_device()`, which
+# answers with the device that stands in, so that the other functions need no change.
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 
 
 def _redirect_factories() -> None:
-    """Makes `torch.empty(..., device="cuda")` and the like allocate on the device that stands in.
+    """Makes `torch.zeros(..., device="cuda")` and the like allocate on the device that stands in.
 
     It wraps functions, because a TorchFunctionMode is not active inside autograd's backward.
     """
@@ -136,10 +128,8 @@ def _redirect_factories() -> None:
 
 def _with_other_device(factory):
     @functools.wraps(factory)
-    def elsewhere(*args, **kwargs):
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _device
-        return factory(*args, **kwargs)
+    def elsewhere(*args, device=None, **kwargs):
+        return factory(*args, device=_device if device == "cuda" else device, **kwargs)
 
     return elsewhere
 
@@ -159,20 +149,11 @@ class _TypeName(str):
 def _redirect_tensor_methods() -> None:
     tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
 
-    @functools.wraps(tensor_to)
-    def to(self, *args, **kwargs):
-        if args and not isinstance(args[0], torch.dtype) and _is_cuda(args[0]):
-            args = (_device, *args[1:])
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs["device"] = _device
-        return tensor_to(self, *args, **kwargs)
-
     @functools.wraps(tensor_type)
     def type_(self, *args, **kwargs):
         name = tensor_type(self, *args, **kwargs)
         return _TypeName(name.replace(".meta.", ".")) if isinstance(name, str) else name
 
-    torch.Tensor.to = to  # `weight.to(device=torch.cuda.current_device())` of the MoE router and others
     # tied embeddings, optimizer state; what has a shape alone stays so
     torch.Tensor.cuda = lambda self, *_, **__: self if self.is_meta else tensor_to(self, _device)
     torch.Tensor.type = type_  # the optimizers and clip_grads compare with "torch.cuda.FloatTensor"

@@ -82,8 +82,11 @@ def step_if(optimizer: MegatronOptimizer, takes: Callable[[float], bool] = math.
     norm = float(optimizer.get_grad_norm())
     if taken := takes(norm):
         for part in optimizer.chained_optimizers:
-            if part.config.clip_grad > 0 and (params := part.get_parameters()):
-                clip_grads.clip_grad_by_total_norm_fp32(params, part.config.clip_grad, norm)
+            # as clip_grad_by_total_norm_fp32 of Megatron, which asks each gradient for its CUDA type
+            factor = part.config.clip_grad / (norm + 1e-6)
+            gradients = [param.grad for param in part.get_parameters() if param.grad is not None]
+            if 0 < factor < 1 and gradients:
+                torch._foreach_mul_(gradients, factor)
         optimizer.step_with_ready_grads()
     return taken, norm, None
 
@@ -149,24 +152,16 @@ def empty_gradients(chunk: DistributedDataParallel) -> None:
         group.per_param_grad_ready_counts |= {param: 0 for param, count in expected.items() if not count}
 
 
-def clip_on_device() -> None:
-    """Lets Megatron take the norm of gradients, and scale them, in one operation each.
+def take_norms_on_device() -> None:
+    """Let Megatron take the norm of all gradients in one operation.
 
     Its fallback where there is no Transformer Engine or Apex (0.19) asks the device for the norm of each
-    tensor, and copies each to scale it. The numbers are the same.
+    tensor. The numbers are the same.
     """
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
+        clip_grads.l2_norm_impl = _norm
 
 
 def _norm(chunk_size, overflow, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """The norm (1,) of all tensors; the arguments are as in Apex's `multi_tensor_l2norm`."""
     return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().view(1), None
-
-
-def _scale(chunk_size, overflow, tensor_lists: list[list[Tensor]], factor: float) -> None:
-    """Scales in place, as `multi_tensor_scale`; Megatron gives the gradients as source and target."""
-    source, target = tensor_lists
-    assert source is target
-    if target:
-        torch._foreach_mul_(target, factor)

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch.nn import Parameter
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.training.gradients import clip_on_device
+from megatron_vlm.training.gradients import take_norms_on_device
 from megatron_vlm.training.offloaded_adam import offload
 from megatron_vlm.training.sharded_optimizer import ShardedOptimizer
 
@@ -68,7 +68,7 @@ def build_optimizer(
         elif isinstance(part, Float16OptimizerWithFloat16Params):
             _copy_all(part)
     fuse(optimizer)
-    clip_on_device()
+    take_norms_on_device()
     return optimizer, _scheduler(optimizer, config, warmup, steps)
 
 

@@ -42,7 +42,8 @@ def train_step(
 
     `figures` then tell of this step. `goes_on`: the next to use the parameters is a forward pass of the
     chunks; until then the shares of other ranks may be on their way (`step_in_flight`). If loss or norm
-    are not finite, one rank raises NotFinite and the others AnotherRankFailed; the weights are then unusable.
+    are not finite, one rank raises NotFinite and the others AnotherRankFailed; if the loss was not but its
+    gradients were, the weights are unusable then.
     `judge` gets the loss and the gradient norm, for which every step then waits, and says whether the step
     may change the weights; one that may not trains no tokens.
     """
@@ -53,20 +54,19 @@ def train_step(
     reduce_gradients(chunks, weight)
     if figures:
         figures.count(micro_batches, reports)
-    known = None
-    step = optimizer.step
-    if judge is not None:
-        known = mean_loss(reports, figures)  # before the update
-        step = partial(step_if, optimizer, partial(judge, known[0]))
+    # a judge decides by the loss too, which is otherwise read after the update, when it is there anyway
+    judged = None if judge is None else mean_loss(reports, figures)
+    takes = math.isfinite if judge is None else partial(judge, judged[0])
+    step = partial(step_if, optimizer, takes)
     with record_function("optimizer"):
         updated, grad_norm, _ = step_in_flight(step, chunks) if goes_on else step()
-    if updated or known:
+    if updated or judged:
         scheduler.step(increment=1)
-    loss, tokens = known or mean_loss(reports, figures)
-    if not math.isfinite(loss) or not math.isfinite(grad_norm or 0):
+    loss, tokens = judged or mean_loss(reports, figures)
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
         what = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
         raise_not_finite(what, reports)
-    return loss, tokens if updated or not known else 0, grad_norm
+    return loss, tokens if updated or not judged else 0, grad_norm
 
 
 def mean_loss(reports: Reports, figures: StepFigures | None = None) -> tuple[float, int]:

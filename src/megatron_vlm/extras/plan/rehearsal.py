@@ -203,7 +203,7 @@ def shapes_only() -> Iterator[None]:
     def copied(data: Any, device: Any = None, **options: Any) -> Tensor:
         if device is None:
             return on_host(_numbers(data), **options)
-        return on_host(_numbers(data), device="cpu", **options).to(device)
+        return on_host(_numbers(data), device="cpu", **options).to(META if device == "cuda" else device)
 
     functional.scaled_dot_product_attention = _one_kernel
     functional.dropout = _dropped
