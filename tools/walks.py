@@ -1,4 +1,4 @@
-"""Count what a stranger has to open: files, moves and calls of five walks through the package.
+"""Count what a stranger has to open: files, moves and calls of six walks through the package.
 
     python tools/walks.py            print the figures; with --files also the files, in their order
     python tools/walks.py --write    record the figures in tests/walks.json
@@ -161,12 +161,20 @@ def walk_step(config) -> None:
     training.train(config)
 
 
+def walk_export(config) -> None:
+    from megatron_vlm.commands.runs import export_run
+
+    with Walk("export a run"):
+        export_run(config, WORK / "exported")
+
+
 def main() -> None:
     write_dataset()
     config = run_config()
     walk_data(config)
     walk_command_line(config)
     walk_step(config)
+    walk_export(config)
     shutil.rmtree(WORK, ignore_errors=True)
     if "--write" in sys.argv:
         FILE.write_text(json.dumps(figures, indent=1) + "\n")
