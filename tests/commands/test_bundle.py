@@ -17,7 +17,6 @@ from bundle import (
     named,
     names_in,
     needs,
-    rehearsed,
 )
 
 HAVE = names_in(IMAGE)
@@ -29,10 +28,6 @@ def test_what_is_missing_is_all_that_is_needed_and_nothing_that_is_there():
     assert not found & (HAVE | LEFT_OUT)
     for name in {"megatron-vlm"} | found:
         assert set(needs(name)) <= found | HAVE | LEFT_OUT
-
-
-def test_a_machine_that_has_all_needs_nothing():
-    assert missing(HAVE | set(missing(HAVE))) == []
 
 
 def test_every_wheel_is_of_the_locked_version():
@@ -49,20 +44,7 @@ def test_the_bundle_that_was_made_has_these_wheels_and_fits():
     assert sum(each["bytes"] for each in report["wheels"]) < report["bytes"] <= MOST_BYTES
 
 
-def test_a_rehearsal_keeps_what_is_wrong():
-    lines = [("a", ""), ("a", "ok"), ("b", "WRONG")]
-    rows = [{"part": part, "what": "x", "verdict": verdict} for part, verdict in lines]
-    about = dict.fromkeys(("date", "python", "torch", "transformers", "card"), "1")
-    found = rehearsed({"about": about, "rows": rows}, ["--parts", "a"])
-    assert found["parts"] == {"a": 2, "b": 1} and found["wrong"] == rows[2:] and "card" not in found
-
-
 def test_a_bundle_that_is_too_large_is_refused():
     check_size({"wheels/small.whl": MOST_BYTES})
     with pytest.raises(ValueError, match="over 62,914,560; the largest files: .*large.whl"):
         check_size({"wheels/large.whl": MOST_BYTES, "wheels/small.whl": 1})
-
-
-def test_lists_of_packages_are_read_as_pip_writes_them(tmp_path):
-    (tmp_path / "have.txt").write_text("# by pip\nPyYAML==6.0.3\nhuggingface_hub==1.33.0\ntorch\n")
-    assert names_in(tmp_path / "have.txt") == {"pyyaml", "huggingface-hub", "torch"}

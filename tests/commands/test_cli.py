@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from machine import is_quick, processor_seconds
 from places import ROOT
 from programs import TYPED, ask
@@ -59,13 +58,6 @@ def test_dry_run_prints_the_merged_configuration_as_yaml(program):
     assert {"# processes: 8", "# data_parallel: 2"} <= set(answer.stdout.splitlines())
 
 
-def test_dry_run_says_what_is_still_to_give():
-    answer = ask(*TYPED, "train", "--recipe", "gemma3_vl_4b", "--dry-run")
-    assert answer.returncode == 0
-    assert answer.stdout.splitlines()[-1] == "# still to give: data.train_data_path"
-    assert yaml.safe_load(answer.stdout)["data"]["train_data_path"] == "???"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,12 +90,6 @@ def test_a_librarys_error_names_the_file_of_its_traceback():
     kept = Path(re.search(r"the traceback is in (\S+)\.$", where)[1])
     assert "Traceback" in kept.read_text()
     kept.unlink()
-
-
-def test_our_own_error_shows_its_traceback_on_request():
-    answer = ask(*TYPED, "train", MEGATRON_VLM_DEBUG="1")
-    assert answer.returncode == 2 and "Traceback" in answer.stderr
-    assert answer.stderr.splitlines()[-1].startswith("megatron-vlm: give --recipe NAME or --config FILE")
 
 
 def test_a_program_runs_although_the_shell_has_closed_what_it_writes_to():

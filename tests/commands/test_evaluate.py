@@ -5,28 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import av
 import pytest
 import torch
-import yaml
 from noisy_media import film, picture
 from prepared_shards import prepare, stored
 from programs import COMMAND, run_program
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from browser import BROWSER, browser
-from megatron_vlm.config import DataConfig
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.extras.evaluate.answering import answers as answers_of
 from megatron_vlm.extras.evaluate.answering import open_questions
-from megatron_vlm.extras.evaluate.command import NAMES
-from megatron_vlm.extras.evaluate.metrics import METRICS
-from megatron_vlm.models.hf import open_source
-from megatron_vlm.run_folder import lock
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -177,16 +167,6 @@ def test_the_page_shows_the_worst_answers_with_their_images(evaluated):
     assert "color-scheme: light dark" in page and "no_trained_tokens" in page
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_the_page_in_a_browser(evaluated):
-    with browser() as page:
-        for width in (1280, 400):
-            page.open((evaluated[0] / "answers.html").as_uri(), width=width, dark=width == 400)
-            assert page.run("document.documentElement.scrollWidth <= innerWidth")
-            assert page.run("[...document.images].filter(image => image.naturalWidth).length") >= 3
-        assert page.complaints == []
-
-
 def test_a_killed_evaluation_goes_on_and_another_is_refused(asked, evaluated, tmp_path):
     """Two answers are there, and a third line has begun; one of them is not the model's, so it was kept."""
     output = tmp_path / "out"
@@ -202,32 +182,6 @@ def test_a_killed_evaluation_goes_on_and_another_is_refused(asked, evaluated, tm
     assert resumed.returncode == 0, resumed.stderr
     assert (output / "answers.jsonl").read_text() == kept + "".join(others)
     assert "contained" in json.loads((output / "scores.json").read_text())["scores"]
-
-
-def test_a_folder_of_something_else_is_refused(asked, tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
-    refused = evaluate(asked, tmp_path)
-    assert (
-        refused.returncode == 2
-        and f"--output: {tmp_path} holds no evaluation; give a new folder" in refused.stderr
-    )
-
-
-@pytest.mark.parametrize(
-    ("by", "ranks"), [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 2, marks=pytest.mark.long)]
-)
-def test_a_stopped_evaluation_says_what_goes_on(asked, by, ranks, tmp_path):
-    file = tmp_path / "out/answers.jsonl"
-    flags = ["--nproc", ranks] if ranks > 1 else []
-    stopped = evaluate(asked, tmp_path / "out", *flags, until=file.exists, by=by)
-    assert stopped.returncode == 128 + by, stopped.stderr
-    who = "Ctrl-C" if by == signal.SIGINT else "SIGTERM"
-    assert re.fullmatch(
-        rf"megatron-vlm: stopped by {who} while [^;]+; "
-        r"start the same command again: it goes on from what is saved\.",
-        stopped.stderr.splitlines()[-1],
-    )
-    assert "Traceback" not in stopped.stderr
 
 
 @pytest.fixture(scope="module")
@@ -253,31 +207,6 @@ def test_samples_of_energon_are_answered_once_in_order_by_their_keys(prepared, e
     assert (output / "answers.html").read_text().count('src="data:image') == 1 + 2 + 4
 
 
-def test_questions_of_several_energon_paths_have_the_keys_of_training(prepared):
-    source = open_source(str(prepared / "model"))
-    data = DataConfig(train_data_path="none://", num_workers=0, seq_length=4096)
-    data.valid_data_path = [str(prepared / "one"), str(prepared / "two")]
-    questions = open_questions(data, source, TOKENS)
-    keys = [questions[place].key for place in range(len(questions))]
-    encoder = HFEncoderVLMTaskEncoder(source.processor, data, source.needs)
-    loader = EnergonProvider(data).valid_loader(encoder, micro_batch_size=1, rank=0, world_size=1)
-    assert keys == [key for batch in loader for [key] in batch["__key__"]]
-    assert len(set(keys)) == 5 and keys[-1].startswith("two-")
-
-
-def test_a_sample_that_split_yaml_excludes_is_no_question(prepared, tmp_path):
-    dataset = Path(shutil.copytree(prepared / "one", tmp_path / "one"))
-    description = dataset / ".nv-meta" / "split.yaml"
-    split = yaml.safe_load(description.read_text())
-    first, *others = stored(dataset)["val"]
-    shard, _, name = first.rpartition("/")
-    description.write_text(yaml.safe_dump(split | {"exclude": [f"{split['split_parts']['val'][0]}/{name}"]}))
-    data = DataConfig(train_data_path="none://", valid_data_path=str(dataset), num_workers=0)
-    questions = open_questions(data, open_source(str(prepared / "model")), TOKENS)
-    assert questions[0]["problem"] == "bad_conversation: split.yaml excludes it"
-    assert questions[1].key == others[0]
-
-
 def answers_of_rank(folder: str, tp: int) -> list[dict]:
     from megatron_vlm.commands.runs import open_run
     from megatron_vlm.config import RunConfig
@@ -296,14 +225,3 @@ def answers_of_rank(folder: str, tp: int) -> list[dict]:
 def test_ranks_share_the_questions(asked, evaluated, tp):
     for records in run_distributed(2, answers_of_rank, str(asked), tp):
         assert records == answers(evaluated[0])
-
-
-def test_the_names_of_metrics_are_those_that_there_are():
-    assert tuple(METRICS) == NAMES
-
-
-def test_a_second_evaluation_in_the_same_folder_is_refused(asked, tmp_path):
-    held = lock.take(tmp_path)
-    refused = evaluate(asked, tmp_path)
-    held.close()
-    assert refused.returncode == 2 and "belongs to an evaluation that lives: rank 0 is" in refused.stderr

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -17,7 +15,6 @@ from places import ROOT
 from programs import COMMAND, OUTSIDE_TORCHRUN, run_program
 
 from tiny.checkpoints import build_tiny_checkpoint
-from tiny.distributed import run_distributed
 
 pytestmark = [
     pytest.mark.long,
@@ -119,81 +116,8 @@ def test_its_answers_are_those_of_evaluate(folder, own, output, settings, starte
     assert answers_of_lmms_eval(folder, output) == own
 
 
-def test_a_document_that_cannot_be_asked_is_named(folder):
-    good = (folder / "data.jsonl").read_text()
-    (folder / "bad.mp4").write_bytes(b"no film")
-    row = {"question": ASK, "answer": "red", "media": ["bad.mp4"]}
-    (folder / "data.jsonl").write_text(good + json.dumps(row) + "\n")
-    try:
-        done = lmms_eval(folder, "bad", "", *RANKS)
-    finally:
-        (folder / "data.jsonl").write_text(good)
-    assert done.stderr.count("ValueError: lmms-eval: local, document 5: ") == 2, done.stderr[-3000:]
-
-
 def messages(*content) -> list[dict]:
     return [{"role": "user", "content": list(content)}]
-
-
-def image(url: object) -> list[dict]:
-    return messages({"type": "image", "url": url}, {"type": "text", "text": ASK})
-
-
-def ways_to_give_an_image() -> list[object]:
-    """The same picture."""
-    from PIL import Image
-
-    raw = Path("a.png").read_bytes()
-    opened = Image.open("a.png")
-    url = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
-    return ["a.png", raw, url, Path("a.png"), opened, opened.convert("RGBA")]
-
-
-HOW = {"max_new_tokens": 6, "until": ["\n\n"], "do_sample": False}
-
-
-def asked_by_hand(model, given: dict, *messages_of) -> list[str]:
-    """The answers to documents with these messages."""
-    from lmms_eval.api.instance import Instance
-
-    model.task_dict = {"local": {"test": list(messages_of)}}
-    about = {"task": "local", "doc_id": 0, "repeats": 1}
-    return model.generate_until(
-        [
-            Instance("generate_until", ("", lambda doc: doc(), given, number, "local", "test"), 0, about)
-            for number in range(len(messages_of))
-        ]
-    )
-
-
-def answers_of_rank(folder: str) -> list[list[str]]:
-    """The answers to one picture in many forms, and to a text in two."""
-    from megatron_vlm.extras.evaluate.lmms_eval import MegatronVLM
-
-    os.chdir(folder)
-    model = MegatronVLM("model", "auto", max_batch_size=3, **{"model.dtype": "fp32"})
-    forms = [lambda url=url: image(url) for url in ways_to_give_an_image()]
-    texts = [lambda: messages({"type": "text", "text": ASK}), lambda: [{"role": "user", "content": ASK}]]
-    with pytest.raises(ValueError, match="^lmms-eval: local, document 0: .*none.png"):
-        asked_by_hand(model, HOW, lambda: image("none.png"))
-    return [asked_by_hand(model, HOW, *forms), asked_by_hand(model, HOW, *texts)]
-
-
-def test_images_have_many_forms(folder):
-    [answers] = run_distributed(1, answers_of_rank, str(folder))
-    assert [len(set(some)) for some in answers] == [1, 1] and answers[0] != answers[1]
-
-
-def test_an_answer_is_cut_before_white_space_around_it_goes(folder):
-    from transformers import AutoProcessor
-
-    from megatron_vlm.generation.generate import reply_text
-
-    processor = AutoProcessor.from_pretrained(folder / "model")
-    ids = processor.tokenizer("\n\nred.\n Q: blue", add_special_tokens=False)["input_ids"]
-    assert reply_text(processor, ids) == "red.\n Q: blue"
-    assert reply_text(processor, ids, until=["blue", "Q:"]) == "red."
-    assert reply_text(processor, ids, until=["\n\n"]) == ""
 
 
 def test_settings_of_a_task_are_heeded_or_refused():

@@ -10,7 +10,6 @@ from sources import write_sharegpt
 from megatron_vlm.config import RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.plan.proposal import (
-    LR_OF_ADAPTERS,
     as_recipe,
     propose,
 )
@@ -33,11 +32,6 @@ def test_experts_are_spread_and_the_batch_is_divided(model, processes, ep):
     assert config.train.global_batch_size % processes == 0
 
 
-def test_without_a_gpu_numbers_are_in_fp32():
-    config = proposal("gemma3_vl_4b", 1, has_gpu=False)
-    assert (config.model.dtype, config.model.recompute) == ("fp32", "none")
-
-
 def test_the_file_is_the_recipe():
     config = proposal("gemma3_vl_4b", 8, train__steps="7")
     text = as_recipe(config, "megatron-vlm train")
@@ -46,31 +40,11 @@ def test_the_file_is_the_recipe():
     assert text.startswith("# Made by `megatron-vlm train`") and "  train_data_path: pictures.jsonl\n" in text
 
 
-def test_what_the_user_says_stays():
-    config = proposal("gemma3_vl_4b", 8, parallel__tp=4, name="mine", model__dtype="fp32")
-    assert (config.parallel.tp, config.model.recompute, config.model.dtype) == (4, "none", "fp32")
-    assert config.run_dir == "runs/mine"
-
-
-def test_a_setting_that_is_a_mapping_may_be_given_key_by_key():
-    patterns = {"adapter.rank_pattern.q_proj": "6", r"adapter.rank_pattern.layers\.0\.v_proj": "2"}
-    config = proposal("gemma3_vl_4b", 1, adapter__r="4", optimizer__lr_by_part__lora_B="3e-2", **patterns)
-    assert config.adapter.rank_pattern == {"q_proj": 6, r"layers\.0\.v_proj": 2}
-    assert config.optimizer.lr_by_part == {"lora_B": 0.03}
-    assert from_yaml(as_recipe(config, "megatron-vlm train")) == config
-
-
 def test_a_run_without_a_recipe_saves_on_the_way_and_uses_validation_data():
     train = proposal("gemma3_vl_4b", 1).train
     assert (train.save_every, train.eval_every) == (500, 0)
     train = proposal("gemma3_vl_4b", 1, data__validation_share="0.1", train__save_every="7").train
     assert (train.save_every, train.eval_every) == (7, 500)
-
-
-def test_adapters_get_a_learning_rate_of_their_own():
-    assert proposal("gemma3_vl_4b", 8).optimizer.lr == RunConfig().optimizer.lr
-    assert proposal("gemma3_vl_4b", 8, adapter__r="16").optimizer.lr == LR_OF_ADAPTERS
-    assert proposal("gemma3_vl_4b", 8, adapter__r="16", optimizer__lr=1e-3).optimizer.lr == 1e-3
 
 
 def test_the_first_path_tells_the_type_of_the_data(tmp_path):
@@ -112,8 +86,3 @@ def test_mistakes_are_told_at_once(arguments, message):
     answer = ask(*TYPED, "train", *arguments)
     assert answer.returncode == 2 and message in answer.stderr
     assert len(answer.stderr.splitlines()) <= 2
-
-
-def test_ranks_of_torchrun_are_sent_to_a_file():
-    answer = ask(*TYPED, "train", "--model", "m", "--data", "d", WORLD_SIZE="2", RANK="0")
-    assert answer.returncode == 2 and "give it to torchrun's processes as --config FILE" in answer.stderr

@@ -127,16 +127,6 @@ def test_old_checkpoints_are_pruned(folders):
     assert folders[1]["pruned"] == ["latest", "step_00000002", "step_00000003"]
 
 
-def test_a_step_that_latest_names_is_not_written_again(folders):
-    """For a moment, no folder would have its name."""
-    assert folders[1]["same"]
-
-
-def test_a_half_written_folder_is_not_loaded_and_goes_at_the_next_save(folders):
-    assert not folders[1]["half_loaded"]
-    assert folders[1]["half"] == ["latest", "step_00000008"]
-
-
 def test_a_latest_that_names_nothing_is_an_error_that_says_what_to_do(folders):
     assert "latest is missing or names no complete checkpoint" in folders[1]["gone"]
 
@@ -165,12 +155,6 @@ def test_a_pickle_that_runs_code_is_refused_before_it_runs(folders):
 
 def test_a_new_learning_rate_holds_after_resume(folders):
     assert folders[1]["rate"] == [5e-3]
-
-
-def test_checkpoint_state_is_plain_json(folders):
-    state = json.loads((folders[0] / "pruned/checkpoints/step_00000003/state.json").read_text())
-    assert state["step"] == 3
-    assert state["layout"]["dp"] == 1
 
 
 def _killed_while_saving(root: str) -> None:

@@ -3,25 +3,19 @@
 import ast
 import os
 import re
-import resource
 import socket
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from prepared_shards import prepare
 from programs import COMMAND, run_program
 from sources import image_bytes, write_sharegpt
 
 from megatron_vlm import files
-from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.config import ConfigError
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.files import read_media
-from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.files import NotAFile, read_file
 from megatron_vlm.models.weights.exporting import copy_side_files
-from megatron_vlm.overrides import apply_overrides, to_yaml
-from megatron_vlm.supported import any_config
 
 
 @pytest.fixture
@@ -59,12 +53,6 @@ def test_only_regular_files_are_read(kinds, kind):
         read_file(kinds(kind))
 
 
-def test_a_file_that_becomes_a_pipe_after_it_was_looked_at(kinds, monkeypatch):
-    monkeypatch.setattr(files, "check_file", lambda path: None)
-    with pytest.raises(NotAFile, match="a pipe, not a file"):
-        read_file(kinds("pipe"))
-
-
 def test_a_file_of_any_size_on_paper_is_not_read_into_memory(tmp_path):
     (tmp_path / "a.jpg").write_bytes(image_bytes(1))
     assert read_file(tmp_path / "a.jpg") == image_bytes(1)
@@ -76,39 +64,6 @@ def test_a_file_of_any_size_on_paper_is_not_read_into_memory(tmp_path):
         read_media("sparse.mp4", tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "socket", "folder"])
-def test_a_medium_that_is_no_file_is_missing(kinds, kind, tmp_path):
-    name = kinds(kind).name
-    with pytest.raises(BadSample, match=f"missing_media: {name} under {tmp_path}.*not a file"):
-        read_media(name, tmp_path)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_database_that_is_no_file_is_missing(kinds, inside, tmp_path):
-    pytest.importorskip("lmdb")
-    if inside:
-        (tmp_path / "db.lmdb").mkdir()
-        os.mkfifo(tmp_path / "db.lmdb/data.mdb")
-    else:
-        os.mkfifo(tmp_path / "db.lmdb")
-    with pytest.raises(BadSample, match="missing_media.*a pipe, not a file"):
-        read_media("db.lmdb::a", tmp_path)
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet", ".arrow", ""])
-@pytest.mark.parametrize("kind", ["pipe", "link", "socket", "device"])
-def test_a_dataset_that_is_no_file_is_refused(kinds, kind, ending):
-    with pytest.raises(ValueError, match=r"is a .*, not a file"):
-        open_table(kinds(kind, ending))
-
-
-def test_a_pipe_within_a_dataset_folder_is_refused(tmp_path):
-    (tmp_path / "data/inner").mkdir(parents=True)
-    os.mkfifo(tmp_path / "data/inner/part.parquet")
-    with pytest.raises(ValueError, match=r"inner/part.parquet is a pipe, not a file"):
-        open_table(tmp_path / "data")
-
-
 def test_a_pipe_that_a_record_names_costs_that_record(tmp_path):
     """`prepare` of a whole source, which ends."""
     source = write_sharegpt(tmp_path / "source", 6)
@@ -118,23 +73,6 @@ def test_a_pipe_that_a_record_names_costs_that_record(tmp_path):
     ended = run_program(COMMAND, "prepare", source, tmp_path / "out")
     assert ended.returncode == 0, ended.stderr
     assert "1 records skipped\n    missing_media: 1" in ended.stdout and "data.media_dir" in ended.stdout
-
-
-def test_commands_that_take_an_image_refuse_a_pipe(kinds, tmp_path):
-    from megatron_vlm import cli
-
-    pipe = kinds("pipe")
-    with pytest.raises(NotAFile):
-        cli.verify(str(tmp_path), "source", pipe, "What?", 0.0)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    settings = {"run_dir": str(run_dir), "model.hf_path": "somewhere"}
-    (run_dir / "config.yaml").write_text(to_yaml(apply_overrides(RunConfig(), settings)))
-    (run_dir / "checkpoints/step_00000001").mkdir(parents=True)
-    (run_dir / "checkpoints/step_00000001/state.json").touch()
-    (run_dir / "checkpoints/latest").write_text("step_00000001")
-    with pytest.raises(NotAFile):
-        cli.generate(run_dir, "What?", [pipe], 1)
 
 
 # ---- written ----------------------------------------------------------------------------------------------
@@ -175,17 +113,6 @@ def test_what_fails_on_the_way_leaves_the_old_file_alone(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-@contextmanager
-def small_files(limit: int):
-    """Larger files fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("error", [OSError(28, "no"), RuntimeError("I/O error: full (os error 28)")])
 def test_an_error_of_the_disk_has_the_path_the_free_bytes_and_the_remedy(tmp_path, error):
     """Of Python, and of a library in Rust."""
@@ -194,25 +121,6 @@ def test_an_error_of_the_disk_has_the_path_the_free_bytes_and_the_remedy(tmp_pat
     said = r".*/new/out: No space left on device; \S+ [GM]B are free there; make room and start again\."
     assert re.fullmatch(said, str(caught.value))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_page_on_a_full_disk_is_named(tmp_path):
-    """As `preview` writes it."""
-    with small_files(1000), pytest.raises(OSError, match=r"page.html: File too large; the limit of"):
-        files.write_whole(tmp_path / "page.html", "a" * 2000)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("output", ["out", "/proc/new"])
-def test_preparing_where_there_is_no_room_names_the_output(tmp_path, output):
-    source, out = write_sharegpt(tmp_path / "source", 4), tmp_path / output
-    with small_files(3000), pytest.raises(OSError) as caught:
-        prepare(source, out)
-    why = "No such file or directory; give another path."
-    if output == "out":
-        why = "File too large; the limit of a file's size (`ulimit -f`) is reached; raise it and start again."
-    assert str(caught.value) == f"{out}: {why}"
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_two_that_write_one_folder_leave_each_other_alone(tmp_path):
@@ -273,15 +181,6 @@ def test_side_files_are_copied_and_links_out_of_a_checkpoint_are_refused(make, t
     with pytest.raises(ConfigError, match=r"more.txt leads out of its folder, to .*/private; put a copy of"):
         copy_side_files(folder, second)
     assert "private" not in {path.read_text() for path in second.iterdir()}
-
-
-def test_a_pipe_beside_the_weights_is_refused_at_once(tmp_path):
-    folder = as_folder(tmp_path / "in")
-    os.mkfifo(folder / "zz.json")
-    with pytest.raises(NotAFile, match=r"zz.json is a pipe, not a file"):
-        copy_side_files(folder, tmp_path)
-    with pytest.raises(NotAFile, match=r"zz.json is a pipe, not a file"):  # before Transformers reads it
-        any_config(folder)
 
 
 # ---- the only way -----------------------------------------------------------------------------------------

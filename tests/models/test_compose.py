@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import resource
 import signal
 from fnmatch import fnmatch
 from pathlib import Path
@@ -196,24 +195,6 @@ def test_images_become_features_and_both_find_the_replies(composed, model):
     assert logits.isfinite().all()
 
 
-def test_tools_are_refused_and_not_left_out(composed):
-    processor = AutoProcessor.from_pretrained(composed[0])
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    with pytest.raises(Exception, match="writes no tools"):
-        processor.apply_chat_template([{"role": "user", "content": "a"}], tools=[tool])
-
-
-def test_replies_end_at_the_end_of_a_turn_too(composed):
-    output, _, language = composed
-    mine, theirs = (GenerationConfig.from_pretrained(folder) for folder in (output, language))
-    tokenizer = AutoTokenizer.from_pretrained(output)
-    end = {"llama": "<|eot_id|>", "mistral": "</s>"}.get(language.name, "<|im_end|>")
-    ends = [theirs.eos_token_id, tokenizer.convert_tokens_to_ids(end)]
-    assert mine.eos_token_id == list(dict.fromkeys(ends))
-    assert (mine.temperature, mine.do_sample) == (theirs.temperature, theirs.do_sample)
-    assert mine.pad_token_id == tokenizer.pad_token_id not in mine.eos_token_id
-
-
 # ---- documents of texts and images ------------------------------------------------------------------------
 
 # texts, and (width, height) of images
@@ -350,16 +331,6 @@ def test_no_token_of_the_tokenizer_moves(composed):
     ) == 2
 
 
-def test_llama_keeps_reserved_tokens_and_gets_what_it_lacks(parts):
-    assert ids(planned(parts("siglip2"), parts("llama"))) == {
-        "image": ("<image>", 471, "added"),
-        "image_start": ("<|image_start|>", 472, "added"),
-        "image_end": ("<|image_end|>", 473, "added"),
-        "pad": ("<|finetune_right_pad_id|>", 3, "found"),
-        "end_of_turn": ("<|eot_id|>", 6, "found"),
-    }
-
-
 def test_reserved_tokens_that_the_user_names_keep_their_ids(parts, tmp_path):
     roles = ("image", "image_start", "image_end")
     names = [f"{role}=<|reserved_special_token_{number}|>" for number, role in enumerate(roles)]
@@ -488,23 +459,6 @@ def test_a_pad_token_that_ends_turns_is_refused(parts, tmp_path):
     assert ids(planned(parts("siglip2"), tmp_path / "padded", "pad=<|pad|>"))["pad"][1:] == (461, "added")
 
 
-def test_a_tokenizer_of_another_model_is_refused(parts, tmp_path):
-    """Its tokens go beyond the embedding; a token of a role may, the embedding then grows."""
-    tokenizer = llama3_tokenizer(default_corpus())
-    tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    language_model(tmp_path / "padded", tokenizer, vocab_size=471)
-    plan = planned(parts("siglip2"), tmp_path / "padded")
-    assert ids(plan)["pad"] == ("<pad>", 471, "found") and plan.model.config.text_config.vocab_size == 512
-    tokenizer.add_tokens(["<think>"])
-    tokenizer.save_pretrained(tmp_path / "padded")
-    with pytest.raises(ConfigError) as error:
-        planned(parts("siglip2"), tmp_path / "padded")
-    assert str(error.value) == (
-        "the tokenizer has 1 tokens beyond the 471 rows of the language model's embedding, such as <think> "
-        "(id 472); put the tokenizer of that very model into its folder."
-    )
-
-
 def changed_copy(folder: Path, output: Path, **config) -> Path:
     output.mkdir()
     for file in folder.iterdir():
@@ -573,16 +527,6 @@ def test_the_tower_gets_the_pixels_that_it_was_trained_on(parts, tmp_path, tower
         assert getattr(found, key) == pytest.approx(value)
 
 
-def test_generation_config_is_the_language_models_whatever_it_says(parts, tmp_path):
-    """Transformers refuses to save a temperature without sampling, which published models have."""
-    told = {"temperature": 0.9, "max_length": 4096, "pad_token_id": 0, "eos_token_id": [1, 5]}
-    language = changed_copy(parts("llama"), tmp_path / "language")
-    (language / "generation_config.json").write_text(json.dumps(told))
-    composing.write(planned(parts("siglip2"), language), tmp_path / "start")
-    written = json.loads((tmp_path / "start/generation_config.json").read_text())
-    assert written == told | {"eos_token_id": [1, 5, 6], "pad_token_id": 3}
-
-
 def test_an_output_layer_that_differs_is_its_own_whatever_the_config_says(parts, tmp_path):
     plan = planned(
         parts("siglip2"), changed_copy(parts("llama"), tmp_path / "tied", tie_word_embeddings=True)
@@ -591,18 +535,6 @@ def test_an_output_layer_that_differs_is_its_own_whatever_the_config_says(parts,
 
 
 # ---- whole or not at all ----------------------------------------------------------------------------------
-
-
-def test_a_disk_that_becomes_full_leaves_nothing_and_says_what_to_do(parts, tmp_path):
-    """Here files may not be larger than that, which fails where a full disk would."""
-    plan, limit = planned(parts("siglip2"), parts("llama")), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limit[1]))
-    try:
-        with pytest.raises(OSError, match=r"new/start(/\S+)?: File too large; .*raise it and start again\.$"):
-            composing.write(plan, tmp_path / "new" / "start")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_killed_leaves_nothing_that_looks_whole(parts, tmp_path):

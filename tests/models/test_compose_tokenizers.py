@@ -13,7 +13,6 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.extras.compose import composing
 from megatron_vlm.extras.compose.command import compose as command
 from megatron_vlm.extras.compose.sources import Choices, named_tokens, open_language_model, open_tower
-from megatron_vlm.extras.compose.tokens import open_tokenizer, refuse_changed
 from tiny import qwen, tokenizers
 from tiny.byte_level import byte_level_bpe
 from tiny.corpus import default_corpus
@@ -152,19 +151,6 @@ def test_ids_that_would_be_given_twice_are_refused(towers, tmp_path):
         planned(towers["siglip2"], folder)
 
 
-def test_a_tokenizer_that_changes_when_it_is_written_is_refused(tmp_path):
-    """As if the class of the model were kept, whose `legacy` is lost."""
-    folder = build_language_model("llama", tmp_path / "language", vocab_size=560)
-    tokenizers.llama2(folder, legacy=True)
-    before = open_tokenizer(folder)
-    before.save_pretrained(tmp_path / "written")
-    after = AutoTokenizer.from_pretrained(tmp_path / "written")
-    with pytest.raises(
-        ConfigError, match="reads the tokenizer that it has written back with another pre_tok"
-    ):
-        refuse_changed(before, after)
-
-
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -186,11 +172,3 @@ def test_a_chat_template_that_cannot_be_used_is_refused(towers, tmp_path, templa
     options = {"chat_template": file, "dry_run": True}
     with pytest.raises(ValueError, match=words):
         command(tmp_path / "out", str(towers["siglip2"]), str(language), **options)
-
-
-def test_the_folder_where_one_is_can_be_written(towers, tmp_path, monkeypatch, capsys):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "link")
-    command(Path("."), str(towers["siglip2"]), str(with_tokens(tmp_path / "language")), projector_width=64)
-    assert (tmp_path / "here/model.safetensors").is_file() and "wrote" in capsys.readouterr().out

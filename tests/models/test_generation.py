@@ -351,22 +351,3 @@ def test_a_layer_with_a_window_keeps_no_more_than_that():
     sizes = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "hidden_size": 32}
     config = LanguageModelConfig(**sizes, num_layers=3, layer_windows=(16, None, 16))
     assert bytes_per_row(config, 100) == (16 + 100 + 16) * 2 * 2 * 8 * 4
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"temperature": -1.0}, r"temperature is -1\.0; give a number, 0 or more\.$"),
-        ({"temperature": "1"}, r"temperature is '1'; give a number, 0 or more\.$"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; .* above 0 and at most 1"),
-        ({"answers": 2}, "2 answers at temperature 0 are all the same; raise temperature"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; give a whole number from 1 to 1048576"),
-        ({"max_new_tokens": 10**12}, "max_new_tokens is 1000000000000; give a whole number from 1"),
-        ({"answers": 1.5}, "answers is 1.5; give a whole number above 0"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(asked, said):
-    from megatron_vlm.generation.generate import generate
-
-    with pytest.raises(ValueError, match=said):
-        generate([], [], **{"max_new_tokens": 8, **asked})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,9 @@ import parity
 import pytest
 import torch
 from PIL import Image
-from samples import sample_of
 from transformers import AutoConfig, AutoProcessor
 
-from megatron_vlm.batch import DataNeeds, GenericVisualInputs
-from megatron_vlm.config import DataConfig
-from megatron_vlm.data.chatml.sample import ChatMLSample
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.kinds.native import NaFlex
 from megatron_vlm.models.families.lfm2_vl import Lfm2VL
 from tiny.checkpoints import build_tiny_checkpoint
@@ -35,17 +30,6 @@ def tiny(tmp_path_factory) -> Path:
 def picture(size: tuple[int, int]) -> Image.Image:
     pixels = np.random.default_rng(size).integers(0, 255, (*size[::-1], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
-
-
-def sample(sizes: list[tuple[int, int]]) -> ChatMLSample:
-    files = []
-    for size in sizes:
-        file = io.BytesIO()
-        picture(size).save(file, "PNG")
-        files.append(file.getvalue())
-    question = {"role": "user", "content": "<image>" * len(files) + "Which?"}
-    turns = [question, {"role": "assistant", "content": "7"}]
-    return sample_of(turns, files, key="a")
 
 
 @pytest.fixture(scope="module")
@@ -123,18 +107,3 @@ def test_images_in_tiles_equal_transformers(cutting):
     assert items > 4  # images
     found = run_distributed(1, compared, str(cutting), case)[0]
     assert found["passed"], found
-
-
-def test_samples_with_tiles_are_encoded_by_the_processor_and_not_packed(cutting):
-    processor, needs = AutoProcessor.from_pretrained(cutting), DataNeeds(Lfm2VL.visual_keys)
-    data = DataConfig(seq_length=512)
-    encoder = HFEncoderVLMTaskEncoder(processor, data, needs)
-    assert "do_image_splitting = True" in encoder.documents.why_hf_processor
-    encoded = encoder.encode_sample(sample([(200, 190), (30, 30)]))
-    tokens = Lfm2VL(AutoConfig.from_pretrained(cutting)).visual_tokens(encoded.visual_inputs)
-    assert tokens == [4, 4, 4, 4, 4, 4]  # four tiles, all of the image, the other image
-    assert int((encoded.input_ids == processor.image_token_id).sum()) == sum(tokens)
-    text = processor.tokenizer.decode(encoded.input_ids)
-    assert "<|img_row_2_col_2|>" in text and "<|img_thumbnail|>" in text
-    with pytest.raises(ValueError, match="with do_image_splitting images give tokens that their size does"):
-        PackingVLMTaskEncoder(processor, data, needs).preencode_sample(sample([(30, 30)]))

@@ -27,10 +27,6 @@ def test_cat_keeps_order_and_pads_images_of_different_sizes():
     assert pixels[0, :, :, 4:].eq(0).all() and pixels[1].eq(2).all()
 
 
-def test_cat_of_nothing_is_none():
-    assert GenericVisualInputs.cat([]) is None
-
-
 def test_grids_stay_on_the_host_when_pixels_move():
     visual = GenericVisualInputs(pixel_values=torch.zeros(4, 6), image_grid_thw=torch.tensor([[1, 2, 2]]))
     moved = visual.to("meta")

@@ -23,10 +23,6 @@ def processor(tiny_gemma3):
     return AutoProcessor.from_pretrained(tiny_gemma3)
 
 
-def test_the_tokens_of_a_sound_checkpoint_need_no_words(processor):
-    assert vocabulary_notes(processor, len(processor.tokenizer)) == []
-
-
 def test_a_token_that_nothing_writes_is_told_and_trains(processor):
     size = len(processor.tokenizer)
     processor.tokenizer.add_tokens(["<tool>", *(f"<more{number}>" for number in range(9))])

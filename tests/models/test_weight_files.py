@@ -20,7 +20,6 @@ from megatron_vlm.supported import INDEX_FILE, WEIGHT_FILE
 from megatron_vlm.weight_files import header, weight_files
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-INDEX = {"a": A, "b": B}
 
 
 @pytest.fixture
@@ -47,33 +46,11 @@ def test_what_files_hold_they_say_themselves_whatever_the_index_says(folder, wei
     assert found.shape("d") == [3]
 
 
-def test_a_tensor_in_two_files_is_refused(folder):
-    save_file({"b": torch.zeros(2), "a": torch.zeros(2)}, folder / B)
-    with pytest.raises(ValueError, match=rf"a of {B} and a of {A} are the same tensor .*; remove one"):
-        _ = HFCheckpoint(folder).files
-
-
 def test_a_single_file_goes_before_an_index_as_in_transformers(folder):
     save_file({"a": torch.zeros(2)}, folder / WEIGHT_FILE)
     assert weight_files(folder) == [WEIGHT_FILE]
     names, _ = _get_resolved_checkpoint_files(folder, None, None, True, None, False)
     assert names == [str(folder / WEIGHT_FILE)]
-
-
-@pytest.mark.parametrize(
-    "weight_map",
-    [
-        [],
-        None,
-        {},
-        {"a": 5},
-        {"a": f"../{A}"},
-        {"a": f"sub/{A}"},
-    ],
-)
-def test_an_index_of_no_use_is_refused_by_name(folder, weight_map):
-    with pytest.raises(ConfigError, match=f"{INDEX_FILE} is no JSON with a weight_map to files beside it"):
-        weight_files(indexed(folder, weight_map))
 
 
 def rewrite_header(file: Path, change) -> None:
@@ -167,14 +144,6 @@ def test_fp8_is_multiplied_by_the_scale_of_its_block(tmp_path, shape, size, grid
     assert torch.equal(found[(slice(0, 2),)], expected[:2])
 
 
-def test_two_matrices_in_one_may_have_blocks_of_their_own(tmp_path):
-    """As gate and up of experts, whose scales were put together, or whose one block each has two."""
-    values, scale = fp8(2, 12, 5), torch.rand(2, 4, 1)
-    found = quantised(tmp_path, [4, 8], {KEY: values, SCALE: scale}).slices(KEY)[...]
-    rows = scale.repeat_interleave(torch.tensor([4, 2, 4, 2]), 1)
-    assert torch.equal(found, values.float() * rows)
-
-
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "exponents", "bytes"])
 def test_scales_are_read_by_their_type_and_name_as_transformers_does(tmp_path, name, kind):
@@ -190,12 +159,6 @@ def test_scales_are_read_by_their_type_and_name_as_transformers_does(tmp_path, n
     if kind in ("exponents", "bytes"):
         exact = torch.tensor([2.0**-127, 2.0**-126, 2.0**-67, 0.5, 1, 2, 2.0**13, 2.0**73]).reshape(4, 2)
         assert torch.equal(theirs, values.float() * exact.repeat_interleave(4, 0).repeat_interleave(4, 1))
-
-
-def test_two_scales_of_one_tensor_are_refused(tmp_path):
-    tensors = {KEY: fp8(4, 4), SCALE: torch.ones(()), KEY + "_scale": torch.ones(1) * 2}
-    with pytest.raises(ConfigError, match=f"{SCALE} and {KEY}_scale are scales of one tensor; remove one"):
-        _ = quantised(tmp_path, None, tensors).files
 
 
 def with_scale(scale: torch.Tensor, *shape: int) -> dict[str, torch.Tensor]:

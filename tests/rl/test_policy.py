@@ -80,15 +80,6 @@ def test_a_rank_without_samples_takes_part(details):
         assert rank["alone norm"] == pytest.approx(rank["norm"], rel=1e-5)
 
 
-def test_two_calls_add_up_to_one_with_all_samples(details):
-    assert details[0][0]["twice"] <= 1e-6
-
-
-def test_a_sample_that_is_too_long_is_a_row_beside_any_number_of_others(details):
-    for rank in details[0]:
-        assert rank["too long"] > 1 and rank["uneven"] <= 1e-5
-
-
 def test_a_policy_adds_no_load_balancing_loss(details):
     assert details[0][0]["balancing"] == [
         0.0,

@@ -86,60 +86,6 @@ def test_rows_are_selected_as_from_a_list(given_samples, data):
                     container[selection]
 
 
-@QUICK
-@given(samples(), st.data())
-def test_one_row_is_a_tensor_of_a_list_and_a_batch_of_one(given_samples, data):
-    row = data.draw(st.integers(-len(given_samples), len(given_samples) - 1))
-    (batch, as_samples), (tensors, as_tensors) = both(given_samples)
-    for index in (row, np.int64(row), torch.tensor(row)):
-        assert same(batch[index], [as_samples[row]])
-        assert torch.equal(tensors[index], as_tensors[row])
-    for container in (batch, tensors):
-        with pytest.raises(IndexError):
-            container[len(given_samples)]
-
-
-@QUICK
-@given(samples(), st.data())
-def test_cutting_and_cat_are_inverse(given_samples, data):
-    size = len(given_samples)
-    chunk_size = data.draw(st.integers(1, size + 1))
-    ends = sorted(data.draw(st.sets(st.integers(1, size), max_size=3)) | {size})
-    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    for container, as_list in both(given_samples):
-        expected = [as_list[start : start + chunk_size] for start in range(0, size, chunk_size)]
-        for chunks in (container.chunk(chunk_size), container.split(chunk_size)):
-            assert len(chunks) == len(expected) and all(map(same, chunks, expected))
-        pieces = container.split(sizes)
-        assert all(
-            same(piece, as_list[end - length : end])
-            for piece, length, end in zip(pieces, sizes, ends, strict=True)
-        )
-        assert type(container).cat(pieces) == container
-
-
-@QUICK
-@given(samples(), st.data())
-def test_rows_are_repeated_as_in_a_list(given_samples, data):
-    times = data.draw(st.integers(1, 3))
-    counts = data.draw(st.lists(st.integers(0, 3), min_size=len(given_samples), max_size=len(given_samples)))
-    counts[-1] += 1
-    each_by_count = [row for row, count in enumerate(counts) for _ in range(count)]
-    for container, as_list in both(given_samples):
-        assert same(container.repeat(times), as_list * times)
-        assert same(container.repeat_interleave(times), [each for each in as_list for _ in range(times)])
-        for repeats in (counts, torch.tensor(counts)):
-            assert same(container.repeat_interleave(repeats), [as_list[row] for row in each_by_count])
-
-
-@QUICK
-@given(samples(), samples())
-def test_cat_gives_rows_without_images_zero_rows(one, other):
-    found = TensorBatch.cat([TensorBatch.from_samples(one), TensorBatch.from_samples(other)])
-    assert same(found, whole(one + other))
-    assert found == TensorBatch.from_samples(one + other)
-
-
 def test_text_beside_images_whichever_comes_first():
     text, image = sample(4, 0), sample(3, 2)
     for order in ([text, image], [image, text]):
@@ -178,30 +124,6 @@ def test_pickle_returns_an_equal_batch(given_samples):
         assert restored == container and type(restored) is type(container)
 
 
-def test_pickle_writes_the_rows_that_are_held_and_no_more():
-    """A view's own pickle has all that it is a view of."""
-    dtypes = (torch.bfloat16, torch.uint16, torch.float8_e4m3fn, torch.bool)
-    for dtype in dtypes:
-        rows = torch.zeros(100, 1000).to(dtype)
-        batch = TensorBatch(dense=rows, ragged=list(rows))
-        size = len(pickle.dumps(batch))
-        assert len(pickle.dumps(batch[:1])) < size / 20
-        assert len(pickle.dumps(batch["ragged"][:1])) < size / 20
-        assert pickle.loads(pickle.dumps(batch[:1]))["ragged"].dtype == dtype  # noqa: S301
-
-
-def test_restored_tensors_write_to_memory_of_their_own():
-    """Object stores give the same read-only memory to every process."""
-    shared: list[bytes] = []
-    rows = torch.arange(4.0)
-    data = pickle.dumps(
-        TensorBatch(a=rows), protocol=5, buffer_callback=lambda b: shared.append(bytes(b.raw()))
-    )
-    restored = pickle.loads(data, buffers=shared)["a"]  # noqa: S301
-    restored += 1
-    assert len(shared) == 1 and shared[0] == rows.numpy().tobytes() and restored.tolist() == [1, 2, 3, 4]
-
-
 def test_equality_sees_shape_dtype_values_order_and_names():
     base = TensorBatch(a=torch.arange(4), b=[torch.zeros(2), torch.ones(3), torch.zeros(1), torch.zeros(0)])
     assert base == TensorBatch({"b": TensorList(list(base["b"])), "a": torch.arange(4)})
@@ -221,18 +143,6 @@ def test_equality_sees_shape_dtype_values_order_and_names():
     assert base["b"][:3] != base["b"] and base["b"] != base["b"][:3] and base["b"][[1, 0, 2, 3]] != base["b"]
 
 
-def test_slices_share_memory_and_copies_of_a_list_do_not():
-    batch = TensorBatch(a=torch.arange(4), b=list(torch.zeros(4, 2)))
-    part = batch[1:3]
-    part["a"][0], part["b"][0][0] = 70, 7
-    assert batch["a"].tolist() == [0, 70, 2, 3] and batch["b"][1].tolist() == [7, 0]
-    part["b"][0] = torch.ones(5)  # an entry of this list alone
-    assert batch["b"][1].tolist() == [7, 0] and part["b"][0].tolist() == [1] * 5
-    given_list = [torch.zeros(1)]
-    TensorList(given_list)[0] = torch.ones(1)
-    assert given_list[0].item() == 0
-
-
 def test_fields_are_set_replaced_and_removed():
     batch = TensorBatch()
     batch["a"] = torch.zeros(2)
@@ -243,21 +153,6 @@ def test_fields_are_set_replaced_and_removed():
     assert batch.pop("b").tensors[1].shape == (2,) and batch.get("b") is None
     batch["a"] = torch.ones(5)  # the only field says what the batch size is
     assert batch.batch_size == 5
-
-
-def test_only_host_fields_stay_where_they_are():
-    batch = TensorBatch.from_samples([sample(2, 1), sample(3, 2)]).to("meta")
-    assert HOST_FIELDS & set(batch) == {"image_grid_thw"}
-    devices = {key: field.device.type for key, field in batch.items()}
-    assert devices.pop("image_grid_thw") == "cpu" and set(devices.values()) == {"meta"}
-    assert batch.device.type == batch.select(["image_grid_thw", "reward"]).device.type == "meta"
-    assert TensorList([torch.zeros(1)]).to("meta", torch.float64).dtype == torch.float64
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only CUDA pins memory")
-def test_pinned_memory():
-    batch = TensorBatch.from_samples([sample(2, 1), sample(3, 0)]).pin_memory()
-    assert batch["reward"].is_pinned() and batch["pixel_values"][0].is_pinned()
 
 
 class Foreign:
@@ -384,14 +279,6 @@ def test_errors_name_what_is_wrong(case):
     call, text = ERRORS[case]
     with pytest.raises((ValueError, KeyError, IndexError, RuntimeError, TypeError), match=text):
         call()
-
-
-def test_a_refused_field_leaves_the_batch_as_it_was():
-    batch = two()
-    for wrong in (torch.zeros(5), torch.zeros(2, device="meta"), []):
-        with pytest.raises(ValueError):
-            batch["reward"] = wrong
-    assert batch == two()
 
 
 def test_every_visual_field_may_be_absent_and_nothing_else():

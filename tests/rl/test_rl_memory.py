@@ -59,16 +59,3 @@ def test_steps_are_those_of_a_policy_that_stays(found, case):
         stays, moves = rank[case]["stays"], rank[case]["moves"]
         assert stays.keys() == moves.keys() and rank[case]["stays norm"] == rank[case]["moves norm"]
         assert all(torch.equal(stays[name], moves[name]) for name in stays)
-
-
-@pytest.mark.long
-def test_a_call_says_what_it_needs(found):
-    said = found[0]["fp32, shares"]["said"]
-    assert said["logprobs"] == (
-        "logprobs: the policy is offloaded (model); first call "
-        "policy.to('cuda', model=True, optimizer=False, grads=False)."
-    )
-    assert "is offloaded (model, grads)" in said["forward_backward"]
-    assert "is offloaded (model, optimizer, grads)" in said["step"]
-    assert said["to"] == 'device is \'tpu\'; give "cpu" to offload, or "cuda" to bring back.'
-    assert said["hf_weights"].startswith("hf_weights: the policy is offloaded (model)")

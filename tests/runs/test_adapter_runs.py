@@ -19,12 +19,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForImageTextToText
 
-from megatron_vlm.checks.paths import validate_paths
-from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
+from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.config_rules import patterns
 from megatron_vlm.config_rules.peft_config import with_peft_settings
-from megatron_vlm.models.adapters.files import _config_for_peft, notes_of_start
-from megatron_vlm.models.adapters.targets import _refuse, find_targets, find_whole, hf_modules
+from megatron_vlm.models.adapters.files import _config_for_peft
+from megatron_vlm.models.adapters.targets import find_targets, find_whole, hf_modules
 from megatron_vlm.models.hf import open_source
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -80,12 +79,6 @@ def test_a_token_without_an_embedding_is_refused(story):
     """Tensor-parallel ranks would each take it for one of another rank, and all together for zeros."""
     for found in story[0]:
         assert "is outside of the model's vocabulary of" in found["beyond"]
-
-
-@pytest.mark.long
-def test_adapters_that_do_not_fit_on_the_disk_say_so_on_every_rank(story):
-    for found in story[0]:
-        assert found["too large"].endswith("raise it and start again.")
 
 
 @pytest.mark.long
@@ -252,14 +245,6 @@ def test_the_command_exports_the_same_in_one_process(parts, story, adapter):
 
 
 @pytest.mark.long
-def test_an_adapter_on_q_and_v_exports_no_k(story):
-    stored = load_file(story[1] / "query and value/adapter_model.safetensors")
-    assert {key.split(".")[-3] for key in stored} == {"q_proj", "v_proj"}
-    assert all("language_model" in key for key in stored)
-    assert all(value.abs().sum() > 0 for value in stored.values())
-
-
-@pytest.mark.long
 def test_a_checkpoint_of_another_base_or_of_other_adapters_is_refused_by_name(story):
     for found in story[0]:
         base, none, other = found["refusals"]
@@ -388,18 +373,6 @@ def test_layers_to_transform_are_those_of_peft(source, parts, tmp_path, settings
     assert again == [target.module for target in ours]
 
 
-def test_what_leaves_out_modules_without_adapters_leaves_out_no_others():
-    def said(without: list[str], names: list[str]) -> str:
-        with pytest.raises(ConfigError) as error:
-            _refuse(without, names, torch.nn.Linear(1, 1), False)
-        return str(error.value)
-
-    layers = [f"model.{part}.layers.{number}.q_proj" for part in ("text", "vision") for number in range(2)]
-    routers = [f"model.text.layers.{number}.router.proj" for number in range(12)]
-    assert said(layers[2:], layers).endswith("leave it out, or add it to exclude_modules.")
-    assert said(routers, [*layers, *routers]).endswith("or set adapter.exclude_modules=[router.proj].")
-
-
 def test_no_name_means_the_language_model_and_a_list_means_ends_of_names_as_in_peft(source):
     def modules(**settings):
         targets = find_targets(AdapterConfig(r=4, **settings), source.description)
@@ -445,53 +418,6 @@ def test_a_folder_of_another_kind_of_adapter_is_refused_with_the_reason(tmp_path
         with_peft_settings(AdapterConfig(start=str(tmp_path)))
     (tmp_path / "adapter_config.json").write_text(json.dumps(SOUND))
     assert with_peft_settings(AdapterConfig(start=str(tmp_path))).r == 4
-
-
-def test_parameters_without_modules_mean_no_modules_as_in_peft(tmp_path):
-    given = SOUND | {"target_modules": None, "target_parameters": ["experts.down_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(given))
-    assert with_peft_settings(AdapterConfig(start=str(tmp_path))).target_modules == []
-
-
-@pytest.mark.parametrize("text", [None, "[", "[]", "{}", "[" * 100_000])
-def test_a_folder_without_a_sound_description_is_refused(tmp_path, text):
-    if text is not None:
-        (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(ConfigError, match="adapter.start: .*adapter_config.json"):
-        with_peft_settings(AdapterConfig(start=str(tmp_path)))
-
-
-def test_a_start_on_a_base_of_another_name_is_said(tmp_path):
-    named = SOUND | {"base_model_name_or_path": "google/gemma-3-4b-it"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(named))
-    run = RunConfig(run_dir="run", adapter=AdapterConfig(start=str(tmp_path)))
-    run.model.hf_path = "/models/gemma-3-4b-it"
-    assert list(notes_of_start(run)) == []
-    run.model.hf_path = "other"
-    [said] = notes_of_start(run)
-    assert said.endswith("says that it was trained on google/gemma-3-4b-it; here it adapts other")
-
-
-@pytest.mark.long
-def test_a_run_goes_on_without_the_folder_that_it_began_with(parts, story):
-    """Whatever that folder holds now: once there is a checkpoint, the run reads its own copy."""
-    path, case, folder = parts
-    given = str(path), str(story[1] / "exported"), str(case), str(folder)
-    [found] = run_distributed(1, adapter_runs.begun_from, *given)
-    assert found["begun again"] and found["changed"] and found["removed"]
-    assert "has its own copy" in found["words, removed"] and "adapter_start" in found["words, removed"]
-    assert "holds adapters, and this run trains whole weights; set adapter.* as it was" in found["without"]
-    assert "text_config.rms_norm_eps was 1e-06 and is 0.125. Put it back" in found["other config"]
-    start = AdapterConfig(start=str(folder / "start"))
-    run = RunConfig(run_dir=str(folder / "run from start"), adapter=start)
-    run.model.hf_path = str(path)
-    validate_paths(run, needs_data=False)
-    run.run_dir = str(folder / "new run")
-    with pytest.raises(ConfigError, match="adapter.start: .* does not exist"):
-        validate_paths(run, needs_data=False)
-    run_distributed(1, adapter_runs.exported_from, str(path), str(folder))
-    written = json.loads((folder / "exported from start/adapter_config.json").read_text())
-    assert (written["r"], written["lora_alpha"]) == (4, 8)
 
 
 @pytest.mark.long

@@ -130,24 +130,6 @@ def test_two_launchers_of_one_process_equal_one_of_two(whole, tiny_gemma3, datas
 
 
 @pytest.mark.long
-def test_machines_with_two_run_folders_are_refused(tiny_gemma3, dataset, tmp_path):
-    """The second would train well in the first's, and hold nothing but its lock."""
-    launchers = []
-    for number in range(2):
-        run_dir = tmp_path / f"run_{number}"
-        environment = {**OUTSIDE_TORCHRUN, **FIRST, "PET_MASTER_PORT": "29576", "PET_NODE_RANK": str(number)}
-        with Path(f"{run_dir}.log").open("w") as screen:
-            command = [*TYPED, *words(run_dir, tiny_gemma3, dataset), "--nproc=1"]
-            launchers.append(subprocess.Popen(command, stdout=screen, stderr=screen, env=environment))
-    assert [launcher.wait(120) for launcher in launchers] == [2, 2]
-    differs = (
-        f"the machines differ in run_dir={tmp_path}/run_0, run_dir={tmp_path}/run_1; start the same command"
-    )
-    assert differs in (tmp_path / "run_1.log").read_text().splitlines()[-1]
-    assert sorted(os.listdir(tmp_path / "run_1")) == ["errors", "lock"]
-
-
-@pytest.mark.long
 def test_a_ray_job_runs_the_command_on_each_node(whole, tiny_gemma3, dataset, tmp_path):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
@@ -164,17 +146,6 @@ def test_a_ray_job_runs_the_command_on_each_node(whole, tiny_gemma3, dataset, tm
         os.sched_setaffinity(0, cores)
     assert job.returncode == 0, job.stdout + job.stderr
     assert figures(tmp_path / "run") == whole
-
-
-@pytest.mark.parametrize(
-    "given", ["", "2 train", "2 train --nproc", "x train --nproc 8", "2 --nproc=0 train"]
-)
-def test_a_ray_job_without_its_numbers_says_how_it_is_used(given):
-    pytest.importorskip("ray")
-    refused = ask(sys.executable, str(CLUSTER / "ray_job.py"), *given.split())
-    usage, error = refused.stderr.splitlines()
-    assert refused.returncode == 2 and usage.startswith("usage: ray_job.py MACHINES COMMAND --nproc ")
-    assert error.startswith("ray_job.py: error: ")
 
 
 def test_the_files_are_what_kubernetes_takes():
@@ -231,68 +202,6 @@ def test_machines_that_cannot_meet_are_refused():
     assert len(said) == len(refused)
     for line, (*_, expected) in zip(said, refused, strict=True):
         assert line.startswith("ConfigError") and expected in line, line
-
-
-@pytest.mark.parametrize(
-    ("environment", "number"),
-    [(FIRST, signal.SIGTERM), pytest.param(ELASTIC, signal.SIGINT, marks=pytest.mark.long)],
-)
-def test_a_machine_that_waits_for_others_says_so_and_ends_by_signals(environment, number, tmp_path):
-    """torch waits in compiled code; the other machine never comes."""
-    given = {**OUTSIDE_TORCHRUN, **environment, "PET_MASTER_PORT": "29578", "TMPDIR": str(tmp_path)}
-    path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, HELPERS / "small_job.py", tmp_path, "none"]
-    waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**given, "PYTHONPATH": path})
-    line = waiting.stderr.readline()
-    assert "waiting for 2 machines at 127.0.0.1" in line
-    assert ("as number 0 (PET_NODE_RANK; each has its own)" in line) == ("PET_NODE_RANK" in environment)
-    time.sleep(1)
-    waiting.send_signal(number)
-    assert waiting.wait(10) == -number and waiting.stderr.read() == ""
-
-
-def start_waiting(number: int, port: int, folder: Path, machines: int = 2) -> subprocess.Popen:
-    """A launcher of a small job with PET_NODE_RANK `number`, which says on stderr that it waits."""
-    static = {
-        **FIRST,
-        "PET_NNODES": str(machines),
-        "PET_NODE_RANK": str(number),
-        "PET_MASTER_PORT": str(port),
-    }
-    path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, HELPERS / "small_job.py", folder, "none"]
-    environment = {**OUTSIDE_TORCHRUN, **static, "TMPDIR": str(folder), "PYTHONPATH": path}
-    launcher = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment)
-    assert "waiting for" in launcher.stderr.readline()
-    return launcher
-
-
-@pytest.mark.parametrize("numbers", [(0, 0), pytest.param((1, 1, 0), marks=pytest.mark.long)])
-def test_machines_with_the_same_number_end_with_both_names(numbers, tmp_path):
-    launchers = [start_waiting(number, 29581, tmp_path, len(numbers)) for number in numbers]
-    try:
-        ends = [launcher.communicate(timeout=40)[1].splitlines()[-1] for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-    assert {launcher.returncode for launcher in launchers} == {2}, ends
-    assert len(set(ends)) == 1 and f"PET_NODE_RANK: {numbers[0]} is the number of " in ends[0], ends
-    assert all(f"(pid {launcher.pid})" in ends[0] for launcher in launchers[:2]), ends
-
-
-@pytest.mark.long
-def test_a_machine_that_comes_back_while_others_wait_has_its_number(tmp_path):
-    launchers = [start_waiting(number, 29582, tmp_path, machines=3) for number in range(2)]
-    try:
-        time.sleep(3)  # until both wait
-        launchers[1].kill()
-        launchers[1].communicate()
-        launchers[1:] = [start_waiting(number, 29582, tmp_path, machines=3) for number in (1, 2)]
-        texts = [launcher.communicate(timeout=120) for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-    assert [launcher.returncode for launcher in launchers] == [0, 0, 0], texts
 
 
 @pytest.mark.soak

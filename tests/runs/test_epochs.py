@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from pairs import first_soon
@@ -23,9 +22,8 @@ from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.load.sampler import ShuffledSampler
 from megatron_vlm.data.records.blends import is_held_out
-from megatron_vlm.job.milestones import Epochs, milestones, validation_notes
+from megatron_vlm.job.milestones import Epochs, milestones
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose
 from tiny.distributed import run_distributed
@@ -75,35 +73,6 @@ def test_a_resumed_run_counts_the_rows_that_it_had_and_not_its_steps():
     even = TrainConfig(steps=None, epochs=3, global_batch_size=4, export_every="epoch")
     ended = [milestones(even, EVEN, done, rows=4 * done).exports_after(done) for done in range(1, 6)]
     assert ended == [False, False, True, False, True]
-
-
-def test_a_run_at_its_end_says_so_when_it_is_started_again():
-    run = milestones(TrainConfig(steps=4), None)
-    assert list(run.notes(3)) == []
-    for done in (4, 6):
-        [said] = run.notes(done)
-        assert said.startswith(f"train.steps: {done} of 4 are trained, so none is left; to go on, raise")
-
-
-def test_what_draws_without_an_end_is_refused():
-    for train in (TrainConfig(None, 2), TrainConfig(save_every="epoch")):
-        with pytest.raises(ConfigError, match=r"train\.(epochs|save_every): .* no epochs; count steps"):
-            milestones(train, None)
-
-
-@pytest.mark.parametrize(
-    ("train", "has_data", "said"),
-    [
-        ({"eval_every": 5}, False, ["there is no validation data, so nothing is validated"]),
-        ({}, True, ["0, so the validation data is not used"]),
-        ({"eval_every": "epoch"}, True, []),
-        ({"keep_best": True, "save_every": 5}, True, []),
-        ({}, False, []),
-    ],
-)
-def test_it_is_said_if_validation_data_and_validations_do_not_come_together(train, has_data, said):
-    notes = list(validation_notes(TrainConfig(**train), has_data))
-    assert [note.split(": ", 1)[1].split("; ")[0] for note in notes] == said
 
 
 # -- settings
@@ -213,14 +182,6 @@ def test_every_sample_comes_in_every_epoch_whatever_the_ranks(folder, processor,
         assert rows_in(3) < 3 * ROWS
 
 
-def test_ranks_share_epochs_as_one_sequence():
-    """Also where the ranks do not divide an epoch: after two rows of each, the first six of the sequence."""
-    dealt = [iter(ShuffledSampler(lambda epoch: np.arange(4), rank, 3, seed=1)) for rank in range(3)]
-    first = [row for _ in range(2) for order in dealt for row in next(order)[1]]
-    alone = iter(ShuffledSampler(lambda epoch: np.arange(4), 0, 1, seed=1))
-    assert first == [row for _ in range(6) for row in next(alone)[1]]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_energon_counts_the_samples_that_its_workers_share(folder, processor, num_workers, tmp_path):
     source = folder / "source/data.jsonl"
@@ -316,51 +277,3 @@ def test_every_epoch_is_exported_and_a_lost_export_is_made_again(run_dir, tmp_pa
     last = load_file(tmp_path / "last/model.safetensors")
     assert last.keys() == tensors[2].keys() and all(torch.equal(last[k], v) for k, v in tensors[2].items())
     assert any(not torch.equal(tensors[0][key], tensors[2][key]) for key in last)
-
-
-def train_one_epoch(layout: str, root: str, checkpoint: str, run_dir: str) -> None:
-    from megatron_vlm.train import train
-
-    settings = [
-        layout,
-        *(["tp=1"] if layout == "pp=2" else []),
-        "epochs=1",
-        "micro_batch_size=1",
-        "global_batch_size=5",
-        "num_workers=0",
-        "eval_every=0",
-    ]
-    settings += ["data.dataset_type=hf", "train.export_every=4", "optimizer.lr_by_part.projector=3e-3"]
-    paths = {"run_dir": run_dir, "hf_path": checkpoint, "train_data_path": f"{root}/rows"}
-    train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["pp=2", pytest.param("tp=2", marks=pytest.mark.long)])
-def test_an_export_of_any_layout_is_that_of_its_checkpoint(folder, tiny_gemma3, tmp_path, layout):
-    """After steps 4 and 5, the last."""
-    run_distributed(2, train_one_epoch, layout, str(folder), str(tiny_gemma3), str(tmp_path / "run"))
-    assert sorted(path.name for path in (tmp_path / "run/exports").iterdir()) == [
-        "step_00000004",
-        "step_00000005",
-    ]
-    ended = run_program(COMMAND, "export", tmp_path / "run", tmp_path / "last")
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    ours, theirs = (tensors_of(path) for path in (tmp_path / "run/exports/step_00000005", tmp_path / "last"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    rows = [row for row in list(read_rows(tmp_path / "run/metrics.jsonl")) if "loss" in row]
-    assert [row["lr_projector"] / row["lr"] for row in rows] == pytest.approx([3e-3 / 2e-3] * 5)
-    assert [row["epoch"] for row in rows] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
-
-
-def test_no_export_is_begun_without_room(tmp_path, tiny_gemma3, monkeypatch):
-    from megatron_vlm.callbacks import exports
-    from megatron_vlm.models.weights.files import HFCheckpoint
-
-    monkeypatch.setattr("megatron_vlm.files.free_bytes", lambda path: 1000)
-    with pytest.raises(OSError, match="step_00000007 takes .* MB, of which .* are free; make room and start"):
-        exports._make_room(tmp_path / "exports/step_00000007", HFCheckpoint(tiny_gemma3).nbytes)

@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -104,32 +103,11 @@ def test_every_rank_ends_with_the_reason_of_the_one_that_gave_up(by_rank):
     assert max(seconds, other_seconds) < 60
 
 
-def test_ranks_that_share_a_reader_end_with_its_reason(by_rank):
-    assert by_rank[0]["group"][1] == by_rank[1]["group"][1]
-    assert "samples were dropped" in by_rank[0]["group"][1]
-
-
 def test_the_rank_whose_loss_is_not_finite_names_those_samples(by_rank):
     other, guilty = (rank["not finite on rank 1"] for rank in by_rank)
     assert guilty.startswith("NotFinite\ntraining: the loss is nan; not finite are the losses of this rank's")
     assert "micro batches [1]." in guilty and "step 7, on this rank with samples rank1-1; look" in guilty
     assert other == "AnotherRankFailed\ntraining: the loss is nan, as rank 1 says"
-
-
-def test_no_sample_is_blamed_for_gradients_that_are_not_finite(by_rank):
-    said, other = (rank["gradients not finite"] for rank in by_rank)
-    assert "samples rank" not in said and "step 7; look at all of them: megatron-vlm replay run" in said
-    assert other.startswith("AnotherRankFailed")
-
-
-def test_drops_of_other_ranks_count(tmp_path):
-    report = DropReport(tmp_path / "drops.jsonl")
-    for _ in range(100):
-        report.keep()
-    report.limited(MAX_SHARE).check()
-    report.tell_others([100, 50, 0])
-    with pytest.raises(TooManyDrops, match=r"50 \(0 of them here\) of 250 samples were dropped \(20.0%\)"):
-        report.limited(MAX_SHARE).check()
 
 
 def counting_worker(report: DropReport, ends: signal.Signals) -> int:
@@ -152,18 +130,6 @@ def test_a_worker_killed_amid_counting_leaves_counting_to_the_others():
     report.keep()
     report.drop("a", "bad_json")
     assert report.counted() == [2, 1]
-
-
-def test_a_worker_stopped_amid_counting_only_delays_the_others():
-    report = DropReport()
-    worker = counting_worker(report, signal.SIGSTOP)
-    wake = threading.Timer(1, os.kill, (worker, signal.SIGCONT))
-    wake.start()
-    began = time.monotonic()
-    report.keep()
-    assert time.monotonic() - began > 0.5
-    os.waitpid(worker, 0)
-    assert report.counted() == [2, 0]
 
 
 def test_a_drop_that_cannot_be_named_is_not_counted(tmp_path):
@@ -206,19 +172,6 @@ def run_to_the_end(run_dir, checkpoint, dataset, *settings: str) -> subprocess.C
     command += ["--dataset_type", "hf", "--train_data_path", str(dataset), "tp=1", "steps=20", "save_every=0"]
     command += ["micro_batch_size=2", "global_batch_size=8", "num_workers=1", "eval_every=0", *settings]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
-
-
-@pytest.mark.long
-def test_a_run_that_drops_too_much_ends_with_the_reason_said_once(half_bad, tiny_gemma3, tmp_path):
-    ended = run_to_the_end(tmp_path / "run", tiny_gemma3, half_bad)
-    assert ended.returncode not in (0, None)
-    lines = ended.stderr.splitlines()  # of both ranks, if both gave up at once
-    starts = [number for number, line in enumerate(lines) if line.startswith("megatron-vlm: ")]
-    assert len(starts) == 1 and starts[0] >= len(lines) - 4
-    reason = r"megatron-vlm: rank \d, waiting for the data of step \d+: data: rank \d could not read a "
-    assert re.match(reason + r"batch: \d+ .*of \d+ samples were dropped", lines[starts[0]])
-    assert "placeholder_mismatch: write one <image>" in lines[-1] and "Traceback" not in ended.stderr
-    assert all((tmp_path / "run/drops" / f"rank{rank}.jsonl").stat().st_size for rank in range(2))
 
 
 @pytest.mark.long

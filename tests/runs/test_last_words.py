@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,9 +15,6 @@ import psutil
 import pytest
 from places import HELPERS
 from programs import run_program
-
-from megatron_vlm.data.accounts.drops import TooManyDrops
-from megatron_vlm.job.errors import named
 
 AT_ONCE = 4
 HANG = 15  # seconds; imports count as work, but this machine may be slow between them
@@ -155,11 +151,6 @@ def test_under_torchrun_itself_the_rank_that_failed_speaks_first(fault, reason, 
     assert not still_running(tmp_path)
 
 
-def in_a_job(shared: Path) -> dict[str, str]:
-    """The environment of the first of two ranks, whose files lie in this folder."""
-    return {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(shared / "0/error.json")}
-
-
 def still_running(run_dir: Path) -> list[str]:
     """Command lines of processes of the job, looked at for some seconds."""
     for _ in range(50):
@@ -182,46 +173,6 @@ def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path):
     code, output = end(tmp_path, "pause", 2)
     assert code == 0 and sorted(output.splitlines()) == ["rank 0 sums 16", "rank 1 sums 16"]
     assert not (tmp_path / "errors").exists()
-
-
-@pytest.mark.parametrize("errors", ["errors", "errors/export"])
-def test_nothing_is_left_of_a_command_in_which_nothing_failed(errors, tmp_path):
-    program = (
-        "import sys; from megatron_vlm.job import watchdog\n"
-        "with watchdog.watching(sys.argv[1], 60, sys.argv[2]): watchdog.claim_files()"
-    )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path), errors], check=True, timeout=60)
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_command_goes_on_in_a_folder_that_may_only_be_read():
-    """As in a run of somebody else's, which is exported."""
-    program = (
-        "import os, sys; from megatron_vlm.job import watchdog\n"
-        "os.geteuid() or os.setuid(65534)\n"
-        "with watchdog.watching(sys.argv[1], 60, 'errors/export'): assert watchdog.watch().path.exists()"
-    )
-    with tempfile.TemporaryDirectory() as folder:  # others may not enter pytest's own
-        os.chmod(folder, 0o555)
-        subprocess.run([sys.executable, "-c", program, folder], check=True, timeout=60)
-        assert not os.listdir(folder)
-
-
-def test_a_process_that_was_stopped_for_long_goes_on(tmp_path):
-    """It was stopped for longer than a hang may last, with all other ranks."""
-    program = (
-        "import os, signal, subprocess, sys, time; from megatron_vlm.job import errors, watchdog\n"
-        "with errors.exit_with_reason('megatron-vlm'), watchdog.watching(sys.argv[1], 1):\n"
-        "    subprocess.Popen(['sh', '-c', f'sleep 5; kill -CONT {os.getpid()}'], start_new_session=True)\n"
-        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "    for _ in range(20):\n"
-        "        watchdog.beat(), time.sleep(0.1)\n"
-        "print('went on')"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    environment = os.environ | in_a_job(tmp_path / "attempt_0")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
 
 
 @pytest.mark.parametrize("when", ["it is stopped", "it imports"])
@@ -247,50 +198,3 @@ def test_a_rank_ends_with_its_launcher_that_is_killed(when, tmp_path):
     for process in alive:
         process.kill()
     assert not alive
-
-
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK"])
-def test_a_number_of_the_launcher_that_is_none_is_one_line(name):
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_vlm.cli", "recipes"],
-        env=os.environ | {name: "x"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stderr == f"megatron-vlm: {name}: 'x' is no number; unset it.\n"
-
-
-def test_the_place_of_an_error_is_where_it_was_raised(tmp_path):
-    """Not what is done when the run closes what it has open."""
-    program = (
-        "import sys; from megatron_vlm.job import watchdog\n"
-        "from megatron_vlm.job.errors import closing, exit_with_reason\n"
-        "class Saver:\n"
-        "    def close(self): watchdog.beat('saving step 80')\n"
-        "with exit_with_reason('megatron-vlm'), watchdog.watching(sys.argv[1], 60), closing(Saver()):\n"
-        "    watchdog.beat('training step 81')\n"
-        "    raise FileNotFoundError(2, 'No such file', 'a.jsonl')"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
-    assert said.startswith("megatron-vlm: training step 81: No such file: a.jsonl; ")
-
-
-def test_what_a_worker_says_in_our_own_words_has_no_name_of_a_class():
-    from torch._utils import ExceptionWrapper
-
-    def raised(error: Exception) -> Exception:
-        """As torch raises what a data worker raised."""
-        try:
-            raise error
-        except (TooManyDrops, OSError):
-            wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
-        with pytest.raises(type(error)) as again:
-            wrapped.reraise()
-        return again.value
-
-    said = "data: 5 of 9 samples were dropped (55.6%), more than data.max_drop_share = 5.0%:\n  5 no_reply"
-    assert named(raised(TooManyDrops(said))) == named(TooManyDrops(said)) == said
-    assert named(raised(OSError("shard 3"))) == named(OSError("shard 3")) == "OSError: shard 3"

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from logged_runs import begun_run
 from torch import distributed as dist
 
 from megatron_vlm.callbacks import Run
-from megatron_vlm.callbacks.exports import Exports, running, scores_in
+from megatron_vlm.callbacks.exports import Exports, running
 from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.config import LoggingConfig, RunConfig, TrainConfig
-from megatron_vlm.job import stops, watchdog
+from megatron_vlm.job import watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -85,71 +84,6 @@ def test_what_goes_wrong_is_told_once_and_logs_nothing(tmp_path, capsys, does, s
     assert logged(tmp_path) == [] and len(list((tmp_path / "on_export").iterdir())) == 1
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"a": true}',
-        '{"a": "1.5"}',
-        '{"a": NaN}',
-        '{"a": 1e999}',
-        '{"a\\nb": 1}',
-        '{"a": null}',
-        '{"a": "b"}',
-        '{"a": 1',
-        '{"a": 1} b',
-        '{"a": 1e',
-        "{" * 99_999,
-    ],
-)
-def test_lines_that_are_no_objects_of_numbers(line):
-    with pytest.raises(ValueError, match="no JSON object of numbers: "):
-        scores_in(line)
-    assert scores_in("[1]") == scores_in("done {}") == scores_in("") == scores_in("{}") == {}
-
-
-def test_a_command_that_did_not_end_is_started_again_and_no_other(tmp_path):
-    slow = f'echo "$1" >> {tmp_path}/begun; [ -e {tmp_path}/quick ] || sleep 60; echo "{{\\"a\\": 1}}"'
-    run, commands = commands_of(tmp_path, slow)
-    for step in (4, 8):
-        export(run, step)
-    while not (begun := tmp_path / "begun").exists() or len(begun.read_text().splitlines()) < 2:
-        time.sleep(0.02)
-    commands.close()
-    assert [process.poll() is not None for process in commands.commands.values()] == [True, True]
-    (tmp_path / "quick").touch()
-    again, _ = commands_of(tmp_path, slow, done=4)  # the checkpoint is of step 4, and 8 is exported again
-    again.callbacks.on_train_end(again)
-    assert logged(tmp_path) == [{"step": 4, "on_export/a": 1.0}]
-    once_more, _ = commands_of(tmp_path, slow, done=4)
-    after(once_more, 7)
-    export(once_more, 8)
-    once_more.callbacks.on_train_end(once_more)
-    assert [row["step"] for row in logged(tmp_path)] == [4, 8]
-    assert sorted(line[-1] for line in begun.read_text().splitlines()) == ["4", "4", "8", "8"]
-
-
-def test_a_kill_before_the_row_is_written_loses_no_figures(tmp_path, monkeypatch):
-    run, commands = commands_of(tmp_path, """echo '{"a": 1}'""", done=4)
-    export(run, 4)
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "log", lambda *arguments: sys.exit("killed"))
-        with pytest.raises(SystemExit):
-            run.callbacks.on_train_end(run)
-    again, _ = commands_of(tmp_path, """echo '{"a": 1}'""", done=4)
-    again.callbacks.on_train_end(again)
-    assert logged(tmp_path) == [{"step": 4, "on_export/a": 1.0}]
-
-
-def test_a_command_is_no_rank_and_speaks_for_itself(tmp_path, monkeypatch):
-    for name in ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", watchdog.LAUNCHER):
-        monkeypatch.setenv(name, "1")
-    run, commands = commands_of(tmp_path, "env")
-    export(run, 4)
-    run.callbacks.on_train_end(run)
-    names = [line.partition("=")[0] for line in (tmp_path / "on_export/step_00000004.txt").open()]
-    assert "PATH" in names and not {"RANK", "TORCHELASTIC_RUN_ID", watchdog.LAUNCHER}.intersection(names)
-
-
 def run_that_is_killed(folder: Path) -> None:
     run, commands = commands_of(folder, f"sleep 60 & echo $$ > {folder}/begun; wait")
     with watchdog.watching(folder, 60):
@@ -168,18 +102,3 @@ def test_commands_end_with_a_run_that_is_killed(tmp_path):
     assert len(both) == 2
     run.kill()
     assert not psutil.wait_procs(both, timeout=5)[1]
-
-
-def test_the_watchdog_hears_of_the_wait_which_a_warning_ends(tmp_path, monkeypatch):
-    run, commands = commands_of(tmp_path, "sleep 60")
-    with watchdog.watching(tmp_path, 60):
-        export(run, 4)
-        content = watchdog.watch().content
-        beats = content["beats"]
-        left = iter([False, False, True])
-        monkeypatch.setattr(stops, "stop_flags", lambda: [next(left), False, False])
-        run.callbacks.on_train_end(run)
-        assert run.stopped_by == ["SIGTERM"]
-        assert content["beats"] == beats + 2 and "on_export of step 4" in content["doing"]
-    commands.close()
-    assert (tmp_path / "on_export/step_00000004.running").exists()

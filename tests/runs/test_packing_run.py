@@ -104,14 +104,3 @@ def test_lengths_measured_by_the_tool_are_those_that_a_run_looks_for(tmp_path, t
     encoder = train_encoder(data, AutoProcessor.from_pretrained(tiny_gemma3), DataNeeds())
     HFProvider(data).train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=0)
     assert [path.stat().st_mtime_ns for path in tmp_path.rglob("*.lengths")] == [written]
-
-
-@pytest.mark.long
-def test_the_benchmark_measures_what_the_limits_name(tmp_path):
-    report = tmp_path / "report.json"
-    done = run_program(ROOT / "tools/bench_packing.py", "--documents", 20000, "--out", report)
-    assert "straggler_attention" in done.stdout, done.stderr
-    rows = json.loads(report.read_text())["rows"]
-    assert len(rows) == 4
-    for row in rows:
-        assert row["lost"] == 0 and row["fill_global"] > 0.998 and row["straggler_patches"] <= 1.05

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.profiler import profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from megatron_vlm.callbacks.profiler import seconds_by_part, table
+from megatron_vlm.callbacks.profiler import seconds_by_part
 
 STEPS = 5
 
@@ -91,33 +91,6 @@ def test_the_table_says_where_the_time_of_the_steps_went(runs):
     assert found["all"] / 1000 == pytest.approx(logged, rel=0.2)
     assert found["other"] < 0.4 * found["all"]
     assert min(found[name] for name in ("tower", "language model", "attention", "head")) > 0
-
-
-def test_the_longest_part_is_first():
-    lines = table({"head": 0.1, "tower": 0.3, "all": 0.4}, steps=2).splitlines()
-    assert lines[1:] == [
-        "tower                  150.0   75.0%",
-        "head                    50.0   25.0%",
-        "all                    200.0  100.0%",
-    ]
-
-
-def test_a_run_that_ends_before_is_refused(tmp_path, tiny_gemma3):
-    command = ["train", "--recipe", "gemma3_tiny_digits", "--hf_path", tiny_gemma3, "--profile", "3"]
-    data = [
-        "--train_data_path",
-        tmp_path / "data.jsonl",
-        "--dataset_type",
-        "hf",
-        "tp=1",
-        f"steps={STEPS}",
-        "warmup_steps=0",
-    ]
-    (tmp_path / "data.jsonl").write_text("{}\n")
-    done = run_program(COMMAND, *command, *data, "--run_dir", tmp_path / "run")
-    assert done.returncode == 2
-    message = "--profile 3: with 3 steps of warm-up after step 0 it needs train.steps=6, which is 5"
-    assert message in done.stderr
 
 
 def test_a_backward_pass_belongs_to_the_part_of_its_forward_pass():

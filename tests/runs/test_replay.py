@@ -17,7 +17,6 @@ from megatron_vlm.callbacks.samples import BatchLog, note_samples, read_step
 from megatron_vlm.cli import app
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.extras.preview.preview import replay_page, training_data
-from megatron_vlm.job.errors import explain
 from megatron_vlm.models.families import describe
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.recipes import load_recipe
@@ -105,16 +104,6 @@ def test_steps_that_are_run_again_replace_what_was_kept_of_them(tmp_path):
         read_step(tmp_path, 4)
 
 
-@pytest.mark.parametrize("more", ["", ', "keys": [5]', ', "keys": null'])
-def test_a_line_without_keys_is_told_as_the_folders_and_no_bug(tmp_path, more):
-    (tmp_path / "batches").mkdir()
-    (tmp_path / "batches" / "rank0.jsonl").write_text(f'{{"step": 1{more}}}\n')
-    with pytest.raises((KeyError, TypeError)) as raised:
-        read_step(tmp_path, 1)
-    code, said = explain(raised.value, tmp_path / "stacks")
-    assert code == 2 and said.startswith(f"{tmp_path} cannot be read: ")
-
-
 def test_the_command_prints_the_keys_and_writes_the_page(datasets, tiny_gemma3, tmp_path):
     config = config_of("hf", datasets, tiny_gemma3, tmp_path / "run")
     (tmp_path / "run").mkdir()
@@ -127,13 +116,6 @@ def test_the_command_prints_the_keys_and_writes_the_page(datasets, tiny_gemma3, 
     result = CliRunner().invoke(app, arguments)
     assert "rank 0 · micro batch 0 · row 1: 000000007" in result.output
     assert "number 3" in (tmp_path / "page.html").read_text()
-
-
-def test_a_dataset_that_gives_other_samples_now_is_said(datasets, tiny_gemma3, tmp_path):
-    config = config_of("hf", datasets, tiny_gemma3, tmp_path / "run")
-    logged = [{"rank": 0, "micro_batch": 0, "keys": [["000000009"]], "restore_key": [[3]]}]
-    with pytest.raises(ValueError, match="held .*000000009.* now gives .*000000003"):
-        replay_page(config, 1, logged)
 
 
 def test_an_error_in_a_step_names_its_samples(tmp_path):

@@ -12,19 +12,16 @@ import pytest
 from logged_runs import begun_run, log_step, validate
 from typer.testing import CliRunner
 
-from browser import BROWSER, browser
 from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.cli import app
 from megatron_vlm.config import RunConfig
-from megatron_vlm.extras.report.charts import thinned
-from megatron_vlm.extras.report.history import last_words, read_history
+from megatron_vlm.extras.report.history import read_history
 from megatron_vlm.extras.report.live import LivePage
 from megatron_vlm.extras.report.page import report_page
 from megatron_vlm.job.errors import closing
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder.folder import begin, complete
 
-LEGEND = "[...document.querySelector('.u-legend').querySelectorAll('.u-value')].map(one => one.textContent)"
 ATTACK = "</script><script>document.title = 'run'</script>"
 
 
@@ -80,25 +77,11 @@ def test_a_finished_run_leaves_a_page_with_its_figures_and_nothing_from_elsewher
     assert "<tr><th>train.steps</th><td>6</td><td>1000</td></tr>" in page
 
 
-def test_while_it_goes_on_the_page_is_loaded_again(tmp_path):
-    log = logged(tmp_path / "run", steps=2)
-    page = (tmp_path / "run/report.html").read_text()
-    assert 'http-equiv="refresh"' in page and ">running</span>" in page
-    log.close()
-
-
 def test_a_run_that_fails_says_why_on_its_page(tmp_path):
     with pytest.raises(ZeroDivisionError), closing(logged(tmp_path / "run", steps=2)):
         raise ZeroDivisionError("division by zero")
     page = (tmp_path / "run/report.html").read_text()
     assert ">died</span>\n ZeroDivisionError: division by zero" in page
-
-
-def test_the_last_words_are_whole_and_without_our_names(tmp_path):
-    error = "Traceback:\n  File x, line 1\nmegatron_vlm.config.ConfigError: too many:\n  mend it."
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "errors/rank0.txt").write_text(error)
-    assert last_words(tmp_path) == "too many: mend it."
 
 
 def test_two_runs_are_drawn_over_each_other_with_what_differs(tmp_path, finished):
@@ -114,14 +97,6 @@ def test_two_runs_are_drawn_over_each_other_with_what_differs(tmp_path, finished
     assert rows[2][1:] == ("1e-05", "3e-05", "1e-05")
     names = ["steps", "done · loss", "done · valid_loss", "b · loss", "b · valid_loss"]
     assert list(curves_of(page, "Loss")) == names
-
-
-def test_a_spike_stays_in_a_long_curve():
-    points = [(step, 1.0) for step in range(10_000)]
-    points[7777] = (7777, 50.0)
-    kept = thinned(points)
-    assert len(kept) <= 500 and (7777, 50.0) in kept and kept == sorted(kept)
-    assert kept[0] == points[0] and kept[-1] == points[-1]
 
 
 HOLDS = (
@@ -152,28 +127,3 @@ def test_the_states_of_runs(tmp_path):
     assert (failed.state, failed.last_line) == ("died", "ValueError: no \\x1b[31mroom")
     assert killed.state == "died"
     assert killed.last_line == "no last word: killed or interrupted after step 2"
-
-
-def test_what_is_no_run_is_said(tmp_path):
-    missing = CliRunner().invoke(app, ["report", str(tmp_path / "nothere")])
-    assert "holds no run" in str(missing.exception)
-    result = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert "holds no run" in str(result.exception)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_the_page_in_a_browser(finished):
-    (finished / "report.html").write_text(report_page([read_history(finished)]), encoding="utf-8")
-    with browser() as page:
-        for width in (1280, 400):
-            page.open((finished / "report.html").as_uri(), width=width, dark=width == 400)
-            assert page.run("document.documentElement.scrollWidth <= innerWidth")
-            assert page.run("document.title") == ATTACK  # no record ran a script
-            drawn = "[...document.querySelectorAll('figure canvas')].every(one => one.width > 100)"
-            assert page.run(drawn)
-        page.run(
-            "document.querySelector('.u-over').dispatchEvent(new MouseEvent('mousemove', "
-            "{clientX: document.querySelector('.u-over').getBoundingClientRect().right - 1}))"
-        )
-        assert page.run(LEGEND) == ["6", "0.33333", "–"]
-        assert page.complaints == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,13 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.callbacks.samples import BatchLog
-from megatron_vlm.commands.arguments import check_run_folder, config_of_trained_run
-from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.data.accounts.drops import DropReport
+from megatron_vlm.config import ConfigError
 from megatron_vlm.files import NotAFile, temporary_name
 from megatron_vlm.job import watchdog
-from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.run_folder.checkpoint_files import (
@@ -131,29 +126,6 @@ def test_complete_checkpoints_without_a_valid_latest_are_refused_with_the_comman
     run_folder.check_start(run_dir, MODEL)
 
 
-def test_a_latest_without_any_complete_checkpoint_is_refused(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/latest").write_text("step_00000006\n")
-    (tmp_path / "lock").write_text("")
-    assert "Restore it, or delete" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "batches", "drops", "tensorboard"])
-def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path, name):
-    (tmp_path / name).write_text("")
-    assert f"{name} is not a folder" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", ["report.html", "lock", "metrics.jsonl", "config.yaml", "drops/rank0.jsonl", "errors/rank0.txt"]
-)
-def test_a_folder_in_the_place_of_a_file_is_refused(run_dir, name):
-    (run_dir / name).mkdir(parents=True)
-    assert f"{name} is a folder, where a run has a file; move it away" in refusal(run_dir)
-    with pytest.raises(ConfigError, match="is a folder, where a run has a file"):
-        run_folder.refuse_links(run_dir)  # as commands that read a run
-
-
 def test_a_step_that_is_a_link_is_no_checkpoint(run_dir, tmp_path):
     elsewhere = save(tmp_path / "other", 8)
     (run_dir / "checkpoints/step_00000008").symlink_to(elsewhere)
@@ -166,25 +138,6 @@ def test_a_step_that_is_a_link_is_no_checkpoint(run_dir, tmp_path):
     assert not (run_dir / "checkpoints/step_00000008").is_symlink()
 
 
-@pytest.mark.parametrize(
-    "command", [("export", "{}", "{}/out"), ("generate", "{}", "Hello?"), ("verify", "{}", "m")]
-)
-def test_commands_that_read_a_run_say_at_once_that_there_is_no_checkpoint(run_dir, tmp_path, command):
-    (tmp_path / "config.yaml").write_text("name: a\nmodel:\n  hf_path: m\n")
-    (run_dir / "config.yaml").write_text("name: a\nmodel:\n  hf_path: m\n")
-    (run_dir / "checkpoints/latest").unlink()
-    for folder, reason in (
-        (tmp_path, "no complete checkpoint in this run folder"),
-        (run_dir, NO_LATEST),
-    ):
-        call = [sys.executable, "-X", "importtime", "-m", "megatron_vlm.cli"]
-        ended = subprocess.run(
-            [*call, *(word.format(folder) for word in command)], capture_output=True, text=True, check=False
-        )
-        assert ended.returncode == 2 and reason in ended.stderr.splitlines()[-1], ended.stderr[-2000:]
-        assert "| torch" not in ended.stderr
-
-
 # ---- whose folder -----------------------------------------------------------------------------------------
 
 
@@ -194,24 +147,6 @@ def test_the_run_of_another_model_is_refused(run_dir):
     assert "holds a run of models/other, and model.hf_path is models/tiny" in message
     run_folder.check_start(run_dir, "models/other")
     run_folder.check_start(run_dir, os.path.abspath("models/other"))
-
-
-def test_a_folder_in_which_nothing_was_trained_may_take_another_model(tmp_path):
-    (tmp_path / "config.yaml").write_text("model:\n  hf_path: models/other\n")
-    run_folder.check_start(tmp_path, MODEL)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    assert "holds a run of models/other" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["services:\n  web: {}\n", "- a\n- b\n", "model: [\n", "model: 3\n", "\0\1"])
-def test_a_config_of_something_else_is_refused(tmp_path, text):
-    (tmp_path / "config.yaml").write_text(text)
-    assert "config.yaml is not the configuration of a run" in refusal(tmp_path)
-
-
-def test_a_run_dir_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "file is not a folder" in refusal(tmp_path / "file")
 
 
 # ---- damage -----------------------------------------------------------------------------------------------
@@ -292,16 +227,6 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_the_one_before(run_dir,
     assert run_folder.latest_checkpoint(run_dir).name == "step_00000004"
 
 
-def test_where_no_other_checkpoint_is_complete_the_way_on_is_another_folder(run_dir):
-    path = run_folder.latest_checkpoint(run_dir)
-    os.truncate(path / "__0_0.distcp", 3)
-    for name in ("step_00000002", "step_00000004"):
-        shutil.rmtree(path.parent / name)
-    assert "begin in another run_dir: no other checkpoint here is complete" in run_folder.damaged(
-        path, problems(path)
-    )
-
-
 def test_another_config_than_the_checkpoint_had_is_named_key_by_key():
     def check(now: dict) -> None:
         check_config(Path("step_00000006"), saved, now)
@@ -314,12 +239,6 @@ def test_another_config_than_the_checkpoint_had_is_named_key_by_key():
     changed = "text_config.eps was 1e-06 and is 1e-05; text_config.window was None and is 8."
     assert changed in str(caught.value)
     check(other | {"transformers_version": "5.2"})  # which may fill in other defaults
-
-
-def test_files_that_a_file_system_or_an_editor_leaves_do_no_harm(run_dir):
-    path = run_folder.latest_checkpoint(run_dir)
-    (path / ".nfs0001").write_text("")
-    assert problems(path) == []
 
 
 # ---- one run at a time ------------------------------------------------------------------------------------
@@ -389,23 +308,6 @@ def run_lock_process(run_dir: Path, rank: int) -> subprocess.Popen:
     return process
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(run_folder.os, "fsync", full)
-    with pytest.raises(OSError) as caught:
-        run_folder.write_whole(tmp_path / "config.yaml", "text")
-    assert str(caught.value).startswith(f"{tmp_path}/config.yaml: No space left on device; ")
-    assert "free there; make room" in str(caught.value)
-
-
-def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(run_dir):
-    with pytest.raises(OSError, match=r"step_00000008.tmp takes 1000000000.0 GB, of which .* GB are free"):
-        run_folder.begin(run_dir, 8, needed=10**18)
-    assert sorted(os.listdir(run_dir / "checkpoints"))[-1] == "step_00000006"
-
-
 # ---- leftovers --------------------------------------------------------------------------------------------
 
 
@@ -450,12 +352,6 @@ def test_the_checkpoint_with_the_lowest_validation_loss_stays_until_a_better_one
     assert kept == [[1], [2], [2, 3], [2, 4], [2, 5], [2, 6], [7], [7, 8]]
 
 
-def test_without_keep_best_a_better_one_goes_as_any_other(tmp_path):
-    save(tmp_path, 1, keep=1, rated=0.1)
-    save(tmp_path, 2, keep=1)
-    assert run_folder.complete_checkpoints(tmp_path) == ["step_00000002"]
-
-
 # ---- a run folder is a run folder, and nothing outside of it is written ------------------------------------
 
 WRITTEN = ["lock", "config.yaml", "metrics.jsonl", "errors/rank0.txt", "errors/export/rank0.txt"]
@@ -478,41 +374,6 @@ def test_a_link_in_a_run_folder_is_refused_by_name(run_dir, tmp_path, name):
         with pytest.raises(NotAFile, match=rf"{name} is a link, not a file"):
             refuse(run_dir)
     assert (os.listdir(theirs) if name in FOLDERS else theirs.read_text()) in ([], "theirs")
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_pipe_in_a_run_folder_is_refused_at_once(run_dir, name):
-    (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(run_dir / name)
-    with pytest.raises(NotAFile, match=f"{name} is a pipe, not a file"):
-        config_of_trained_run(run_dir, None, None)
-
-
-def test_each_that_writes_refuses_a_link_by_itself(tmp_path):
-    """Where a link came after the folder was looked at, or from another program."""
-    theirs = tmp_path / "theirs"
-    theirs.write_text("theirs")
-    run = tmp_path / "run"
-    for name in ("errors", "drops", "batches"):
-        (run / name).mkdir(parents=True)
-        (run / name / ("rank0.jsonl" if name != "errors" else "rank0.txt")).symlink_to(theirs)
-    for name in ("lock", "metrics.jsonl", "config.yaml"):
-        (run / name).symlink_to(theirs)
-    writers = [lambda: run_lock.take(run), lambda: run_lock.join(run, 1), lambda: run_lock.check_free(run)]
-    writers += [lambda: DropReport(run / "drops/rank0.jsonl")]
-    writers += [lambda: watchdog.Watch(run / "errors", 60)]
-    for write in writers:
-        with pytest.raises(NotAFile, match="is a link, not a file"):
-            write()
-    with contextlib.suppress(ConfigError):  # of what the file holds; else the link is replaced
-        BatchLog(run, 0, 1, first_step=1)
-    run_folder.write_whole(run / "config.yaml", "mine")
-    assert theirs.read_text() == "theirs"
-
-
-def test_a_run_folder_may_itself_be_a_link(run_dir, tmp_path):
-    (tmp_path / "link").symlink_to(run_dir)
-    run_folder.check_start(tmp_path / "link", MODEL)
 
 
 @pytest.mark.parametrize(
@@ -542,13 +403,6 @@ def test_a_folder_of_other_things_is_no_run_folder(tmp_path, files, what):
     assert re.search(f"holds {what} and no run; give a folder that is new or empty", refusal(tmp_path))
 
 
-@pytest.mark.parametrize("files", [[], ["slurm-1.out", "train.log", "start.sh", ".nfs0001"], ["recipe.yaml"]])
-def test_an_empty_folder_and_one_with_logs_may_become_a_run(tmp_path, files):
-    for name in files:
-        (tmp_path / name).write_text("")
-    run_folder.check_start(tmp_path, MODEL)
-
-
 def test_a_run_that_failed_at_its_start_may_begin_again_in_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_watch", None)
     with pytest.raises(RuntimeError), watchdog.watching(tmp_path, 60):
@@ -557,17 +411,3 @@ def test_a_run_that_failed_at_its_start_may_begin_again_in_its_folder(tmp_path, 
     watchdog.watch().finish()
     assert sorted(os.listdir(tmp_path)) == ["errors", "lock"]
     run_folder.check_start(tmp_path, MODEL)
-
-
-def test_beside_what_was_trained_there_may_lie_anything(run_dir):
-    (run_dir / "config.yaml").write_text(f"model:\n  hf_path: {MODEL}\n")
-    (run_dir / "paper.pdf").write_text("")
-    run_folder.check_start(run_dir, MODEL)
-
-
-def test_what_torchrun_started_looks_before_it_writes(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    (tmp_path / "config.json").write_text("{}")
-    config = apply_overrides(RunConfig(), {"run_dir": str(tmp_path), "model.hf_path": MODEL})
-    with pytest.raises(ConfigError, match="holds a checkpoint"):
-        check_run_folder(config)

@@ -1,21 +1,16 @@
 """A run whose answers are scored while it trains: its curve, its best checkpoint, a command for an export."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
-from prepared_shards import prepare
 from sources import record, write_sharegpt
 
 from megatron_vlm.callbacks.run_log import read_rows
-from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.evaluate.answering import scored
 from megatron_vlm.extras.evaluate.metrics import metric_of
-from megatron_vlm.extras.report.charts import charts_of
-from megatron_vlm.extras.report.history import read_history
-from megatron_vlm.job.milestones import check_validation
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
 from tiny.distributed import run_distributed
@@ -52,15 +47,6 @@ def train_scored(root: str, name: str, checkpoint: str, *others: str) -> None:
     train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
 
 
-def train_on_energon(root: str, checkpoint: str) -> None:
-    from megatron_vlm.train import train
-
-    settings = ["steps=2", "tp=1", "micro_batch_size=1", "global_batch_size=4", "num_workers=0"]
-    settings += ["train.score_every=2", "train.score_samples=5", "train.score_metric=anls"]
-    paths = {"run_dir": f"{root}/on_energon", "hf_path": checkpoint, "train_data_path": f"{root}/energon"}
-    train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
-
-
 def scored_settings(root: Path) -> list[str]:
     scored = [f"data.score_path={root}/data.jsonl", "train.score_every=2", "train.score_samples=5"]
     scored += [f"train.score_metric=[{root}/metric.py:worse,contained]", "train.score_tokens=3"]
@@ -88,16 +74,6 @@ def test_scores_are_logged_and_change_nothing_that_is_trained(folder):
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
-def test_a_run_on_energon_data_is_scored_on_what_it_validates_on(folder, tiny_gemma3):
-    source = folder / "data.jsonl"
-    prepare({"train": source, "val": source}, folder / "energon")
-    run_distributed(2, train_on_energon, str(folder), str(tiny_gemma3))
-    lines = (folder / "on_energon/scores/step_00000002.jsonl").read_text().splitlines()
-    keys = [json.loads(line)["key"] for line in lines]
-    assert len(set(keys)) == 5 and all(key.startswith("val-") for key in keys)
-    assert any("score/anls" in row for row in read_rows(folder / "on_energon/metrics.jsonl"))
-
-
 def test_each_metric_of_a_list_scores_the_same_answers(folder):
     rows = [row for row in read_rows(folder / "scored/metrics.jsonl") if "score/worse" in row]
     assert [set(row) for row in rows] == [{"step", "score/worse", "score/contained"}] * 2
@@ -109,38 +85,10 @@ def test_each_metric_of_a_list_scores_the_same_answers(folder):
         assert row["score/contained"] == scored(records, metrics, None).scores["contained"].score
 
 
-def test_the_same_questions_are_asked_each_time(folder):
-    answers = [
-        [
-            json.loads(line)
-            for line in (folder / f"scored/scores/step_{step:08d}.jsonl").read_text().splitlines()
-        ]
-        for step in (2, 4)
-    ]
-    keys = [[one["key"] for one in records] for records in answers]
-    assert keys[0] == keys[1] and len(set(keys[0])) == 5
-    assert [one["answer"] for one in answers[0]] != [one["answer"] for one in answers[1]]
-
-
 def test_the_checkpoint_of_the_best_score_is_kept(folder):
     kept = sorted(path.name for path in (folder / "scored/checkpoints").glob("step_*"))
     assert kept == ["step_00000002", "step_00000004"]
     assert (folder / "scored/checkpoints/best").read_text().strip() == "step_00000002"
-
-
-def test_a_command_is_told_of_an_export_and_may_fail(folder):
-    for step in (2, 4):
-        said = (folder / f"scored/on_export/step_{step:08d}.txt").read_text()
-        assert re.match(rf"told of /\S+/scored/exports/step_{step:08d}, rank \n", said), said
-        assert "model.safetensors" in said and ("files" in said) == (step == 2)
-
-
-def test_what_a_command_prints_is_a_score_on_the_page(folder):
-    history = read_history(folder / "scored")
-    assert [row for row in history.rows if "on_export/files" in row] == [{"step": 2, "on_export/files": 7.0}]
-    [scores] = [chart for chart in charts_of([history]) if chart["title"] == "Scores"]
-    names = ["on_export/files", "score/contained", "score/worse"]
-    assert [series["label"] for series in scores["series"]] == names
 
 
 @pytest.mark.parametrize(
@@ -158,17 +106,3 @@ def test_what_does_not_fit_together_is_refused(settings, said):
     needed = {"run_dir": "r", "model.hf_path": "m", "data.train_data_path": "d"}
     with pytest.raises(ConfigError, match=said):
         validate(apply_overrides(RunConfig(), needed | settings))
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [({"score_every": 2}, "score_every"), ({"keep_best": True, "best_by": "score/anls"}, "best_by")],
-)
-def test_scores_without_conversations_are_refused(settings, name):
-    train = TrainConfig(**settings)
-    with pytest.raises(
-        ConfigError, match=f"train.{name}: there are no conversations .*; give data.score_path"
-    ):
-        check_validation(train, has_data=False)
-    check_validation(train, has_data=False, has_questions=True)
-    check_validation(train, has_data=True)

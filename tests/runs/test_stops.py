@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -131,27 +130,6 @@ def test_time_counts_from_the_command_that_started_the_ranks(monkeypatch):
             assert stops.stop_flags()[-1] == is_over
 
 
-@pytest.mark.long
-def test_the_story_of_a_run(dataset, tiny_gemma3, tmp_path):
-    """Warned, gone on with, scored, its best checkpoint kept, exported twice, told of, on a page."""
-    settings = [f"data.score_path={dataset}", "train.score_every=4", "train.score_samples=3"]
-    settings += ["train.score_metric=anls", "train.score_tokens=3", "train.best_by=score/anls"]
-    settings += ["save_every=4", "train.keep_best=true", "train.keep_checkpoints=1"]
-    settings += ["train.export_every=7", "train.on_export=ls"]
-    sent = {1: signal.SIGUSR1}
-    runs = stopped_and_whole(2, sent, settings, "SIGUSR1", dataset, tiny_gemma3, tmp_path)
-    scores = [row["score/anls"] for row in figures(runs[0]) if "score/anls" in row]
-    assert len(scores) == STEPS // 4 + 1  # and at the end
-    best = {(run / "checkpoints/best").read_text() for run in runs}
-    assert len(best) == 1 and (runs[0] / "checkpoints" / best.pop().strip() / "state.json").is_file()
-    for step in ("step_00000007", "step_00000014"):
-        exported, expected = (run / "exports" / step / "model.safetensors" for run in runs)
-        assert exported.read_bytes() == expected.read_bytes()
-        assert "model.safetensors" in (runs[0] / "on_export" / f"{step}.txt").read_text()
-    page = (runs[0] / "report.html").read_text()
-    assert "score/anls" in page
-
-
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
@@ -178,30 +156,6 @@ def test_a_launcher_passes_warnings_on_to_its_ranks(number, code, said, dataset,
     output = tmp_path.with_suffix(".log").read_text().splitlines()
     assert output[-1].startswith("megatron-vlm: stopped ") and output[-1].endswith(said), output
     assert (code == 75) == (tmp_path / "checkpoints/latest").exists()
-
-
-@pytest.mark.long
-def test_a_run_that_is_asked_to_stop_while_it_waits_for_commands_is_started_again(
-    dataset, tiny_gemma3, tmp_path
-):
-    """The temporary file of a page, which a kill has left, goes with the next start."""
-    settings = ["train.export_every=7", f"train.on_export=[ -e {tmp_path}.quick ] || sleep 100; echo"]
-    command = [sys.executable, "-m", "megatron_vlm.cli", *words(tmp_path, tiny_gemma3, dataset, *settings)]
-    run = subprocess.Popen([*command, "--nproc", "2"])
-    try:
-        wait_for_steps(tmp_path, STEPS, lambda: run.poll() is None)
-        while not (tmp_path / f"on_export/step_{STEPS:08d}.running").exists():
-            assert run.poll() is None
-            time.sleep(0.05)
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(60) == 75
-    finally:
-        run.kill()
-    tmp_path.with_suffix(".quick").touch()
-    (left := tmp_path / ".report.html.0123abcd.partial").touch()
-    assert subprocess.run([*command, "--nproc", "2"]).returncode == 0
-    assert sorted(file.suffix for file in (tmp_path / "on_export").iterdir()) == [".txt", ".txt"]
-    assert not left.exists()
 
 
 ALONE = """
@@ -241,39 +195,6 @@ def test_what_signals_do_before_and_within_steps(before, within, code, said, tmp
     assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr
 
 
-def test_a_rank_is_ended_at_once_by_a_launcher_that_has_lost_another(tmp_path):
-    """torchrun sends SIGTERM to the others when a rank has ended; it asks nobody to save then."""
-    shared = tmp_path / "attempt_0"
-    (shared / "1").mkdir(parents=True)
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(shared / "0/error.json")}
-    environment["MASTER_PORT"] = "1"
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    other = {"rank": 1, "pid": gone.pid, "host": os.uname().nodename, "has_ended": False, "hang": None}
-    other["port"] = "1"
-    (shared / "rank1.json").write_text(json.dumps(other) + "\n")
-    program = ALONE.format(before="pass", within="os.kill(os.getpid(), signal.SIGTERM)")
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == -signal.SIGTERM and done.stdout == ""
-
-
-def test_the_heartbeats_of_a_job_that_was_refused_end_no_other(tmp_path):
-    """Jobs of srun or mpirun have no folder of torchrun's: both write into the run folder."""
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "errors/rank1.txt").touch()  # of the job that runs, so that the other leaves its files
-    job = os.environ | {"WORLD_SIZE": "2"}
-    refused = ALONE.format(before='raise RuntimeError("another run is active here")', within="pass")
-    environment = job | {"RANK": "1", "MASTER_PORT": "2"}
-    assert subprocess.run([sys.executable, "-c", refused, tmp_path], env=environment, timeout=60).returncode
-    assert json.loads((tmp_path / "errors/rank1.json").read_text())["has_ended"]
-    program = ALONE.format(before="pass", within="os.kill(os.getpid(), signal.SIGTERM)")
-    environment = job | {"RANK": "0", "MASTER_PORT": "1"}
-    command = [sys.executable, "-c", program, tmp_path]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, "['SIGTERM']"), done.stderr
-
-
 @pytest.mark.parametrize(
     ("asked_in", "stops_after", "saves"),
     [
@@ -292,13 +213,6 @@ def test_a_run_stops_after_the_step_that_has_begun(asked_in, stops_after, saves)
     assert [step for step in range(1, 11) if stopping.saves_after(step)] == saves
     assert [step for step in range(1, 11) if stopping.evaluates_after(step)] == [4, 6, 8, 10]
     assert stops_after is None or not stopping.goes_on_after(stops_after)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("3h50m", 13_800), ("90", 90), ("1.5h", 5400), ("1d12h", 129_600), ("2m5s", 125)]
-)
-def test_times_are_read(text, seconds):
-    assert seconds_in(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "3h 50m", "-5", "50m3h", "1.2.3", "h"])

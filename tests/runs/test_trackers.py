@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import csv
 import math
-import os
-import signal
-import socket
-import subprocess
-import sys
-import urllib.request
 
 import pytest
 from logged_runs import begun_run, log_step, saved, validate
-from slurm import wait_for
 
 from megatron_vlm.callbacks import Callback, Run, callback_class
-from megatron_vlm.callbacks.run_log import read_rows
-from megatron_vlm.commands.arguments import check_run_folder
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.overrides import apply_overrides
 
@@ -94,20 +85,6 @@ def test_what_is_no_callback_is_refused_before_the_start(name):
         callback_class(name)
 
 
-def test_a_class_that_is_not_there_or_no_callback_is_refused_before_the_start(own, tmp_path, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    for name in ("Theirs", "Other"):
-        settings = {"run_dir": str(tmp_path / "run"), "train.callbacks": [f"{own}:{name}"]}
-        with pytest.raises(ConfigError, match=f"own.py:{name} is no subclass of Callback in that file"):
-            check_run_folder(apply_overrides(RunConfig(), settings))
-
-
-def test_one_that_cannot_be_made_is_told_as_the_users(own):
-    own.write_text(OWN + "class Odd(Mine):\n    def __init__(self, a): ...\n")
-    with pytest.raises(ConfigError, match="train.callbacks: .*own.py:Odd: TypeError: .*; correct the file.$"):
-        callback_class(f"{own}:Odd")()
-
-
 class Notes(Callback):
     def __init__(self):
         self.heard = []
@@ -158,19 +135,6 @@ def test_two_callbacks_of_one_class_have_their_own_state(tmp_path):
     run.callbacks.close()
 
 
-class Forgets(Callback):
-    def before_optimizer_step(self, run, loss, grad_norm):
-        self.loss = loss
-
-
-def test_a_callback_that_gives_no_answer_about_a_step_is_named(tmp_path):
-    run = tracked(tmp_path, own=[Forgets()])
-    assert run.callbacks.judge_steps
-    with pytest.raises(TypeError, match="Forgets.before_optimizer_step returned no True or False"):
-        run.callbacks.before_optimizer_step(run, 2.0, 1.0)
-    run.callbacks.close()
-
-
 class FailsAtItsEnd(Callback):
     def close(self):
         raise ValueError("at its end")
@@ -190,52 +154,3 @@ def test_a_callback_ends_the_run_after_the_step_that_has_begun(tmp_path):
     run.stop("enough")
     assert (run.milestones.last, run.milestones.why) == (2, "ended after step 2 of 3: enough")
     run.callbacks.close()
-
-
-@pytest.fixture(params=["file", pytest.param("server", marks=pytest.mark.long)])
-def mlflow_store(request, tmp_path, monkeypatch):
-    """The module, with a store of files or with a server over SQLite."""
-    mlflow = pytest.importorskip("mlflow")
-    if request.param == "file":
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/store")
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.7 asks for it
-        yield mlflow
-        return
-    pytest.importorskip("uvicorn")  # `mlflow-skinny` has no server
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{found.getsockname()[1]}"
-    command = [sys.executable, "-m", "mlflow", "server", "--port", address.rpartition(":")[2], "--workers=1"]
-    store = ["--backend-store-uri", f"sqlite:///{tmp_path}/store.db", "--artifacts-destination", tmp_path]
-    with open(tmp_path / "server.log", "w") as log:
-        server = subprocess.Popen(
-            [*command, *map(str, store)], stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        wait_for(lambda: is_healthy(f"{address}/health"), 200, "the server of MLflow")
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        yield mlflow
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def is_healthy(address: str) -> bool:
-    try:
-        return urllib.request.urlopen(address, timeout=5).status == 200
-    except OSError:
-        return False
-
-
-def test_mlflow_has_rows_settings_and_one_run_also_after_a_resume(tmp_path, mlflow_store):
-    mlflow = mlflow_store
-    finish(tracked(tmp_path / "run", "mlflow"))
-    finish(tracked(tmp_path / "run", "mlflow", done=2))
-    client = mlflow.MlflowClient()
-    experiment = client.get_experiment_by_name("megatron-vlm").experiment_id
-    (found,) = client.search_runs([experiment])
-    assert found.info.status == "FINISHED" and found.data.params["train.steps"] == "1000"
-    history = client.get_metric_history(found.info.run_id, "loss")
-    assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (3, 1 / 3), (3, 1 / 3)]
-    assert client.get_metric_history(found.info.run_id, "valid_loss.a")[0].value == 0.9
-    assert len(list(read_rows(tmp_path / "run/metrics.jsonl"))) == 4

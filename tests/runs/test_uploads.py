@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,17 +19,14 @@ from programs import COMMAND, run_program
 from sources import write_sharegpt
 
 pytest.importorskip("moto", reason="moto is not installed")
-from store_server import BUCKET, KEY, SECRET, Line, forget, leaked, put, remove, store  # noqa: E402
+from store_server import BUCKET, KEY, SECRET, Line, forget, leaked, put, store  # noqa: E402
 from store_server import names as names_in  # noqa: E402
 
 from megatron_vlm import stores  # noqa: E402
-from megatron_vlm.callbacks import Callbacks, Run  # noqa: E402
 from megatron_vlm.config import ConfigError, RunConfig  # noqa: E402
-from megatron_vlm.extras.report.history import read_history  # noqa: E402
 from megatron_vlm.extras.stores import uploads  # noqa: E402
-from megatron_vlm.job.milestones import Milestones  # noqa: E402
 from megatron_vlm.run_folder.checkpoint_files import state_text  # noqa: E402
-from megatron_vlm.run_folder.folder import check_start, complete_checkpoints, latest_checkpoint  # noqa: E402
+from megatron_vlm.run_folder.folder import latest_checkpoint  # noqa: E402
 
 STEPS = 40
 pytestmark = pytest.mark.long
@@ -122,67 +118,6 @@ def through_a_line(seconds: float = 0.0) -> Iterator[Line]:
         forget()
 
 
-def start_in(run_dir: Path, copy: str, files: int = 3) -> Callable[[], list[str]]:
-    """A start, with the files of a checkpoint: what copies them and returns what was told."""
-    config = config_of(run_dir, copy)
-    uploads.restore(config)
-    (run_dir / "checkpoints/step_00000010").mkdir(parents=True)
-    for name in [*(f"{number}.pt" for number in range(files)), "state.json"]:
-        (run_dir / "checkpoints/step_00000010" / name).write_text(f"{name} of {run_dir}")
-
-    def copied() -> list[str]:
-        told: list[str] = []
-        copies, run = begun(config, told)
-        copies.on_save(run, run_dir / "checkpoints/step_00000010")
-        copies.on_train_end(run)
-        return told
-
-    return copied
-
-
-def begun(config: RunConfig, told: list[str]) -> tuple[uploads.Uploads, Run]:
-    """The callback of a run that has no step yet; what it says comes into `told`."""
-    run = Run(config, Milestones(config.train, 99), Callbacks([]))
-    run.message = told.append
-    copies = uploads.Uploads()
-    copies.on_train_begin(run)
-    return copies, run
-
-
-def test_of_two_runs_with_one_address_one_copies_and_the_other_says_so(folder, tmp_path):
-    copy, last = f"{AT}/two", "checkpoints/step_00000010/state.json"
-    both = {name: start_in(tmp_path / name, copy) for name in ("first", "second")}
-    for name in both:
-        (tmp_path / name / "starts.jsonl").write_text(f"{name}\n")
-    assert both["first"]() == []
-    assert both["second"]() == [f"train.upload_to: {copy} holds another run; give each run its own address."]
-    assert stores.read(f"{copy}/{last}", 99).endswith(b"first")
-
-
-def test_a_copy_that_was_removed_is_made_again(folder, tmp_path):
-    """Nobody else has the address."""
-    copy = f"{AT}/removed"
-    copies = start_in(tmp_path / "run", copy)
-    remove(copy, list(names_in(copy)))
-    assert copies() == [] and stores.is_file(f"{copy}/checkpoints/step_00000010/state.json")
-
-
-def test_a_fetch_that_fails_leaves_no_checkpoint(folder, tmp_path):
-    copy, step = f"{AT}/fetched", "checkpoints/step_00000010"
-    in_the_store(copy, checkpoint_files(10) | {"checkpoints/adapter_start/a": ""})
-    config = config_of(tmp_path, copy)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/adapter_start").touch()
-    (tmp_path / "lock").touch()  # as a run makes it before it fetches
-    with pytest.raises(FileExistsError):
-        uploads.restore(config)
-    assert complete_checkpoints(tmp_path) == [] and check_start(tmp_path, "") is None
-    (tmp_path / "checkpoints/adapter_start").unlink()
-    uploads.restore(config)
-    assert latest_checkpoint(tmp_path) == tmp_path / step
-    assert sorted(os.listdir(tmp_path / step)) == ["a.pt", "b.pt", "state.json"]
-
-
 @pytest.mark.parametrize(("name", "text"), [("b.pt", "b"), ("b.pt", ""), ("state.json", "{")])
 def test_of_a_damaged_copy_the_one_before_is_fetched(folder, tmp_path, name, text):
     copy = f"{AT}/damaged_{name}_{len(text)}"
@@ -193,44 +128,6 @@ def test_of_a_damaged_copy_the_one_before_is_fetched(folder, tmp_path, name, tex
     assert lines[1].startswith("train.upload_to: fetched step_00000010 of ")
     assert latest_checkpoint(tmp_path / "run").name == "step_00000010"
     assert uploads.restore(config_of(tmp_path / "run", copy)) == ""  # the next start
-
-
-def test_a_store_without_a_complete_checkpoint_is_free(folder, tmp_path):
-    """Its run was killed while it copied its first checkpoint, and then lost its folder, too."""
-    copy = f"{AT}/free"
-    in_the_store(copy, {"starts.jsonl": "lost\n", "checkpoints/step_00000010/a.pt": "lost"})
-    (tmp_path / "starts.jsonl").write_text("now\n")
-    copies = start_in(tmp_path, copy)
-    assert copies() == [] and stores.read(f"{copy}/starts.jsonl", 99) == b"now\n"
-    assert set(names_in(f"{copy}/checkpoints/step_00000010")) == {"0.pt", "1.pt", "2.pt", "state.json"}
-
-
-def test_an_export_with_other_weights_is_copied_again(folder, tmp_path):
-    """Its config.json is the same."""
-    copy, export = f"{AT}/exported_again", tmp_path / "run/exports/step_00000008"
-    config = config_of(tmp_path / "run", copy)
-    copies, run = begun(config, [])
-    export.mkdir(parents=True)
-    for weights in (b"one", b"two"):
-        (export / "model.safetensors").write_bytes(weights)
-        (export / "config.json").write_text("{}")
-        copies.on_save(run, export)
-        deadline = time.monotonic() + 60
-        at = f"{copy}/exports/{export.name}"
-        while not (
-            stores.is_file(f"{at}/config.json") and stores.read(f"{at}/model.safetensors", 9) == weights
-        ):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    copies.on_train_end(run)
-
-
-def test_copies_end_where_the_run_folder_cannot_be_read(folder, tmp_path):
-    copies = start_in(tmp_path, f"{AT}/unread")
-    (tmp_path / "checkpoints").rename(tmp_path / "aside")
-    (tmp_path / "checkpoints").touch()
-    [said] = copies()
-    assert "is not a folder" in said
 
 
 def test_what_is_no_file_of_a_run_is_not_fetched(folder, tmp_path):
@@ -256,44 +153,6 @@ def test_another_runs_copy_is_not_replaced(folder, tmp_path):
     with pytest.raises(ConfigError, match="holds another run"):
         uploads.restore(config)
     assert names_in(f"{AT}/theirs") == there
-
-
-@pytest.mark.parametrize("written", ["model: {hf_path: theirs}", "no: config"])
-def test_a_copy_of_another_model_is_refused_before_it_is_fetched(folder, tmp_path, written):
-    copy = f"{AT}/other/{written[:2]}"
-    in_the_store(copy, {"config.yaml": written, "checkpoints/step_00000010/state.json": "{}"})
-    there = names_in(copy)
-    config = config_of(tmp_path, copy)
-    config.model.hf_path = "mine"
-    with pytest.raises(ConfigError, match=f"^train.upload_to: {copy}.*ive another train.upload_to"):
-        uploads.restore(config)
-    assert list(tmp_path.iterdir()) == [] and names_in(copy) == there
-
-
-def test_a_run_killed_while_it_copies_goes_on_from_the_copy_before(folder, train, tmp_path):
-    """The line to the store is slow. The second run begins in an empty folder, as if never killed."""
-    local, killed, moved = (tmp_path / name for name in ("local", "killed", "moved"))
-    copy = f"{AT}/runs/killed"
-    assert train(local, f"{folder}/data/energon").returncode == 0
-
-    def half_there() -> bool:
-        names = names_in(f"{copy}/checkpoints")
-        later = [name for name in names if "step_00000010" < name.split("/")[0] < "step_9"]
-        return "step_00000010/state.json" in names and len(later) > 1
-
-    settings = [f"{AT}/data/energon", f"train.upload_to={copy}", "train.keep_checkpoints=4"]
-    with through_a_line(0.02):
-        assert train(killed, *settings, until=half_there).returncode == -9
-    names = names_in(f"{copy}/checkpoints")
-    [newest] = [name for name in names if name.endswith("state.json")]
-    assert newest == "step_00000010/state.json" and len({name.split("/")[0] for name in names}) > 1
-    assert train(moved, *settings).returncode == 0
-    assert [start["step"] for start in read_history(moved).starts][-1] == 11
-    assert figures(moved) == figures(local)
-    assert {name.split("/")[0] for name in names_in(f"{copy}/checkpoints")} == {
-        "latest",
-        *(f"step_{step:08d}" for step in (10, 20, 30, 40)),
-    }
 
 
 def test_a_run_whose_machine_is_lost_again_and_again_goes_on(folder, train, tmp_path):
@@ -346,13 +205,3 @@ def test_a_store_that_goes_away_is_told_and_gets_all_later(folder, train, tmp_pa
         "step_00000030",
         "step_00000040",
     }
-
-
-def test_a_folder_behind_the_store_is_refused(folder, train, tmp_path):
-    run_dir, data, copy = tmp_path / "run", f"{folder}/data/rows/data.jsonl", f"{AT}/runs/ahead"
-    with stores.at(f"{copy}/checkpoints/step_00000090/state.json") as (client, path):
-        client.write(path, b"{}")
-    assert train(run_dir, data, "steps=10").returncode == 0
-    refused = train(run_dir, data, f"train.upload_to={copy}")
-    said = f"train.upload_to: {copy} has step_00000090, and {run_dir} only step_00000010; give a new run_dir"
-    assert refused.returncode == 2 and said in refused.stderr.splitlines()[-1]
