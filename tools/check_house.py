@@ -48,7 +48,6 @@ LEFT_OUT = {
     "stores": "as files",
     "messages": "how what others wrote is printed, and what was being read at an error",
     "signatures": "what a file is that a library refused",
-    "data.records.source_errors": "which file of a dataset cannot be read, and why",
     "supported": "what config.json must say so that a checkpoint can be trained",
     "weight_files": "which safetensors a checkpoint has, and whether they can be read",
     "training.figures": "what a run says of itself, with profile",

@@ -24,7 +24,7 @@ LOCAL = {
     "data.encode.chat_template": 7,
     "data.encode.processing": 2,
     "extras.grounding.convention": 2,  # tried in tests/data/test_boxes.py
-    "data.on_disk.plain": 1,
+    "data.on_disk.rows_file": 1,
     "data.chatml.turns": 1,
     "job.errors": 1,
     "models.weights.files": 1,

@@ -23,7 +23,7 @@ from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.data.on_disk.lines import first_records
+from megatron_vlm.data.records import hub
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table
 from megatron_vlm.data.records.unread import first_notes, sample_sources
@@ -115,7 +115,6 @@ def test_records_are_read_from_any_form_under_any_name(tmp_path, form, name):
     assert [rows.record(index) for index in range(len(rows))] == [(row, tmp_path) for row in RECORDS]
     assert rows.origin(0)[0] == str(tmp_path / name)
     assert len({rows.key(index) for index in range(len(rows))}) == len(rows)
-    assert list(first_records(tmp_path / name)) == RECORDS
     again = open_table(tmp_path / name)
     assert (again.fingerprint(), again.identity) == (rows.fingerprint(), rows.identity)
 
@@ -128,8 +127,6 @@ def test_tables_are_read_from_any_form_under_any_name(tmp_path, form, name):
     rows = open_table(tmp_path / name)
     found = [rows.record(index) for index in range(len(rows))]
     assert [root for _, root in found] == [tmp_path] * len(PLAIN)
-    stream = StreamedRows.open(str(tmp_path / name), Columns())
-    assert [row["answer"] for row in stream.stream] == [row["answer"] for row in PLAIN]
     for (read, root), row in zip(found, PLAIN, strict=True):
         conversation, images, _ = read_record(read, root)
         assert conversation == parse_record(row).stored()
@@ -154,7 +151,7 @@ def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
     (tmp_path / "one.jsonl").write_text(json.dumps(turns))
     assert open_table(tmp_path / "one.jsonl").record(0)[0] == {"messages": turns}
     (tmp_path / "two.jsonl").write_text(f"{json.dumps(turns)}\n" * 2)
-    assert list(first_records(tmp_path / "two.jsonl")) == [{"messages": turns}] * 2
+    assert open_table(tmp_path / "two.jsonl").record(1)[0] == {"messages": turns}
     (tmp_path / "cut.jsonl").write_bytes(
         UTF_8[9:] + '{"question": "où?"}\n'.encode("latin-1") + "{}çà".encode()
     )
@@ -169,12 +166,60 @@ def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
 
 
 def test_a_row_with_too_many_values_is_named_and_one_with_too_few_is_read(tmp_path):
-    (tmp_path / "rows.csv").write_text("question,answer,image\nq,a,b.jpg\nq,a\n")
-    rows = open_table(tmp_path / "rows.csv")
-    assert [rows.record(n)[0]["answer"] for n in (0, 1)] == ["a", "a"]
-    (tmp_path / "rows.csv").write_text("question,answer\nq,a\nq,a,b\nq,a\n")
-    with pytest.raises(ValueError, match="rows.csv: cannot be read .*Expected 2 fields in line 3, saw 3"):
-        open_table(tmp_path / "rows.csv")
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer,image\nNA,007,b.jpg\nNone,1.50\n")
+    rows = open_table(path)
+    assert rows.record(0)[0] == {"question": "NA", "answer": "007", "image": "b.jpg"}
+    assert rows.record(1)[0] == {"question": "None", "answer": "1.50"}
+    for text in ("question,answer\nq,a\nq,a,b\n", "question,answer\n\nq,a,b\nq,a\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="rows.csv: cannot be read .line 3: 3 values for 2 columns"):
+            open_table(path)
+
+
+CARDS = {  # what a dataset's card says -> how it is refused
+    "data_files: [{split: a, path: [rows.jsonl, ../x.jsonl]}]": "names the data .*x.jsonl, outside of",
+    "data_files: 'zip://rows.jsonl::rows.zip'": "rows.zip",
+    "data_dir: ..": "names the data .*rows.jsonl, outside of",
+    "data_files: 'l*.jsonl'": "names the data .*link.jsonl, outside of",
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_dataset_reads_no_other_whatever_its_card_says(tmp_path, card):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: a\n  {card}\n---\nWords.\n")
+    for file in (folder / "rows.jsonl", tmp_path / "x.jsonl"):
+        file.write_text('{"messages": "x"}\n')
+    (folder / "link.jsonl").symlink_to(tmp_path / "x.jsonl")
+    for read in (hub.open_stream, hub.open_rows):
+        with pytest.raises(ValueError, match=CARDS[card]):
+            read(folder)
+
+
+def test_a_saved_dataset_reads_no_other(tmp_path):
+    rows = datasets.Dataset.from_dict({"a": [1]})
+    rows.save_to_disk(tmp_path / "other")
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["../other"]}')
+    with pytest.raises(ValueError, match="saved: names the data .*other.*, outside of"):
+        hub.open_rows(tmp_path / "saved")
+
+
+def test_a_folder_of_tables_is_refused_and_one_that_cannot_be_read_is_named(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, text, words in (
+        ("rows.csv", b"question,answer\nNA,007\n", "holds tables, .* would guess .*; give the files"),
+        ("rows.jsonl", UTF_8[:-9], "cannot be read .JSON parse error"),
+    ):
+        (folder / name).write_bytes(text)
+        with pytest.raises(ValueError, match=f"{folder}: {words}"):
+            open_table(folder)
+        with pytest.raises(ValueError, match=f"{folder}: {words}"):
+            list(StreamedRows.open(str(folder), Columns()).records(0))
+        (folder / name).unlink()
 
 
 @pytest.mark.parametrize(
@@ -189,8 +234,8 @@ def test_a_row_with_too_many_values_is_named_and_one_with_too_few_is_read(tmp_pa
             image_bytes(1),
             "its first line, .* or more\\); write one JSON object on each line|can't decode byte",
         ),
-        (gzip.compress(UTF_8)[:-40], "a gzip file, cannot be read .*; unpack it yourself, or download it"),
-        (two_files(UTF_8), "a zip file, cannot be read .it holds 2 files, .*; unpack it yourself, or"),
+        (gzip.compress(UTF_8)[:-40], "cannot be read .*; unpack it yourself, or download it"),
+        (two_files(UTF_8), "cannot be read .it holds 2 files, .*; unpack it yourself, or"),
         (b"", "is an empty file; download or write"),
         (bytes(99), "begins with zeros; download it again"),
         (

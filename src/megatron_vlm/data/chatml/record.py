@@ -55,9 +55,8 @@ from megatron_vlm.data.chatml.turns import (
     role_of,
     unread_keys,
 )
-from megatron_vlm.data.media.files import read_media
+from megatron_vlm.data.media.files import in_order, read_media
 from megatron_vlm.data.on_disk import fields
-from megatron_vlm.data.on_disk.named import in_order
 from megatron_vlm.data.on_disk.paths import PICTURES
 from megatron_vlm.messages import listed
 

@@ -4,18 +4,25 @@ import base64
 import functools
 import io
 import os
-from pathlib import Path
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from PIL import Image, ImageOps
 
 from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.media.images import to_rgb
-from megatron_vlm.data.on_disk.named import describe_outside, is_address, is_base64
 from megatron_vlm.files import MOST_BYTES, check_file, read_file
 from megatron_vlm.imports import optional_package
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
+SHORTEST_FILE = 100  # characters of base64
+# How the images and videos begin that are read: they tell base64 without a head from a path.
+MEDIA_STARTS = re.compile(
+    rb"\x89PNG|\xff\xd8\xff|BM....\0\0\0\0|GIF8|RIFF....(WEBP|AVI )|II\*\0|MM\0\*|....ftyp|\x1a\x45\xdf\xa3",
+    re.DOTALL,
+)
 
 
 def read_media(name: str, root: Path | str) -> bytes:
@@ -66,9 +73,15 @@ def image_file(image: bytes | str | os.PathLike | Image.Image) -> bytes:
 
 def _inside(name: str, root: Path) -> Path:
     path = (root / name).resolve()
-    if not path.is_relative_to(root.resolve()):
-        raise BadSample("missing_media", f"{name[:200]} {describe_outside(name, path, root)}")
-    return path
+    if path.is_relative_to(root.resolve()):
+        return path
+    start = str(path).removesuffix(f"/{os.path.normpath(name)}")
+    if os.path.isabs(name) or start == str(path):
+        remedy = "set data.media_dir=/ and give absolute paths, or copy the files"
+    else:
+        remedy = f"set data.media_dir={start or '/'}, or copy the files"
+    detail = f"{name[:200]} leads to {path}, outside of {root}; {remedy}"
+    raise BadSample("missing_media", detail)
 
 
 def _from_store(name: str, root: str) -> bytes:
@@ -80,7 +93,7 @@ def _from_store(name: str, root: str) -> bytes:
 
 def _missing(name: str, root: Path | str, error: Exception) -> BadSample:
     """Say that what a record names is not there, and why if it is an address."""
-    if is_address(name):
+    if re.match(r"[a-z][a-z0-9+.-]*://", name, re.IGNORECASE):
         return BadSample("missing_media", f"{name[:200]} is an address; download it and give its path")
     return BadSample("missing_media", f"{name[:200]} under {root}: {error}")
 
@@ -120,3 +133,30 @@ def _open_lmdb(database: Path):
         opened.close()
         raise ValueError(f"{file} is cut short, {size} of {least} bytes; copy it again")
     return opened
+
+
+# -- what a name in a record is
+
+
+def in_order(media: list, parts: list[tuple[Any, Any]]) -> bool:
+    """Whether a record and its parts can name the same media in one order; the parts say a medium or None,
+    and an index or None."""
+    numbers = [number for _, number in parts if isinstance(number, int)]
+    names = ({_file_name(item), _file_name(named)} for item, (named, _) in zip(media, parts, strict=False))
+    return not media or (numbers == sorted(numbers) and all(len(pair - {None}) < 2 for pair in names))
+
+
+def _file_name(medium: Any) -> str | None:
+    path = medium.get("path") if isinstance(medium, dict) else medium
+    if not isinstance(path, str) or path.startswith("data:") or "::" in path or is_base64(path):
+        return None
+    return PurePosixPath(path.replace("\\", "/")).name
+
+
+def is_base64(text: str) -> bool:
+    """Whether a text is an image or a video in base64, by its beginning."""
+    try:
+        start = base64.b64decode(text[:64], validate=True) if len(text) >= SHORTEST_FILE else b""
+        return MEDIA_STARTS.match(start) is not None
+    except ValueError:
+        return False

@@ -1,22 +1,25 @@
 """Meta files in LLaMA-Factory's format: several datasets, each with its columns, tags and share."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.on_disk.descriptions import (
-    META_FIELDS,
-    META_KEYS,
-    META_NUMBERS,
-    META_SOURCES,
-    check_fields,
-    damaged,
-    read_meta,
-)
+from megatron_vlm.data.on_disk.descriptions import check_fields, damaged
 from megatron_vlm.data.on_disk.paths import DataSource
+from megatron_vlm.files import read_file
 from megatron_vlm.messages import suggestion
+
+META_SOURCES = ("file_name", "hf_hub_url")
+META_NUMBERS = ("sample_ratio", "num_samples")
+META_FIELDS = {
+    **dict.fromkeys((*META_SOURCES, "media_dir", "split", "subset"), str),
+    **dict.fromkeys(("columns", "tags"), dict),
+}
+META_KEYS = {*META_FIELDS, *META_NUMBERS, "formatting", "ranking"}  # the last two are not read: records tell
+LARGEST_META = 1 << 24  # bytes
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,18 @@ class Entry:
     columns: Columns
     media_dir: Path
     split: str | None
+
+
+def read_meta(path: Path) -> dict[str, dict] | None:
+    """Return the entries of a meta file, or None for a file that is something else."""
+    try:
+        content = json.loads(read_file(path, LARGEST_META))
+    except (ValueError, RecursionError):  # JSON Lines, or damaged: who reads it line by line will see
+        return None
+    is_meta = isinstance(content, dict) and content and all(isinstance(e, dict) for e in content.values())
+    entries = content.values() if is_meta else ()  # or {id: record}
+    named = any({*META_SOURCES} & entry.keys() or entry.keys() <= META_KEYS for entry in entries)
+    return content if named else None
 
 
 def entries_of(path: Path, columns: Columns, root: Path | None, datasets: Sequence[str]) -> dict[str, Entry]:

@@ -13,7 +13,8 @@ from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.accounts.fingerprint import digest
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
-from megatron_vlm.data.on_disk.plain import on_disk
+from megatron_vlm.data.on_disk.descriptions import reading_data
+from megatron_vlm.data.on_disk.rows_file import on_disk
 
 Place = tuple[int, int, int]  # shard, number in it, and the epoch
 Row = tuple[Place, dict]  # and the record as the stream gave it
@@ -55,9 +56,7 @@ class StreamedRows:
 
     def records(self, shard: int) -> Iterator[dict]:
         """The records of a shard, as stored. Raises ValueError that names the file that cannot be read."""
-        from megatron_vlm.data.records.source_errors import name_damaged_file
-
-        with name_damaged_file(self.name):
+        with reading_data(self.name):
             yield from self.stream.shard(self.stream.num_shards, shard)
 
     def first_rows(self, count: int) -> list[Row]:

@@ -19,12 +19,19 @@ import numpy as np
 from megatron_vlm import stores
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.on_disk.descriptions import damaged, read_meta
-from megatron_vlm.data.on_disk.lines import REPAIR, first_records, lines_file, record_places
+from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
-from megatron_vlm.data.on_disk.plain import on_disk, plain_file, table_of, tabular_kind
+from megatron_vlm.data.on_disk.rows_file import (
+    REPAIR,
+    is_conversation,
+    lines_file,
+    on_disk,
+    record_places,
+    tabular_kind,
+    unpacked,
+)
 from megatron_vlm.data.records.blends import Table, blend_tables, path_names
-from megatron_vlm.data.records.meta import Entry, entries_of
+from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
 from megatron_vlm.files import check_file, open_file
 
 CHECKED_RECORDS = 1000  # the first ones: one must be there, and every mapped column must occur
@@ -42,12 +49,14 @@ class HFTable(Table):
     def __post_init__(self) -> None:
         self.columns.check(self.rows.column_names, self.name)
         self.identity = f"{self.rows._fingerprint} {self.columns}"
+        self.rows = self.rows.with_format("arrow")  # so that media are not decoded
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def record(self, index: int) -> tuple[dict, Path | str]:
-        return self.columns.of_arrow(self.rows[index]), self.root
+        [row] = self.rows[index].to_pylist()
+        return self.columns.of_arrow(row), self.root
 
     def origin(self, index: int) -> tuple[str, int]:
         return self.name, index
@@ -77,12 +86,11 @@ class JsonTable(Table):
         self.columns = columns
         media = root if isinstance(root, str) else root.resolve()
         self.identity = f"{path.resolve()} {_version(path.stat())} {media} {self.columns}"
-        present = {str(name) for record in first_records(path, CHECKED_RECORDS) for name in record}
-        if not present:
-            raise damaged(
-                path, f"holds no record: not one of its first {CHECKED_RECORDS} is a JSON object", REPAIR
-            )
-        columns.check(sorted(present), str(path))
+        first = [self._columns_of(index) for index in range(min(len(self), CHECKED_RECORDS))]
+        if not any(first):
+            fact = f"holds no record: not one of its first {CHECKED_RECORDS} is a JSON object"
+            raise damaged(path, fact, REPAIR)
+        columns.check(sorted(set(chain.from_iterable(first))), str(path))
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -92,6 +100,16 @@ class JsonTable(Table):
 
     def origin(self, index: int) -> tuple[str, int]:
         return self.name, int(self._numbers[index])
+
+    def _columns_of(self, index: int) -> set[str]:
+        """Return the keys of a record as it is stored; none if it is no record."""
+        try:
+            record = self._raw(index)
+        except BadSample:
+            return set()
+        if is_conversation(record):
+            return {"messages"}
+        return set(map(str, record)) if isinstance(record, dict) else set()
 
     def _raw(self, index: int) -> Any:
         start, stop = int(self._starts[index]), int(self._stops[index])
@@ -172,8 +190,8 @@ def kind_of(path: str | Path) -> str:
         check_file(path)
     if not path.is_file():
         return "hf"
-    plain = plain_file(path)
-    if tabular_kind(plain) or table_of(plain):
+    plain = unpacked(path)
+    if tabular_kind(plain):
         return "hf"
     return "json" if read_meta(plain) is None else "meta"
 
