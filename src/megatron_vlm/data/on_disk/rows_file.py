@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from megatron_vlm import stores
 from megatron_vlm.data.on_disk.descriptions import reading_data
 from megatron_vlm.data.on_disk.fields import FIELDS
-from megatron_vlm.files import MOST_TEXT, made_once, open_file, open_to_write
+from megatron_vlm.files import MOST_TEXT, open_file, open_to_write
 
 REPAIR = "write one JSON object on each line, in UTF-8"
 COPIED_AT_ONCE = 1 << 20  # bytes
@@ -57,7 +57,7 @@ def unpacked(path: str | Path) -> Path:
         return path
 
     def unpack(target: Path) -> None:
-        with open_file(path) as file, opener(file) as content, open_to_write(target, new=True) as plain:
+        with open_file(path) as file, opener(file) as content, open_to_write(target, "xb") as plain:
             plain.writelines(iter(partial(content.read, COPIED_AT_ONCE), b""))
 
     with reading_data(path, "unpack it yourself, or download it again"):
@@ -95,7 +95,7 @@ def _in_cache(key: str, name: str, make: Callable[[Path], None]) -> Path:
     from datasets import config
 
     folder = Path(config.HF_DATASETS_CACHE, "unpacked", hashlib.sha256(key.encode()).hexdigest()[:24])
-    return made_once(folder, lambda aside: make(aside / name)) / name
+    return stores.made_once(folder, lambda aside: make(aside / name)) / name
 
 
 def _version(path: Path) -> str:
@@ -164,7 +164,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def _write_lines(plain: Path, target: Path) -> None:
-    with open_file(plain) as file, open_to_write(target, new=True) as lines:
+    with open_file(plain) as file, open_to_write(target, "xb") as lines:
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         is_json = text.read(START_BYTES).lstrip()[:1] in ("[", "{", "")
         text.seek(0)
