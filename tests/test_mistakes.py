@@ -151,8 +151,8 @@ def test_the_whole_command_takes_two_seconds(row, folder):
 
 def test_what_the_mistakes_differ_from_is_none(folder, monkeypatch):
     from megatron_vlm.checks.paths import validate_paths
-    from megatron_vlm.config_rules.settings import validate
     from megatron_vlm.recipes import compose
+    from megatron_vlm.validate import validate
 
     monkeypatch.chdir(folder)
     options = dict(word.removeprefix("--").split("=") for word in GOOD["train"])

@@ -1,9 +1,9 @@
 """A run's configuration: plain dataclasses, no torch. See `recipes/` for functions that return one and
-`config_rules` for what can be wrong with it.
+`validate` for what can be wrong with it.
 
 A setting has its dotted key, such as `train.steps`, as its name everywhere: overrides, YAML files and errors.
-The rule that its value keeps by itself is a part of its type, which `overrides.fitted` reads. Rules over
-several settings are in `config_rules`.
+The rule that its value keeps by itself is a part of its type, which pydantic reads (`overrides.fit_to_type`).
+Rules over several settings are in `validate`.
 """
 
 import os
@@ -15,6 +15,7 @@ from math import lcm
 from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator, BeforeValidator, Field
 
 EPOCH = "epoch"
 PROFILE_WARM_UP = 3  # steps before those that `--profile` records: they allocate and choose kernels
@@ -50,26 +51,36 @@ def as_time(text: str) -> str:
     return text
 
 
-FromZero = Annotated[int, Ge(0), Le(MOST)]
-FromOne = Annotated[int, Ge(1), Le(MOST)]
-NotNegative = Annotated[float, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-Share = Annotated[float, Ge(0), Le(1)]
-PartialShare = Annotated[float, Ge(0), Lt(1)]
-Seconds = Annotated[float, Ge(1), Le(86_400)]
-Time = Annotated[str, as_time, "a time, as 3h50m, 90s or a number of seconds"]
+def no_switch(value: Any) -> Any:
+    """Return the value. Raises ValueError for true and false, which pydantic would take for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is no number.")
+    return value
+
+
+Number = BeforeValidator(no_switch)
+FromZero = Annotated[int, Ge(0), Le(MOST), Number]
+FromOne = Annotated[int, Ge(1), Le(MOST), Number]
+NotNegative = Annotated[float, Ge(0), Number]
+Positive = Annotated[float, Gt(0), Number]
+Share = Annotated[float, Ge(0), Le(1), Number]
+PartialShare = Annotated[float, Ge(0), Lt(1), Number]
+Seconds = Annotated[float, Ge(1), Le(86_400), Number]
+Time = Annotated[str, AfterValidator(as_time)]
 Name = Annotated[str, MinLen(1)]
-PathName = Annotated[Name, as_path]
-DataPaths = Annotated[
-    PathName | list[PathName], MinLen(1), "a path or a list of paths"
-]  # see `data.on_disk.paths`
-Every = Annotated[FromZero | Literal["epoch"], "a number of steps, or epoch"]
-ModuleNames = Annotated[Name | list[Name] | None, "a regex or a list of names"]
+PathName = Annotated[Name, AfterValidator(as_path)]
+# a path or a list of paths, see `data.on_disk.paths`
+DataPaths = PathName | Annotated[list[PathName], MinLen(1)]
+Every = FromZero | Literal["epoch"]  # a number of steps, or epoch
+Names = Name | Annotated[list[Name], MinLen(1)]
+ModuleNames = Names | None  # a regex or a list of names
 BoxFormat = Literal[  # the names of `extras.grounding.convention`
     *("bbox_2d_pixels", "bbox_2d", "box_2d", "box_tokens", "ref_box", "begin_of_box"),
     *("pixels", "thousandths", "shares"),
 ]
-TemplateValue = bool | Annotated[int, "a number"] | Annotated[float, "a number"] | Annotated[str, "a text"]
+TemplateValue = Annotated[
+    Annotated[int, Number] | Annotated[float, Number] | bool | str, Field(union_mode="left_to_right")
+]
 Parts = list[Literal["tower", "projector", "language_model"]]
 
 
@@ -237,7 +248,7 @@ class OptimizerConfig:
 class TrainConfig:
     steps: FromOne | None = 1000  # None: as many as `epochs` make
     # in place of `steps`: how often the training data is passed over
-    epochs: Annotated[float, Gt(0), Le(1_000_000)] | None = None
+    epochs: Annotated[float, Gt(0), Le(1_000_000), Number] | None = None
     micro_batch_size: FromOne = 1
     global_batch_size: FromOne = 32
     seed: FromZero = 1234
@@ -255,7 +266,7 @@ class TrainConfig:
     best_by: Name = "valid_loss"
     patience: FromZero = 0  # the run ends after so many validations or scores without a better one; 0: never
     score_every: Every = 0  # steps between scores of answers, or "epoch"; 0: none
-    score_metric: Annotated[Name | list[Name], MinLen(1), "a name or a list of names"] = "exact_match"
+    score_metric: Names = "exact_match"
     score_samples: FromOne = 100  # questions; the same ones each time
     score_tokens: FromOne = 64  # of the longest answer
     export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
@@ -270,7 +281,7 @@ class TrainConfig:
     # what to do when loss or gradient norm jump (see `Spikes`): say it, leave out the step, or end the run
     on_spike: Literal["warn", "skip", "stop"] | None = None
     # FILE.py:CLASS of your own, see docs/reports.md
-    callbacks: Annotated[Name | list[Name], "a name or a list of names"] = field(default_factory=list)
+    callbacks: Name | list[Name] = field(default_factory=list)
     objective: str = "tokens"  # one of `objectives.OBJECTIVES`; "dpo": preference pairs, see docs/rl.md
     dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
 

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict
-from math import isfinite
+from functools import cache
 from os import PathLike
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.files import read_text
@@ -20,23 +20,17 @@ from megatron_vlm.messages import has_keys, join_lines, suggestion
 from megatron_vlm.stores import KEYS
 
 EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
-SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 MOST_YAML = 1 << 20  # characters of settings
-LONGEST_NUMBER = 100
-LONGEST_KEY = 1000  # characters, as all keys within it begin with it
 MOST_PROBLEMS = 20  # that are named
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Reads YAML in time and memory in proportion to its size: without aliases, which a few lines can nest to
-    any size, and without numbers of many digits, whose cost grows with the square of their length."""
+    """Reads YAML without aliases, which a few lines nest to any size, and without a key that comes twice."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError("aliases are not read; write it out", self.peek_event().start_mark)
         node = super().compose_node(parent, index)
-        if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
-            raise yaml.MarkedYAMLError(f"a number of {len(node.value)} digits", node.start_mark)
         keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
         counts = Counter(key for key in keys if isinstance(key, str))
         if twice := [key for key, count in counts.items() if count > 1]:
@@ -118,8 +112,6 @@ def split_override(text: str) -> tuple[str, str]:
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as a flat mapping with dotted keys."""
-    if len(prefix) > LONGEST_KEY:
-        raise ConfigError(f"{prefix}: a key of {len(prefix)} characters; no setting has one.")
     flat = {}
     for key, value in settings.items():
         inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -153,15 +145,11 @@ def checked(name: str, value: Any) -> Any:
             f"{name}: data is not read by https; download the file, or give the name of a dataset of the hub "
             "or s3://BUCKET/PATH."
         )
-    hint = setting_types()[name]
     try:
-        value = fitted(value, hint)
+        value = fit_to_type(value, setting_types()[name])
         return read_template(value) if is_template and value else value
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{name}: {error}") from error
-    except (TypeError, yaml.YAMLError) as error:
-        example = f", as {name}.NAME=VALUE" if get_origin(hint) is dict else ""
-        raise ConfigError(f"{name}: {value!r} does not fit; expected {in_words(hint)}{example}.") from error
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from error
 
 
 def read_template(template: str) -> str:
@@ -186,123 +174,55 @@ def refuse_keys(name: str, value: Any) -> None:
         )
 
 
-def fitted(value: Any, hint: Any) -> Any:
-    """The value in the type of a hint; text is read. Raises TypeError for another type, and ValueError for a
-    value that breaks a rule of an `Annotated` or is no choice of a `Literal`."""
-    kind = get_origin(hint)
-    inner = get_args(hint)
-    if kind is Annotated:  # first its type, as its rules compare numbers and not texts
-        value = fitted(value, inner[0])
-        for rule in inner[1:]:
-            value = rule(value) if callable(rule) else _keeping(value, rule)
-        return value
-    if kind in (Union, UnionType):
-        return _fitted_to_one(value, inner)
-    if kind is Literal:
-        if not isinstance(value, str):
-            raise TypeError
-        if value not in inner:
-            raise ValueError(f"{value} does not exist{suggestion(value, inner)}")
-        return value
-    if kind is list:
-        items = _from_yaml(value, "[]")
-        if not isinstance(items, list | tuple):
-            raise TypeError
-        return [fitted(item, inner[0]) for item in items]
-    if kind is dict:
-        return _fitted_mapping(value, inner[1])
-    return _fitted_scalar(value, hint)
+def fit_to_type(value: Any, hint: Any) -> Any:
+    """Return the value in the type of a hint, whose rules pydantic checks; texts are read.
 
+    A text is YAML for a list or a mapping, with its brackets or without, and for a value whose type is open.
 
-def _fitted_to_one(value: Any, hints: tuple[Any, ...]) -> Any:
-    """The value in the first type that takes it. A text in brackets is a list where there may be one."""
-    if NoneType in hints and value in (None, "null", "None"):
+    Raises:
+        ValueError: It has another type or breaks a rule; the message says which.
+    """
+    kinds = {get_origin(kind) or kind for kind in _alternatives(hint)}
+    if NoneType in kinds and value in ("null", "None"):
         return None
-    others = [hint for hint in hints if hint is not NoneType]
-    lists = [hint for hint in others if get_origin(hint) is list]
-    if lists and (isinstance(value, list | tuple) or str(value).startswith("[")):
-        others = lists
-    if len(others) == 1:
-        return fitted(value, others[0])
-    for hint in others:
-        try:
-            return fitted(value, hint)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, ValueError) and get_args(hint)[:1] == (str,):
-                raise  # the rule of a text says best what is wrong with it
-    raise TypeError
-
-
-def _fitted_mapping(value: Any, hint: Any) -> dict[str, Any]:
-    entries = _from_yaml(value, "{}")
-    if not isinstance(entries, Mapping):
-        raise TypeError
-    mapping = {}
-    for key, entry in entries.items():
-        try:
-            mapping[str(key)] = fitted(entry, hint)
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from error
-    return mapping
-
-
-def _from_yaml(value: Any, brackets: str) -> Any:
-    """Reads a text, written with these brackets or without, as YAML; returns other values as they are."""
-    if not isinstance(value, str):
-        return value
-    return _plain_yaml(value if value.startswith(brackets[0]) else f"{brackets[0]}{value}{brackets[1]}")
-
-
-def _fitted_scalar(value: Any, kind: type) -> Any:
-    if kind is bool:
-        switch = SWITCHES.get(value.lower()) if isinstance(value, str) else value
-        if not isinstance(switch, bool):
-            raise TypeError
-        return switch
-    if isinstance(value, bool) or not isinstance(value, str | int | float | PathLike):
-        raise TypeError
-    if kind is str:
-        return str(value)
+    if isinstance(value, PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        if dict in kinds and not value.startswith("{"):
+            value = f"{{{value}}}"
+        if kinds == {list} and not value.startswith("["):
+            value = f"[{value}]"
+        if dict in kinds or list in kinds and value.startswith("["):
+            value = _plain_yaml(value)
     try:
-        number = int(str(value)) if kind is int else float(value)
-    except ValueError as error:
-        raise TypeError from error
-    if not isfinite(number):
-        raise ValueError(f"{number} is not a finite number.")
-    return number
+        return _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        place = f"{problems[0]['loc'][0]}: " if dict in kinds and problems[0]["loc"] else ""
+        for problem in problems:
+            if problem["type"] == "value_error":  # by a rule of ours, which names the value
+                raise problem["ctx"]["error"] from error
+        texts = dict.fromkeys(problem["msg"] for problem in problems)
+        raise ValueError(f"{place}{problems[0]['input']!r}: {' or '.join(texts)}.") from error
 
 
-def _keeping(value: Any, rule: Any) -> Any:
-    """The value. Raises ValueError if it breaks a rule; a text in place of a rule is only for `in_words`."""
-    shown = f"{value:g}" if isinstance(value, float) else value
-    match rule:
-        case Ge(ge=least) if value < least:
-            raise ValueError(f"{shown} is less than {least}.")
-        case Gt(gt=bound) if value <= bound:
-            raise ValueError(f"{shown} is not more than {bound}.")
-        case Le(le=most) if value > most:
-            raise ValueError(f"{shown} is more than {most}.")
-        case Lt(lt=bound) if value >= bound:
-            raise ValueError(f"{shown} is not less than {bound}.")
-        case MinLen() if not value:
-            raise ValueError("is empty; give a name, or leave the setting out.")
-    return value
+def _alternatives(hint: Any) -> list[Any]:
+    """The types of a hint, without the rules of an `Annotated` and with the parts of a union."""
+    if get_origin(hint) is Annotated:
+        return _alternatives(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [kind for part in get_args(hint) for kind in _alternatives(part)]
+    return [hint]
 
 
-def in_words(hint: Any) -> str:
-    """Describes the value that a hint asks for: its text if it is `Annotated` with one, else its type."""
-    kind = get_origin(hint)
-    inner = get_args(hint)
-    if kind is Annotated:
-        texts = [rule for rule in inner[1:] if isinstance(rule, str)]
-        return texts[0] if texts else in_words(inner[0])
-    if kind in (Union, UnionType):
-        return " | ".join(map(in_words, inner))
-    if kind is Literal:
-        return " | ".join(inner)
-    if kind is not None:
-        return f"{kind.__name__}[{', '.join(map(in_words, inner))}]"
-    return "None" if hint is NoneType else hint.__name__
+@cache
+def _adapter(hint: Any) -> TypeAdapter:
+    return TypeAdapter(hint, config=ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False))
+
+
+def json_schema() -> dict[str, Any]:
+    """Return a JSON schema of a run's configuration, for editors of its YAML files."""
+    return TypeAdapter(RunConfig).json_schema()
 
 
 def _suggest_key(key: str) -> str:

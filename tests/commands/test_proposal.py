@@ -8,13 +8,13 @@ from programs import TYPED, ask, run_program
 from sources import write_sharegpt
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.plan.proposal import (
     as_recipe,
     propose,
 )
 from megatron_vlm.overrides import from_yaml
 from megatron_vlm.recipes.published import CONFIGS
+from megatron_vlm.validate import validate
 
 
 def proposal(model: str, processes: int, has_gpu: bool = True, **said) -> RunConfig:

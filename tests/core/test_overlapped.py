@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.config_rules.layout import layout_problems
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.models.layers.kernels import checks as kernel_checks
+from megatron_vlm.validate import layout_problems
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 

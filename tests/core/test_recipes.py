@@ -5,9 +5,9 @@ import pytest
 from places import ROOT
 
 from megatron_vlm.config import ConfigError, fewest_processes
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.recipes import RECIPES, compose, load_recipe
 from megatron_vlm.recipes.published import DEMO
+from megatron_vlm.validate import validate
 
 RUN_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
 

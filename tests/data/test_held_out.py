@@ -10,11 +10,11 @@ from pairs import pairwise
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.records.blends import is_held_out
 from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.validate import validate
 
 ROWS, SHARE = 40, 0.2
 

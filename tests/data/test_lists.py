@@ -14,7 +14,6 @@ from sources import write_hf_folder, write_sharegpt
 from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.callbacks.samples import read_step
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
@@ -22,6 +21,7 @@ from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
+from megatron_vlm.validate import validate
 from tiny.distributed import run_distributed
 
 SIZES = {"a": 12, "b": 8}  # rows; both count theirs from 0

@@ -405,7 +405,7 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
         ({"target_modules": "(" * 5000}, r"\(\(.* is no regular expression \(maximum recursion"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changed the base weights"),
         ({"r": 0}, "r 0 is no rank; give the folder of another adapter.$"),
-        ({"lora_alpha": 0}, "lora_alpha: 0 is not more than 0"),
+        ({"lora_alpha": 0}, "lora_alpha: 0: Input should be greater than 0"),
         ({"r": "many"}, "r is 'many', expected int; correct it"),
         ({"rank_pattern": [4]}, "rank_pattern is .*, expected dict"),
         ({"target_modules": [["q_proj"]]}, "target_modules is .*, expected str"),

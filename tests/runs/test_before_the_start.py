@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from sources import write_sharegpt
 
 from megatron_vlm.config import ConfigError, ParallelConfig
-from megatron_vlm.config_rules.layout import misfit, sizes_in
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
 from megatron_vlm.recipes.published import CONFIGS
+from megatron_vlm.validate import misfit, sizes_in
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 

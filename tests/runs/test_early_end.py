@@ -9,10 +9,10 @@ from sources import write_sharegpt
 from megatron_vlm.callbacks import Callback
 from megatron_vlm.callbacks.validation import Best
 from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.report.history import read_history
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
+from megatron_vlm.validate import validate
 from tiny.distributed import run_distributed
 
 SAID = "valid_loss was best after step 2, and no better in the 3 times since (train.patience)"

@@ -8,11 +8,11 @@ from sources import record, write_sharegpt
 
 from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.evaluate.answering import scored
 from megatron_vlm.extras.evaluate.metrics import metric_of
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
+from megatron_vlm.validate import validate
 from tiny.distributed import run_distributed
 
 ROWS = 12

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_vlm import stores
 from megatron_vlm.config import AdapterConfig, ConfigError, DataPaths, RunConfig
-from megatron_vlm.config_rules.layout import misfit, sizes_in
 from megatron_vlm.config_rules.peft_config import with_peft_settings
 from megatron_vlm.data.on_disk.paths import ROWS, paths_of
 from megatron_vlm.files import read_file
@@ -21,6 +20,7 @@ from megatron_vlm.messages import join_lines
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.signatures import unreadable_files
 from megatron_vlm.supported import ADAPTER_FILE, read_config
+from megatron_vlm.validate import misfit, sizes_in
 from megatron_vlm.weight_files import tensors_of
 
 KINDS = {  # a name in a folder -> what the folder then is

@@ -14,7 +14,6 @@ from megatron_vlm.callbacks import callback_class
 from megatron_vlm.checks.paths import run_problems, validate_model, validate_paths
 from megatron_vlm.commands.program import machines, on_disk, processes, world_size
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.files import check_output, read_file, refuse_existing
 from megatron_vlm.job.watchdog import LAUNCHER
@@ -22,6 +21,7 @@ from megatron_vlm.messages import join_lines
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.run_folder.folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
 from megatron_vlm.supported import read_config
+from megatron_vlm.validate import validate
 
 NO_DATA = "none://"
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}

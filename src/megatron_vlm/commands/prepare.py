@@ -9,7 +9,7 @@ from megatron_vlm import stores
 from megatron_vlm.checks.paths import data_problems
 from megatron_vlm.commands.program import on_disk
 from megatron_vlm.config import ConfigError
-from megatron_vlm.overrides import fitted
+from megatron_vlm.overrides import fit_to_type
 
 
 def prepare(
@@ -111,7 +111,7 @@ def _parse(pairs: list[str], wrong: str, kind: type = str) -> dict[str, Any]:
     for pair in pairs:
         name, _, value = pair.partition("=")
         try:
-            parsed[name] = fitted(value or None, kind)
-        except (TypeError, ValueError) as error:
+            parsed[name] = fit_to_type(value or None, kind)
+        except ValueError as error:
             raise ConfigError(wrong.format(pair)) from error
     return parsed

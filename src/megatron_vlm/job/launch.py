@@ -32,12 +32,12 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.config_rules.layout import check_gpus
 from megatron_vlm.files import read_text
 from megatron_vlm.job.errors import BUG_CODE, SIGNALS, killed_message
 from megatron_vlm.job.stops import AGAIN_AFTER, STARTED, WARNINGS, started
 from megatron_vlm.job.watchdog import AGAIN, LAUNCHER
 from megatron_vlm.messages import PrintableText, printable
+from megatron_vlm.validate import check_gpus
 
 _BEST_FIRST = (
     "error",

@@ -23,7 +23,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.config_rules.layout import misfit
 from megatron_vlm.models import deepstack
 from megatron_vlm.models.layers.aside import Aside
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
@@ -40,6 +39,7 @@ from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.parallel import setup, weight_gradients
 from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout, stage_layers
 from megatron_vlm.parallel.linears import BiasedRowParallelLinear, ColumnParallelLinear, RowParallelLinear
+from megatron_vlm.validate import misfit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

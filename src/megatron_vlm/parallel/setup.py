@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from megatron_vlm import files
 from megatron_vlm.config import ConfigError, ParallelConfig
-from megatron_vlm.config_rules.layout import check_gpus, layout_problems
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import join_lines
 from megatron_vlm.parallel import cpu
+from megatron_vlm.validate import check_gpus, layout_problems
 
 cpu.install()
 

@@ -70,7 +70,7 @@ class HFProvider:
         """
         data = self._data
         if data.streaming:
-            [source] = sources_of(data.train_data_path)  # `config_rules` refuses several
+            [source] = sources_of(data.train_data_path)  # `validate` refuses several
             table = StreamedRows.open(source.path, self._columns, data.media_dir)
             table.sizes_in_turn = data.resize_jitter
             table.seed = seed

@@ -18,6 +18,7 @@ from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProc
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.data.kinds.native import refuse_narrow
 from megatron_vlm.extras.compose.sources import Choices, Component
 from megatron_vlm.extras.compose.tokens import RoleToken
 from megatron_vlm.messages import reading
@@ -76,6 +77,7 @@ def _colours(tower: Component) -> dict[str, Any]:
 
 
 def _lfm2_vl_images(tower: Component, vision: Any, choices: Choices) -> Any:
+    refuse_narrow(choices.min_image_tokens, choices.max_image_tokens)
     return Lfm2VlImageProcessor(
         do_image_splitting=False,
         use_thumbnail=False,

@@ -7,7 +7,6 @@ import typer
 
 from megatron_vlm.commands.program import on_disk
 from megatron_vlm.config import ConfigError
-from megatron_vlm.config_rules.image_tokens import refuse_narrow
 from megatron_vlm.extras.compose.sources import (
     NEW_ROWS,
     ROLES,
@@ -68,11 +67,10 @@ def compose(
             "--min-image-tokens, --max-image-tokens, --projector-width: with a "
             f"{vision.config['model_type']} they are given; leave them out, or give a SigLIP2 NaFlex tower."
         )
-    choices = Choices(**options)
-    refuse_narrow(choices.min_image_tokens, choices.max_image_tokens)
 
     from megatron_vlm.extras.compose import composing  # imports torch and Transformers
 
+    choices = Choices(**options)
     plan = composing.plan(vision, language, tokens, choices, new_rows, vocab_multiple, template, seed)
     typer.echo(plan.table())
     if dry_run:

@@ -8,10 +8,10 @@ import typer
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.commands import arguments
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes.published import shipped_config
 from megatron_vlm.supported import read_config
+from megatron_vlm.validate import validate
 
 
 def plan(

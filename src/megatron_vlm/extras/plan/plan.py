@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.plan.pieces import Parameters, Pieces, measure_pieces
 from megatron_vlm.models.deepstack import extras_before
 from megatron_vlm.models.description import Description
@@ -25,6 +24,7 @@ from megatron_vlm.models.language_model import (
 from megatron_vlm.models.layers.attention_sizes import heads_of
 from megatron_vlm.models.work import costs
 from megatron_vlm.parallel.layout import stage_layers
+from megatron_vlm.validate import validate
 
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 

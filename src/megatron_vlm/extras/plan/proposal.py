@@ -15,13 +15,13 @@ from megatron_vlm.checks.paths import is_energon
 from megatron_vlm.commands.arguments import check, check_run_folder
 from megatron_vlm.commands.program import machines, world_size
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
-from megatron_vlm.config_rules.layout import sizes_in
 from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.files import read_text, write_whole
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import read_settings
 from megatron_vlm.supported import read_config
+from megatron_vlm.validate import sizes_in
 
 RECIPE = "recipe.yaml"  # in the run folder
 ROWS_IN_A_STEP = 32

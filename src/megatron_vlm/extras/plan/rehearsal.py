@@ -22,7 +22,6 @@ from torch.optim import adam
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.config import ConfigError, RunConfig, derived
-from megatron_vlm.config_rules.settings import validate
 from megatron_vlm.extras.plan.recorder import META, Collective, Recorder
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
@@ -37,6 +36,7 @@ from megatron_vlm.training.losses.tokens import Reports, StepLoss
 from megatron_vlm.training.offloaded_adam import offloaded_bytes
 from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.step import train_step
+from megatron_vlm.validate import validate
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
