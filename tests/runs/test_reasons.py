@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.load.workers import close_loader, loader_of, raise_naming_samples
 from megatron_vlm.imports import load_object
 from megatron_vlm.job.errors import explain
 from megatron_vlm.messages import reading
+from megatron_vlm.stores import StoreError
 
 TRACEBACK = Path("errors/rank0.txt")
 
@@ -88,3 +91,28 @@ def explained(function, *arguments) -> tuple[int, str]:
     with pytest.raises(Exception) as raised:
         function(*arguments)
     return explain(raised.value, TRACEBACK)
+
+
+class BuggyDataset(torch.utils.data.Dataset):
+    """A dataset of one sample that ends the run."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __getitem__(self, index):
+        try:
+            raise self.error
+        except (ArithmeticError, OSError) as error:
+            raise_naming_samples(error, ["a-7"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("error, code", [(ZeroDivisionError("1 / 0"), 1), (StoreError("s3://b is away"), 2)])
+def test_a_bug_in_a_data_worker_is_a_bug(num_workers, error, code):
+    loader = loader_of(BuggyDataset(error), [0], num_workers)
+    with pytest.raises(Exception) as caught:
+        next(iter(loader))
+    close_loader(loader)
+    number, text = explain(caught.value, TRACEBACK)
+    assert number == code
+    assert str(error) in text and "data: sample a-7" in text

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.stops import Stopped
 from megatron_vlm.job.watchdog import AGAIN
@@ -154,7 +153,7 @@ def explain(error: BaseException, file: Path) -> tuple[int, PrintableText]:
     """
     notes = getattr(error, "__notes__", [])
     text, what = _text_of(error), _what_was_read(error)
-    if is_worker_death(error) or _is_for_users(error):
+    if is_worker_death(error) or is_for_users(error):
         return USERS_CODE, join_lines([text, *notes])
     if isinstance(error, OSError) and error.errno is not None:
         paths = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -179,12 +178,12 @@ def explain(error: BaseException, file: Path) -> tuple[int, PrintableText]:
     return BUG_CODE, join_lines([f"{named(error)}{place}", *notes, bug])
 
 
-def _is_for_users(error: BaseException) -> bool:
-    """Whether the error's text was written for the user: it is a ConfigError, or our own code raised it."""
-    ours = type(error).__module__.startswith("megatron_vlm.")
+def is_for_users(error: BaseException) -> bool:
+    """Return whether the error's text was written for the user: its class is ours, or our code raised it."""
     is_usual = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
     is_errno = isinstance(error, OSError) and error.errno is not None
-    return isinstance(error, ConfigError) or ((ours or is_usual) and not is_errno and _raised_by_us(error))
+    ours = type(error).__module__.startswith("megatron_vlm.")
+    return not is_errno and (ours or is_usual and _raised_by_us(error))
 
 
 def _what_was_read(error: BaseException) -> str:
@@ -206,8 +205,9 @@ def is_anothers_end(error: BaseException) -> bool:
 
 
 def is_worker_death(error: BaseException) -> bool:
-    """Return whether torch says that a data worker was killed; a signal handler raises this at any point."""
-    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+    """Return whether a data worker was killed; a signal handler of torch raises this at any point."""
+    text = str(error).removeprefix("data: a ")
+    return isinstance(error, RuntimeError) and text.startswith("DataLoader worker")
 
 
 def without_traceback(text: str) -> str:
@@ -252,12 +252,12 @@ def _keep_traceback(error: BaseException) -> Path:
     text = printable_lines("".join(traceback.format_exception(error)))
     if os.environ.get("MEGATRON_VLM_DEBUG"):
         print(text, file=sys.stderr)
-    watched, is_for_users = watchdog.watch(), _is_for_users(error)
-    if watched is not None and (watched.owns_files or not is_for_users):
+    watched, is_bug = watchdog.watch(), not is_for_users(error)
+    if watched is not None and (watched.owns_files or is_bug):
         with contextlib.suppress(OSError):  # the disk is full, for instance
             print(text, file=watched.file, end="", flush=True)
             return watched.path
-    if is_for_users:
+    if not is_bug:
         return Path(os.devnull)  # the message does not mention it
     with tempfile.NamedTemporaryFile("w", prefix="megatron-vlm-", suffix=".txt", delete=False) as file:
         file.write(text)

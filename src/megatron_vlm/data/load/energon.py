@@ -53,7 +53,7 @@ from megatron_vlm.data.load.energon_state import (
 )
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.template_notes import start_notes
-from megatron_vlm.data.load.workers import notice_the_dead
+from megatron_vlm.data.load.workers import notice_the_dead, raise_naming_samples
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.records.unread import SourceSample, read_sample
@@ -345,9 +345,7 @@ def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:
         raise error
     samples = sample if isinstance(sample, list) else [sample]
     keys = [s.get("__key__") if isinstance(s, dict) else getattr(s, "__key__", None) for s in samples]
-    raise RuntimeError(
-        f"data: sample {', '.join(map(str, keys))}: {type(error).__name__}: {error}"
-    ) from error
+    raise_naming_samples(error, keys)
 
 
 def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerConfig:

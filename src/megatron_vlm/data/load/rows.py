@@ -18,7 +18,7 @@ from megatron_vlm.data.accounts.lost import lost_samples
 from megatron_vlm.data.chatml.record import load_media, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
-from megatron_vlm.data.load.workers import loader_of
+from megatron_vlm.data.load.workers import loader_of, raise_naming_samples
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.streams import StreamedRows
 
@@ -72,10 +72,8 @@ class EncodedRows(Dataset):
             return encode(self.sample(index))
         except (BadSample, SkipSample, TooManyDrops):
             raise
-        except Exception as error:
-            raise RuntimeError(
-                f"data: sample {self.table.key(index)}: {type(error).__name__}: {error}"
-            ) from error
+        except Exception as error:  # noqa: BLE001 - raised again
+            raise_naming_samples(error, [self.table.key(index)])
 
     def sample(self, index: int) -> ChatMLSample:
         """The row as Energon's cooker would give it; `problem` tells the encoder what is wrong with it."""

@@ -7,13 +7,13 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.data.load.shared_memory import through_arenas
-from megatron_vlm.job.errors import killed_message
+from megatron_vlm.job.errors import is_for_users, killed_message
 from megatron_vlm.job.watchdog import AGAIN
 from megatron_vlm.messages import join_lines
 
@@ -32,6 +32,19 @@ def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor:
         multiprocessing_context="fork" if num_workers else None,
     )
     return through_arenas(loader)
+
+
+class SampleError(RuntimeError):
+    """A sample ends the run for a reason that the user can mend."""
+
+
+def raise_naming_samples(error: Exception, keys: Sequence[Any]) -> NoReturn:
+    """Raise what happened to these samples: a SampleError for the user's eyes, or a bug with a note."""
+    samples = f"data: sample {', '.join(map(str, keys))}"
+    if is_for_users(error):
+        raise SampleError(f"{samples}: {error}") from error
+    error.add_note(samples)
+    raise error
 
 
 def workers_of(loader: DataLoader) -> Sequence[BaseProcess]:
