@@ -82,6 +82,23 @@ def test_whatever_the_ranks_each_epoch_has_each_row_once(make, trial):
     assert seen.keys() >= set(whole)
 
 
+def test_an_epoch_is_found_soon_after_many_changes_of_ranks():
+    """In each of 12 epochs, and in those after it, another number of ranks stops."""
+    asked = Counter()
+    reshards = ()
+    for epoch in range(12):
+        world_size = 2 + epoch % 2
+        sampler = single(0, world_size)
+        sampler.reshards = reshards
+        sampler.reshard([(epoch + rank, 3 + rank) for rank in range(world_size)])
+        reshards = sampler.reshards
+    counting = ShuffledSampler(
+        lambda epoch: asked.update([epoch]) or rows_of(epoch), 0, 1, 1, (12, 0), reshards
+    )
+    next(iter(counting))
+    assert asked.total() < 12**3
+
+
 # -- with data
 
 

@@ -66,6 +66,8 @@ class ShuffledSampler(Sampler):
     seed: int
     position: Position = (0, 0)  # epoch, rows of it that the rank has done
     reshards: Sequence[Reshard] = ()
+    # {(number of reshards, epoch): rows of the epoch that are dealt after them}, so that each is counted once
+    _sizes: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def rows_in(self, epochs: int) -> int:
         return epochs * self._rows
@@ -107,12 +109,18 @@ class ShuffledSampler(Sampler):
             mine[[number - 1 for at, number in left if at == epoch]] = True
         return order[still]
 
+    def _size(self, epoch: int) -> int:
+        key = len(self.reshards), epoch
+        if key not in self._sizes:
+            self._sizes[key] = len(self._epoch(epoch))
+        return self._sizes[key]
+
     def _rows_before(self, epoch: int) -> int:
         """How many rows these ranks shared in the epochs before."""
         reached = [at for ranks in self.reshards for rank in ranks for at, _ in rank]
         cut = max(reached, default=-1) + 1  # the first epoch that no reshard has touched
         start = min((at for rank in self.reshards[-1] for at, _ in rank)) if self.reshards else 0
-        touched = sum(len(self._epoch(number)) for number in range(start, min(epoch, cut)))
+        touched = sum(self._size(number) for number in range(start, min(epoch, cut)))
         return touched + max(0, epoch - max(start, cut)) * self._rows
 
 
