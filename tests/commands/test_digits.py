@@ -134,7 +134,7 @@ def test_a_trained_reply_ends_with_a_token_that_stops_generation(demo, encoded):
         assert text.input_ids[text.weights > 0][-1].item() in (stop if isinstance(stop, list) else [stop])
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_transformers_answers_with_the_model_of_a_demo(demo, tmp_path):
     """It cannot, for instance, where no layer is one of attention."""
     Image.radial_gradient("L").resize((64, 64)).convert("RGB").save(tmp_path / "picture.png")

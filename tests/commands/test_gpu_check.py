@@ -15,8 +15,8 @@ from gpu_check.parts import PARTS
 from gpu_check.rows import Row
 
 TOOL = ROOT / "tools/gpu_check"
-LONG = {"parity", "bf16", "ranks", "save", "generate", "offload"}  # they build checkpoints of their own
-LONG |= {"step", "transformers", "memory", "profile"}  # four of one kind
+SOAK = {"bf16", "ranks", "save", "generate", "offload", "transformers", "memory", "profile"}
+LONG = {"parity", "step"}
 COUNTS = {  # rows, at least
     "environment": 12,
     "attention": 20,
@@ -39,7 +39,13 @@ COUNTS = {  # rows, at least
 }
 
 
-@pytest.mark.parametrize("part", [pytest.param(p, marks=[pytest.mark.long] * (p in LONG)) for p in PARTS])
+CELLS = [
+    pytest.param(part, marks=[pytest.mark.long] * (part in LONG) + [pytest.mark.soak] * (part in SOAK))
+    for part in PARTS
+]
+
+
+@pytest.mark.parametrize("part", CELLS)
 def test_every_part_runs_on_a_cpu(part, tmp_path):
     """So that nothing but the GPU is new to it there."""
     if part in ("transformers", "memory"):  # they compare with what was measured before
@@ -71,7 +77,7 @@ if "--only" in sys.orig_argv:
 """
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_parts_that_are_killed_or_hang_or_fail_are_rows_and_the_next_one_runs(tmp_path, monkeypatch, capfd):
     (tmp_path / "sitecustomize.py").write_text(ENDS_BADLY)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")

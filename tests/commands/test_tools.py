@@ -28,7 +28,7 @@ for tool in sys.argv[1:]:
 """
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_every_measuring_tool_starts_as_it_is_typed():
     """Without the paths that these tests add; all in one process, as the imports take long."""
     tools = [str(file) for file in [*(ROOT / "tools").glob("bench_*.py"), ROOT / "tools/gpu_check"]]

@@ -62,7 +62,7 @@ def test_what_is_trained_is_what_adapters_hold(settings, trained):
     assert stage.memory - RESERVE == pytest.approx(rehearsed.peak, rel=WORST)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     first_soon(

@@ -33,7 +33,7 @@ RAISES = set(
 REFUSED = dict.fromkeys(("glm4v", "glm46v", "glmga", "glm4v_moe"), {"grid_sampler_2d_backward"})
 REFUSED["llava_onevision"] = {"upsample_bilinear2d_backward"}  # of large images
 QUICK = ("gemma3", "qwen3_vl_moe")
-FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in TINY_FAMILIES]
+FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in TINY_FAMILIES]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -184,7 +184,7 @@ def cells() -> list:
     for number, family in enumerate(TINY_FAMILIES):
         if family != "gemma3":
             two = [frozen[(number + place) % len(frozen)] for place in (0, 1)]
-            if family in parity.IN_LAYOUTS:
+            if family in parity.IN_LONG:
                 found.append(pytest.param(family, ["nothing", *two], marks=pytest.mark.long, id=family))
             found.append(pytest.param(family, [*FREEZE], marks=pytest.mark.soak, id=f"{family} all"))
     return found

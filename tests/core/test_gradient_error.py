@@ -19,7 +19,7 @@ MOST_MORE = 1.2  # times the distance that the model in bf16 has anyway; seen: 1
 SMALL = TINY_FAMILIES["gemma4"].variants["small"]  # inputs of each layer's own, and shared keys and values
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("family", "sizes"), [pytest.param("gemma3", {}, id="gemma3"), pytest.param("gemma4", SMALL, id="E2B")]
 )

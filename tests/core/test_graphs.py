@@ -96,7 +96,7 @@ def uses(path: str, family: str):
 MOST = {"qwen3_5": 16}  # its norms are of two kinds: one multiplies by 1 + weight, one by a weight in fp32
 
 
-IN_LONG = ("qwen3_vl_moe", "qwen3_5")
+IN_LONG = ("qwen3_5",)
 FAMILIES = [
     pytest.param(family, marks=pytest.mark.long if family in IN_LONG else pytest.mark.soak)
     for family in ("qwen3_vl_moe", "qwen3_5", "qwen3_vl", "gemma3", "glm4v")

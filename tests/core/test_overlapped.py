@@ -134,7 +134,7 @@ def errors(planted: bool) -> tuple[float, str]:
     return error, ""
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_check_before_a_run_refuses_a_product_that_differs_on_a_rank():
     for error, refused in run_distributed(2, errors, False):
         assert error <= LARGEST and not refused

@@ -27,7 +27,7 @@ OFTEN = (
     "smolvlm2_256m",
 )
 OTHERS = tuple(name for name in PARAMETERS if name not in OFTEN)
-RECIPES = [pytest.param(name, OFTEN, marks=pytest.mark.long) for name in OFTEN]
+RECIPES = [pytest.param(name, OFTEN, marks=pytest.mark.soak) for name in OFTEN]
 RECIPES += [pytest.param(name, OTHERS, marks=pytest.mark.soak) for name in OTHERS]
 
 

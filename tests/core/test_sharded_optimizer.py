@@ -23,7 +23,7 @@ def test_boxes_hold_exactly_a_run_of_numbers_in_order(sizes):
             assert len(found) <= 2 * len(sizes) - 1
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_checkpoint_needs_little_more_memory_than_the_shard_of_a_rank(tmp_path):
     for rank in run_distributed(4, checkpoint_memory.of_rank, str(tmp_path), False):
         assert rank["shard"] > 60e6  # else the next would hold for whatever programs need

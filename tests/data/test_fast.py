@@ -144,10 +144,11 @@ def _videos_and_images(images_or_videos, of_one_length):
 
 
 PROCESSORS = [
-    pytest.param((name, sizes), id=f"{name} {at}", marks=() if soon else pytest.mark.long)
+    pytest.param((name, sizes), id=f"{name} {at}", marks=() if soon else further)
     for name, published in PUBLISHED.items()
     for at, sizes in {"tiny": {}, "published": published}.items()
     for soon in [name not in LATER and (at == "tiny") == (name in TINY_FIRST)]
+    for further in [pytest.mark.long if at == "published" and name in TINY_FIRST else pytest.mark.soak]
     if sizes or at == "tiny"
 ]
 SOON_BOUNDS = ("gemma3 tiny", "qwen3_vl published", "internvl tiny", "gemma4_unified tiny", "lfm2_vl tiny")
@@ -156,7 +157,7 @@ OF_TEMPLATES = [  # which know nothing of sizes
     for each in PROCESSORS
 ]
 OF_BOUNDS = [  # one of each kind of images in `make test`
-    pytest.param(*each.values, id=each.id, marks=[] if each.id in SOON_BOUNDS else pytest.mark.long)
+    pytest.param(*each.values, id=each.id, marks=[] if each.id in SOON_BOUNDS else pytest.mark.soak)
     for each in PROCESSORS
 ]
 

@@ -68,7 +68,7 @@ FIRST = ("gemma3", "gemma4", "lfm2_vl", "internvl", "qwen3_vl")  # a family of e
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in FAMILIES]
+    "family", [pytest.param(name, marks=() if name in FIRST else pytest.mark.soak) for name in FAMILIES]
 )
 def test_a_setting_that_changes_a_sample_changes_the_fingerprint(family, tmp_path):
     folder = build_tiny_checkpoint(family, tmp_path)

@@ -66,7 +66,7 @@ def memory() -> int:
     return total * 1024
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["energon", "hf"])
 def test_memory_stays_flat_over_an_epoch(kind, paths):
     parts = TINY_FAMILIES["qwen2_5_vl"]

@@ -107,7 +107,7 @@ def test_an_epoch_without_a_trainable_sample_ends_the_run(spoilt, processor, kin
 def in_turn(others: Sequence) -> list:
     """Each kind with all of the others: every second kind with the first of them in `make test`."""
     return [
-        pytest.param(other, kind, marks=() if place == 0 == number % 2 else pytest.mark.long)
+        pytest.param(other, kind, marks=() if place == 0 == number % 2 else pytest.mark.soak)
         for number, kind in enumerate([*HF, *ENERGON])
         for place, other in enumerate(others)
     ]

@@ -50,7 +50,7 @@ def test_a_meta_file_is_prepared_in_its_shares(tmp_path):
     assert per_dataset == {0: 4, 1: 15}
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_ray_writes_the_same_bytes(tmp_path):
     source = write_sharegpt(tmp_path / "source", 30)
     source.write_text(source.read_text() + "{broken\n")

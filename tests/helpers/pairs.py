@@ -14,24 +14,24 @@ def pairs(
     rows: Sequence, columns: Sequence, cells: Sequence[tuple], without: Iterable[tuple] = ()
 ) -> Iterator[Any]:
     """Every row with every column, and with each of them one cell in turn, so that rows and columns meet all
-    kinds of cells: a fifth of them in `make test`, of all kinds, the others in `make test-long`.
-    `make test-soak` has every row and column with every cell.
+    kinds of cells: a fifth of them in `make test` and another fifth in `make test-long`. `make test-soak` has
+    every row and column with every cell.
     """
     for number, row in enumerate(rows):
         for place, column in enumerate(columns):
             if (row, column) in without:
                 continue
-            first = pytest.mark.long if (number - place) % 5 else ()
+            first = {0: (), 2: pytest.mark.long}.get((number - place) % 5, pytest.mark.soak)
             for position, cell in enumerate(cells):
                 turn = (position - number - place) % len(cells)
                 yield pytest.param(row, column, *cell, marks=pytest.mark.soak if turn else first)
 
 
 def first_soon(values: Iterable[Any], soon: int = 1) -> list:
-    """The first `soon` values in `make test`, and the others in `make test-long`."""
+    """The first `soon` values in `make test`, and the others in `make test-soak`."""
     return [
         pytest.param(
-            *(value if isinstance(value, tuple) else (value,)), marks=() if place < soon else pytest.mark.long
+            *(value if isinstance(value, tuple) else (value,)), marks=() if place < soon else pytest.mark.soak
         )
         for place, value in enumerate(values)
     ]

@@ -86,17 +86,29 @@ IN_LAYOUTS = ("gemma3", "gemma4", "lfm2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen
 OF_OTHERS = ("TP2+SP", "TP2+SP, adapter")
 
 
+# of tests that try a family in one or two layouts: experts with M-RoPE, and experts beside linear attention
+IN_LONG = ("gemma3", "qwen3_vl_moe", "qwen3_5_moe")
+
+
 def marks(family: str) -> list:
-    """`make test` has Gemma3, `make test-long` one family of each kind, `make test-soak` the others."""
-    if family not in IN_LAYOUTS:
+    """`make test` has Gemma3, `make test-long` the families of IN_LONG, `make test-soak` the others."""
+    if family not in IN_LONG:
         return [pytest.mark.soak]
     return [] if family == "gemma3" else [pytest.mark.long]
 
 
 FAMILIES = [pytest.param(family, marks=marks(family)) for family in TINY_FAMILIES]
-# Of tests of the data: one with as many tokens for every image, one with images of any size
+# Of tests of the data: as many tokens for every image, and images of any size; then all other kinds of images
+KINDS_OF_IMAGES = ("gemma4", "internvl", "llava_onevision", "lfm2_vl", "mistral3", "smolvlm", "minicpmv4_6")
 OF_DATA = [
-    pytest.param(family, marks=() if family in ("gemma3", "qwen3_vl") else pytest.mark.long)
+    pytest.param(
+        family,
+        marks=()
+        if family in ("gemma3", "qwen3_vl")
+        else pytest.mark.long
+        if family in KINDS_OF_IMAGES
+        else pytest.mark.soak,
+    )
     for family in TINY_FAMILIES
 ]
 OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
@@ -104,11 +116,9 @@ OFTEN = ("1 process", "TP2+SP", "PP2·VPP2", "DP2 dist. optimizer", "CP2")
 
 def cells(of_family: Callable[[str], list[str]], often: Container[str]) -> list:
     """Every family in each of its layouts. `make test` has Gemma3 in those of `often`. `make test-long` has
-    each layout with one of the families of IN_LAYOUTS, in turn, and each of these under tensor parallelism.
-    `make test-soak` has the rest."""
+    each layout with one of the families of IN_LAYOUTS, in turn. `make test-soak` has the rest."""
     having = {name: [family for family in IN_LAYOUTS if name in of_family(family)] for name in LAYOUTS}
     tried = {(each[n % len(each)], name) for n, (name, each) in enumerate(having.items()) if each}
-    tried |= {(family, name) for name in OF_OTHERS for family in having.get(name, ())}
 
     def mark(family: str, layout: str) -> list:
         if family == "gemma3" and layout in often:

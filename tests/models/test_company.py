@@ -17,7 +17,7 @@ from tiny.distributed import run_distributed
 
 TRIED = {"": (4, 1), "long": (8, 2), "soak": (300, 3)}  # examples and seed
 QUICK = ("glm4v",)  # whose placeholders mean what the markers before them say
-IN_LONG = ("glm4v", *parity.IN_LAYOUTS)
+IN_LONG = ("glm4v", *parity.IN_LONG)
 CASES = [
     pytest.param(
         family, *tried, id=f"{family} {tried[0]}", marks=[getattr(pytest.mark, mark)] if mark else []

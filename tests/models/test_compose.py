@@ -603,7 +603,7 @@ def all_ids(folder: Path) -> dict:
     }
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_fine_tuning_changes_no_id(parts, tmp_path):
     composing.write(planned(parts("siglip2"), parts("llama")), tmp_path / "start")
     data = write_sharegpt(tmp_path / "data", 12)

@@ -30,7 +30,7 @@ from config_changes import (
     without_effect,
 )
 from odd_configs import Cell
-from parity import FAMILIES, IN_LAYOUTS
+from parity import FAMILIES, IN_LAYOUTS, IN_LONG
 from programs import OLDEST, OLDEST_VERSION, run_anew, run_program
 
 from megatron_vlm.config import ParallelConfig
@@ -105,7 +105,7 @@ def versions(checkpoints) -> list[dict[str, Any]]:
 def of_both_versions(test):
     """It takes the oldest supported version, and long."""
     missing = pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make test-oldest` fetches it")
-    return pytest.mark.long(missing(test))
+    return pytest.mark.soak(missing(test))
 
 
 @of_both_versions
@@ -147,7 +147,7 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
 
 
 # (checkpoint, which of the changes of its keys); of a variant those of the text model
-TRIED = [pytest.param((family, "few"), id=family, marks=pytest.mark.long) for family in IN_LAYOUTS]
+TRIED = [pytest.param((family, "few"), id=family, marks=pytest.mark.long) for family in IN_LONG]
 TRIED += [
     pytest.param((name, "all"), id=f"{name} all", marks=pytest.mark.soak)
     for name in [*TINY_FAMILIES, *(f"{family} {variant}" for family, variant in VARIANTS)]
@@ -437,7 +437,7 @@ def in_layouts(sources: dict[str, str], work: str) -> dict[str, list[dict]]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_what_is_read_equals_transformers_in_every_layout(checkpoints, tmp_path):
     sources = {family: str(checkpoints[family]) for family in LAYOUTS}
     for family, rows in run_distributed(2, in_layouts, sources, str(tmp_path / "work"), timeout=900)[

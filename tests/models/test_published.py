@@ -43,7 +43,7 @@ def test_every_recipe_has_its_published_checkpoints():
 
 @pytest.mark.parametrize(
     ("which", "least"),
-    [pytest.param("others", 11, marks=pytest.mark.long), pytest.param("all", 40, marks=pytest.mark.soak)],
+    [pytest.param("others", 11, marks=pytest.mark.soak), pytest.param("all", 40, marks=pytest.mark.soak)],
 )
 def test_what_trains_is_built_in_its_recipes_layout(which, least, tmp_path):
     """On the meta device. `test_real_sizes.py` plans recipes' own sizes; here are the others."""

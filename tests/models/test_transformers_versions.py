@@ -10,7 +10,6 @@ from pathlib import Path
 
 import hf_generate
 import pytest
-from parity import IN_LAYOUTS
 from PIL import Image
 from places import TESTS
 from programs import OLDEST, OLDEST_VERSION, run_anew, run_program
@@ -28,21 +27,11 @@ COMPOSED = {"siglip2": "llama", "clip": "qwen2", "pixtral": "mistral"}  # tower 
 # text settings of random models that say more than one token; 0.2 for all others
 VARIED = {"gemma3": {}, **dict.fromkeys(("gemma4", "gemma4_unified"), {"initializer_range": 0.05})}
 LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
+IN_BOTH = [family for family in TINY_FAMILIES if not SUPPORTED[family].since]
 
 
-ALL, ONE = "all layouts", "one layout"
-TRIED = {ONE: (IN_LAYOUTS, pytest.mark.long), ALL: (TINY_FAMILIES, pytest.mark.soak)}
-IN_BOTH = {
-    tried: [family for family in families if not SUPPORTED[family].since]
-    for tried, (families, _) in TRIED.items()
-}
-
-
-def layouts_of(family: str, tried: str) -> list[str]:
-    """All, or one, of the next family another one: `test_weights.py` has exports of all bit-equal."""
-    names = [name for name in LAYOUTS if name != "EP2" or load(family).has_experts]
-    number = IN_BOTH[tried].index(family)
-    return names if tried == ALL else [names[number % len(names)]]
+def layouts_of(family: str) -> list[str]:
+    return [name for name in LAYOUTS if name != "EP2" or load(family).has_experts]
 
 
 def answers_of_megatron(family: str, source: str, folders: dict[str, str], picture: str) -> list[list[int]]:
@@ -76,13 +65,13 @@ def answers_of_megatron(family: str, source: str, folders: dict[str, str], pictu
     return answers
 
 
-def all_answers_of_megatron(folder: str, picture: str, tried: str) -> dict[str, list[list[int]]]:
+def all_answers_of_megatron(folder: str, picture: str) -> dict[str, list[list[int]]]:
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
     return {
-        family: answers_of_megatron(family, f"{folder}/{family}", exports(folder, family, tried), picture)
-        for family in IN_BOTH[tried]
+        family: answers_of_megatron(family, f"{folder}/{family}", exports(folder, family), picture)
+        for family in IN_BOTH
     }
 
 
@@ -98,8 +87,8 @@ def compose(folder: Path, tower: str) -> Path:
     return folder / f"{tower}+{language}"
 
 
-def exports(folder: Path | str, family: str, tried: str) -> dict[str, str]:
-    return {layout: f"{folder}/{family} {layout}" for layout in layouts_of(family, tried)}
+def exports(folder: Path | str, family: str) -> dict[str, str]:
+    return {layout: f"{folder}/{family} {layout}" for layout in layouts_of(family)}
 
 
 def answers_of_transformers(picture: str, folders: list[str], overlay: Path | None = None) -> dict:
@@ -110,41 +99,38 @@ def answers_of_transformers(picture: str, folders: list[str], overlay: Path | No
     return json.loads(result.stdout.splitlines()[-1])
 
 
-pytestmark = pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make test-oldest` fetches it")
-
-
-CELLS = [
-    pytest.param(tried, family, marks=mark) for tried, (_, mark) in TRIED.items() for family in IN_BOTH[tried]
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}; `make test-oldest` fetches it"),
 ]
 
 
 @pytest.fixture(scope="module")
-def answers(request, tmp_path_factory) -> dict[str, dict[str, list[list[int]]]]:
+def answers(tmp_path_factory) -> dict[str, dict[str, list[list[int]]]]:
     """Who answered -> family -> the answers of its exports. All families share the processes."""
-    folder, tried = tmp_path_factory.mktemp("exports"), request.param
-    for family in IN_BOTH[tried]:
+    folder = tmp_path_factory.mktemp("exports")
+    for family in IN_BOTH:
         build_tiny_checkpoint(family, folder / family, text=VARIED.get(family, {"initializer_range": 0.2}))
     picture = str(folder / "picture.png")
     Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
-    ranks = run_distributed(2, all_answers_of_megatron, str(folder), picture, tried, timeout=900)
+    ranks = run_distributed(2, all_answers_of_megatron, str(folder), picture, timeout=900)
     found = {"megatron": ranks[0]}
-    folders = [path for family in IN_BOTH[tried] for path in exports(folder, family, tried).values()]
+    folders = [path for family in IN_BOTH for path in exports(folder, family).values()]
     for name, overlay in (("newest", None), ("oldest", OLDEST)):
         said = answers_of_transformers(picture, folders, overlay)
         assert (said["version"] == OLDEST_VERSION) == (name == "oldest")
         left = iter(said["answers"])
-        found[name] = {family: [next(left) for _ in layouts_of(family, tried)] for family in IN_BOTH[tried]}
+        found[name] = {family: [next(left) for _ in layouts_of(family)] for family in IN_BOTH}
     return found
 
 
-@pytest.mark.parametrize(("answers", "family"), CELLS, indirect=["answers"])
+@pytest.mark.parametrize("family", IN_BOTH)
 def test_exports_answer_alike_in_the_oldest_and_newest_transformers(answers, family):
     mine = answers["megatron"][family]
     assert mine == answers["newest"][family] == answers["oldest"][family]
     assert len({token for answer in mine for token in answer}) > 1
 
 
-@pytest.mark.long
 def test_composed_models_answer_alike_in_the_oldest_and_newest_transformers(tmp_path):
     picture = str(tmp_path / "picture.png")
     Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
@@ -155,9 +141,7 @@ def test_composed_models_answer_alike_in_the_oldest_and_newest_transformers(tmp_
     assert all(len(set(answer)) > 1 for answer in oldest["answers"])
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param("tiny", marks=pytest.mark.long), pytest.param("published", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("sizes", ["tiny", "published"])
 def test_the_fast_path_equals_the_oldest_processors_too(sizes):
     """`test_fast.py` checks the newest."""
     paths = [str(OLDEST), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -33,38 +33,23 @@ NOT_PIPED = (
     ["TP2+SP, adapter", "TP2+SP, adapter, recomputed", "TP2+SP, adapter with DoRA", "CP2, adapter with DoRA"],
 )
 CUT = ("TP2", "PP2")  # layouts of test_weights
-IN_TURN = (["DP2 dist. optimizer", "CP2"], ADAPTED)  # of these, every second variant has the one or the other
+pytestmark = pytest.mark.soak
 
 
-def layouts_of(family: str, variant: str, tried: str) -> tuple[list[str], list[str]]:
+def layouts_of(family: str, variant: str) -> tuple[list[str], list[str]]:
     """Layouts of the whole model, and of adapters."""
     if (family, variant) in SHARING:
         return NOT_PIPED
-    number = VARIANTS.index((family, variant))
-    left_out = [two[number % 2] for two in IN_TURN] if tried == "one input" else []
     further, adapted = OF_EXPERTS.get((family, variant), ([], []))
-    whole = [layout for layout in LAYOUTS if layout not in left_out] + further
-    return whole, [layout for layout in ADAPTED if layout not in left_out] + adapted
+    return LAYOUTS + further, ADAPTED + adapted
 
 
 def cut_of(family: str, variant: str) -> tuple[str, ...]:
     return ("TP2",) if (family, variant) in SHARING else CUT
 
 
-def inputs_of(tried: str, number: int, layouts: list[str]) -> dict[str, list[str]]:
-    """Layout -> its inputs: all four, or one, in the next layout and of the next variant another one."""
-    names = [*INPUTS, *PACKED]
-    return {
-        layout: names if tried == "all" else [names[(number + place) % len(names)]]
-        for place, layout in enumerate(layouts)
-    }
-
-
-TRIED = [pytest.param("one input", marks=pytest.mark.long), pytest.param("all", marks=pytest.mark.soak)]
-
-
-@pytest.fixture(scope="module", params=TRIED)
-def of_variants(request, tmp_path_factory) -> dict[tuple[str, str], dict]:
+@pytest.fixture(scope="module")
+def of_variants(tmp_path_factory) -> dict[tuple[str, str], dict]:
     """(family, variant) -> its checkpoint, its exports, and its measurements in every layout."""
     folder, jobs, trips = tmp_path_factory.mktemp("variants"), [], []
     for number, (family, name) in enumerate(VARIANTS):
@@ -74,17 +59,16 @@ def of_variants(request, tmp_path_factory) -> dict[tuple[str, str], dict]:
         cases = {name: reference.case(rows) for name, rows in INPUTS.items()}
         cases |= {name: parity.packed(reference.case(rows)) for name, rows in PACKED.items()}
         torch.save(cases, work / "cases.pt")
-        layouts, adapted = layouts_of(family, name, request.param)
+        layouts, adapted = layouts_of(family, name)
         adapters = {adapter_parity.LAYOUTS[layout][3] for layout in adapted}
         torch.save(adapter_parity.cases(family, path, sorted(adapters)), work / "adapter.pt")
-        wanted = inputs_of(request.param, number, layouts + adapted)
-        whole = {layout: wanted[layout] for layout in layouts}
-        of_adapter = {layout: wanted[layout] for layout in adapted}
-        jobs.append((str(path), str(work / "cases.pt"), str(work / "adapter.pt"), whole, of_adapter))
+        names = [*INPUTS, *PACKED]
+        wanted = [dict.fromkeys(some, names) for some in (layouts, adapted)]
+        jobs.append((str(path), str(work / "cases.pt"), str(work / "adapter.pt"), *wanted))
         trips += [(layout, str(path), str(work / layout)) for layout in cut_of(family, name)]
     measured = run_distributed(2, measure, jobs, trips, timeout=1200)[0]
     return {
-        variant: {"folder": folder / str(number), "rows": rows, "tried": request.param}
+        variant: {"folder": folder / str(number), "rows": rows}
         for number, (variant, rows) in enumerate(zip(VARIANTS, measured, strict=True))
     }
 
@@ -100,8 +84,8 @@ def measure(jobs: list[tuple], trips: list[tuple[str, str, str]]) -> list[list[d
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
 def test_equals_transformers_and_peft(of_variants, family, variant):
-    rows, tried = of_variants[family, variant]["rows"], of_variants[family, variant]["tried"]
-    assert {row["layout"] for row in rows} == {*sum(layouts_of(family, variant, tried), [])}
+    rows = of_variants[family, variant]["rows"]
+    assert {row["layout"] for row in rows} == {*sum(layouts_of(family, variant), [])}
     for row in rows:
         assert row["passed"], row
 

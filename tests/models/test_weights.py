@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pairs import first_soon
 from parity import RELATIVES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -361,7 +360,8 @@ def test_round_trip_of_experts_is_bit_equal(exports, sources, layout, kind):
     check_equal(exports[layout, kind], sources[kind])
 
 
-@pytest.mark.parametrize(("kind", "layout"), first_soon(PREDICTIONS.items()))
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "layout"), PREDICTIONS.items())
 def test_multi_token_prediction_is_exported_as_the_source_has_it(exports, sources, layout, kind):
     check_equal(exports[layout, kind], sources[kind])
 

@@ -43,7 +43,7 @@ def met(tmp_path_factory):
     return run_distributed(2, rl_interfaces.meet, str(path), str(folder / "held.pt"), timeout=600)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_skyrl_gets_scores_and_the_step_of_its_loss(met):
     for found in met:
         assert found["skyrl scores"] == 0
@@ -52,7 +52,7 @@ def test_skyrl_gets_scores_and_the_step_of_its_loss(met):
         assert found["skyrl outputs"] == found["skyrl wanted"]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_verl_gets_scores_and_the_step_of_its_loss(met):
     for found in met:
         assert found["verl scores"] <= 1e-6

@@ -80,7 +80,7 @@ def test_a_loop_learns_and_its_ratios_are_one(measured):
         assert loop["rewards"][0] < 0.8 and min(loop["rewards"][-3:]) > 0.9
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_an_answer_is_cut_before_a_placeholder(measured):
     for found in measured[0].values():
         assert found["cut"] == [([5, 6], [-1.0, -2.0], False), ([], [], False)]

@@ -20,7 +20,7 @@ AT_ONCE = 4
 HANG = 15  # seconds; imports count as work, but this machine may be slow between them
 FROM_CHECKPOINT = r"Start the same command again: it goes on from what is saved\."
 STACKS = r"The stacks of all ranks and workers are in .*/errors; "
-LONG = pytest.mark.long
+LONG, SOAK = pytest.mark.long, pytest.mark.soak
 
 # fault, of two ranks or one alone, exit code, pattern of each of the last lines
 CASES = [
@@ -113,7 +113,10 @@ def jobs(request, tmp_path_factory) -> Iterator[dict[tuple[str, int], tuple[Path
 @pytest.mark.parametrize(
     ("fault", "ranks", "code", "lines"),
     [(*case[:3], case[3:]) for case in CASES]
-    + [pytest.param(*case[:3], case[3:], marks=LONG) for case in LONG_CASES],
+    + [
+        pytest.param(*case[:3], case[3:], marks=LONG if case[0] in ("kill", "stop", "hang") else SOAK)
+        for case in LONG_CASES
+    ],
 )
 def test_the_last_lines_are_the_reason(jobs, fault, ranks, code, lines):
     run_dir, job = jobs[fault, ranks]
@@ -132,7 +135,7 @@ def test_the_last_lines_are_the_reason(jobs, fault, ranks, code, lines):
         assert "training step 3" in stacks and re.search(r"small_job.py.*, line \d+ in <lambda>", stacks)
 
 
-@LONG
+@SOAK
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

@@ -55,7 +55,7 @@ def rows(run_dir) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_profile_changes_no_number(runs):
     folder, _ = runs
     plain, profiled = (weights(folder / name) for name in ("plain", "profiled"))

@@ -66,6 +66,7 @@ PACKINGS = {
     "global": {"packing": "global"},
     "by_length": {"group_by_length": True},
 }
+OFTEN = (written.json_lines, written.parquet, written.streamed_shards, several, energon, energon_blend)
 WITHOUT_LENGTHS = (written.streamed, written.streamed_shards, energon, energon_blend)
 
 
@@ -75,7 +76,7 @@ def cells():
         ways = list(product(packings, (2, 0)))
         for way in ways:
             name = f"{source.__name__}-{way[0]}-{way[1]}"
-            if way == ways[number % len(ways)]:
+            if source in OFTEN and way == ways[number % len(ways)]:
                 once = KILLED_AFTER[number % 2 :][:1]
                 yield pytest.param(source, *way, once, marks=pytest.mark.long, id=name)
             yield pytest.param(source, *way, KILLED_AFTER, marks=pytest.mark.soak, id=f"{name} twice")
