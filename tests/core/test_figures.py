@@ -128,7 +128,7 @@ def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
     from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import evaluate, gradients, step
-    from megatron_vlm.training.losses.tokens import token_losses
+    from megatron_vlm.training.losses import token_losses
     from megatron_vlm.training.optimizer import build_optimizer
 
     setup.init_distributed(ParallelConfig(), seed=1)

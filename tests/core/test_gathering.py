@@ -72,7 +72,7 @@ def trained(config: RunConfig, case: dict, goes_on: bool, judged: bool = False) 
     `on their way` are buckets that had not arrived when the last layer of this rank began."""
     from megatron_vlm.callbacks.spikes import Spikes
     from megatron_vlm.training.figures import StepFigures
-    from megatron_vlm.training.losses.tokens import token_losses
+    from megatron_vlm.training.losses import token_losses
     from megatron_vlm.training.step import mean_loss, train_step
 
     run, found = Run(config), {"losses": [], "on their way": 0}

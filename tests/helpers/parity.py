@@ -640,7 +640,7 @@ def backward(ddp: list, micro_batches: list[dict], step_loss: Callable | None = 
     """Gradients as a training step has them, without the step; the reports of its loss, by default the
     tokens'."""
     from megatron_vlm.training.gradients import reduce_gradients
-    from megatron_vlm.training.losses.tokens import token_losses
+    from megatron_vlm.training.losses import token_losses
 
     reports, weight = (step_loss or token_losses)(ddp, micro_batches)
     reduce_gradients(ddp, weight)
@@ -650,7 +650,7 @@ def backward(ddp: list, micro_batches: list[dict], step_loss: Callable | None = 
 def mean_of_means(ddp: list, micro_batches: list[dict]) -> tuple[list[dict], float]:
     """What gradients must not be: those of the mean over micro batches of their mean losses."""
     from megatron_vlm.models.schedule import run_schedule, streams_of
-    from megatron_vlm.training.losses.tokens import token_loss
+    from megatron_vlm.training.losses import token_loss
 
     def mean_loss(stream: Any, losses_N: torch.Tensor) -> tuple[torch.Tensor, dict]:
         total, report = token_loss(stream, losses_N)

@@ -42,7 +42,7 @@ def measure(asked: dict[str, tuple[str, dict[str, str]]], dead: str) -> dict[str
 
 
 def _family(path: str, urls: dict[str, str], dead: str, learns: bool) -> dict[str, Any]:
-    from megatron_vlm.rl.http_engine import EngineError, HttpEngine
+    from examples.rl.http_rollouts import EngineError, HttpEngine
     from megatron_vlm.rl.rollouts import OwnEngine
 
     policy = policy_in_ranks.policy_of(path, ParallelConfig(tp=2), 300)

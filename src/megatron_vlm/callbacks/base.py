@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_vlm.job.milestones import Milestones
     from megatron_vlm.models.hf import Source
     from megatron_vlm.training.figures import StepFigures
-    from megatron_vlm.training.losses.tokens import StepLoss
+    from megatron_vlm.training.losses import StepLoss
 
 
 @dataclass

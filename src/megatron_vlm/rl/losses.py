@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.rl.containers import TensorList
-from megatron_vlm.training.losses.terms import Loss, check_same_shape, document_sums, logged
-from megatron_vlm.training.losses.terms import dpo as dpo
+from megatron_vlm.training.losses import Loss, check_same_shape, document_sums, logged
+from megatron_vlm.training.losses import dpo as dpo
 
 LARGEST_LOG_RATIO = 20.0  # so that exp of it is finite, as in verl's core_algos.py
 SMALLEST_DEVIATION = 1e-6  # added to a group's standard deviation, as in verl's core_algos.py

@@ -15,7 +15,7 @@ from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.training.figures import BySource
-from megatron_vlm.training.losses.tokens import Reports, StepLoss
+from megatron_vlm.training.losses import Reports, StepLoss
 from megatron_vlm.training.step import mean_loss
 
 

@@ -16,7 +16,7 @@ from megatron_vlm.job.errors import AnotherRankFailed
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import empty_gradients, reduce_gradients, step_if, step_in_flight
-from megatron_vlm.training.losses.tokens import Reports, StepLoss, token_losses
+from megatron_vlm.training.losses import Reports, StepLoss, token_losses
 
 
 class NotFinite(ValueError):

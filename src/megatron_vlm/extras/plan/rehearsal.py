@@ -32,7 +32,7 @@ from megatron_vlm.models.work import costs
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import cpu, setup
 from megatron_vlm.training.gradients import data_parallel
-from megatron_vlm.training.losses.tokens import Reports, StepLoss
+from megatron_vlm.training.losses import Reports, StepLoss
 from megatron_vlm.training.offloaded_adam import offloaded_bytes
 from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.step import train_step

@@ -1,5 +1,7 @@
 """Answers from a server of vLLM or SGLang, by the OpenAI-style requests that both understand, as samples.
 
+engine = HttpEngine("http://10.0.0.5:8000", model, answers=8, max_new_tokens=256)  # in place of OwnEngine
+
 Token ids go both ways, nothing is tokenised again. A prompt of text goes to /v1/completions as token ids. One
 with images goes to /v1/chat/completions as a conversation, as neither server takes images beside token ids
 there; the server then says what it made of it, which has to be our prompt. Read in vLLM's

@@ -1,6 +1,9 @@
-"""A run's knowledge of its objective; no torch, so that a wrong setting is answered in a second."""
+"""The objectives that `train.objective` can name; docs/adding-an-objective.md tells how to add another.
 
-from collections.abc import Callable, Iterable, Mapping
+No torch is imported here, so that a wrong setting is answered in a second.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
@@ -12,7 +15,7 @@ from megatron_vlm.config import DataConfig, RunConfig
 class Objective:
     """An entry of `OBJECTIVES`. What computes is named as "module:name" and imported when it is needed.
 
-    loss              a function (config, chunks) -> `training.losses.tokens.StepLoss`; the chunks have the
+    loss              a function (config, chunks) -> `training.losses.StepLoss`; the chunks have the
                       starting weights
     encoder           a class that takes the place of `data.encode.document.DocumentEncoder`, created with the
                       one that it replaces and a DataConfig; None: that one encodes
@@ -40,3 +43,41 @@ class Objective:
     def sample_encoder(self, documents: Any, data: DataConfig) -> Any:
         """The encoder of samples; `documents` encodes one conversation."""
         return resolve_name(self.encoder)(documents, data) if self.encoder else documents
+
+
+def _dpo_problems(config: RunConfig) -> Iterator[str]:
+    if config.data.over_length == "truncate":
+        yield (
+            "data.over_length: truncate would cut one answer of a pair and leave the other; with "
+            "train.objective=dpo, raise data.seq_length for both together, or drop pairs."
+        )
+    if not config.model.load_weights:
+        yield (
+            "train.objective: dpo compares with the weights of model.hf_path, and model.load_weights is "
+            "false; set it to true."
+        )
+
+
+# preference pairs (arXiv 2305.18290): the chosen answer is to become likelier than the rejected one
+DPO = Objective(
+    loss="megatron_vlm.training.losses:Preferences",
+    encoder="megatron_vlm.data.preferences.pairs:PairEncoder",
+    documents=2,
+    figures={
+        "margin": "margin {:.2f}",
+        "accuracy": "accuracy {:.0%}",
+        "reward_chosen": None,
+        "reward_rejected": None,
+    },
+    reference_passes=1,
+    record_part="rejected answer",
+    record_keys=("rejected", "rejected_response", "rejected_messages"),  # see `data.chatml.record`
+    problems=_dpo_problems,
+)
+TOKENS = Objective(loss="megatron_vlm.training.losses:token_objective")  # their mean loss, by their weights
+OBJECTIVES = {"tokens": TOKENS, "dpo": DPO}
+
+
+def objective_of(config: RunConfig) -> Objective:
+    """The objective that the run's `train.objective` names."""
+    return OBJECTIVES[config.train.objective]

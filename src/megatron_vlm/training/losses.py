@@ -1,17 +1,21 @@
-"""The loss of `objectives.dpo`.
+"""The losses of a step: of trained tokens, and DPO's of preference pairs; `rl.losses` has losses of rewards.
 
-The rows of a batch hold pairs: document 1 of a row is a chosen answer and 2 the rejected one, then 3 and 4
-(see `data.preferences`). A step scores them twice, by the starting weights and by those that are trained.
+A training step calls a `StepLoss`, which makes gradients and gives reports. With DPO the rows of a batch hold
+pairs: document 1 of a row is a chosen answer and 2 the rejected one, then 3 and 4 (see `data.preferences`).
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
@@ -19,8 +23,96 @@ from megatron_vlm.models.head import of_all_context_ranks
 from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel.transfer import on_device
-from megatron_vlm.training.losses.terms import document_sums, dpo
-from megatron_vlm.training.losses.tokens import Reports
+
+Reports = list[dict[str, Tensor]]  # of micro batches on the last pipeline stage; elsewhere empty
+# (chunks, micro batches, forward_only=False) -> (reports, the sum of their weights in the mean loss);
+# unless forward_only, gradients of the sum of all losses are then in this rank's buffers
+StepLoss = Callable[..., tuple[Reports, float]]
+
+
+def token_objective(config: RunConfig, chunks: list[nn.Module]) -> StepLoss:
+    """The loss of `objectives.TOKENS`, which needs neither."""
+    return token_losses
+
+
+def token_losses(
+    chunks: list[nn.Module], micro_batches: list[Batch], forward_only: bool = False
+) -> tuple[Reports, float]:
+    """A `StepLoss`: the losses of the trained tokens, by their weights. Reports are `token_loss`'s."""
+    streams = streams_of(chunks, micro_batches)
+    reports = run_schedule(chunks, streams, token_loss, forward_only=forward_only)
+    return reports, sum(stream.trained_weight for stream in streams)
+
+
+def token_loss(stream: Stream, losses_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """(weighted sum over trained tokens, report). A mean over them would make the loss a mean of means.
+
+    The report's `sums` are the loss, the weights, the number of tokens; its weighted `losses` belong to the
+    trained tokens at `places` of the micro batch.
+    """
+    losses_N = losses_N if stream.weights is None else losses_N * stream.weights
+    total = losses_N.sum()
+    count = torch.full_like(total, len(losses_N))
+    weight = count if stream.weights is None else stream.weights.double().sum()
+    sums = torch.stack([x.detach().double() for x in (total, weight, count)])
+    return total, {"sums": sums, "losses": losses_N.detach(), "places": stream.output_places}
+
+
+# -- terms of losses on log-probabilities
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum to be minimised, and what is to be logged.
+
+    total  scalar with gradient
+    logs   name -> (2,): a sum over the tokens that count, or pairs, and their number. Add these over micro
+           batches and ranks, then divide.
+    """
+
+    total: Tensor
+    logs: dict[str, Tensor]
+
+    def __add__(self, other: Loss) -> Loss:
+        """Both terms. Raises ValueError if they log the same name."""
+        if both := sorted(self.logs.keys() & other.logs.keys()):
+            raise ValueError(f"Loss: both terms log {', '.join(both)}; add each kind of term once.")
+        return Loss(self.total + other.total, self.logs | other.logs)
+
+
+def dpo(
+    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float = 0.1
+) -> Loss:
+    """-log sigmoid(beta * ((chosen - reference_chosen) - (rejected - reference_rejected))): arXiv 2305.18290
+    eq. 7, summed over pairs.
+
+    Each argument has a pair's log-probability of a whole answer, see `document_sums`. Logs `margin`, what the
+    sigmoid is of, and `accuracy`, the share of pairs whose margin is positive.
+    """
+    references = {"reference_chosen": reference_chosen, "reference_rejected": reference_rejected}
+    check_same_shape(chosen=chosen, rejected=rejected, **references)
+    margin = beta * ((chosen - reference_chosen.detach()) - (rejected - reference_rejected.detach()))
+    logs = {"margin": margin, "accuracy": margin > 0}
+    return Loss(-F.logsigmoid(margin).sum(), logged(torch.ones_like(margin), logs))
+
+
+def document_sums(values_N: Tensor, documents_N: Tensor, documents: int) -> Tensor:
+    """(documents,) sums of the values of each document, which are numbered from 0."""
+    return values_N.new_zeros(documents).index_add(0, documents_N, values_N)
+
+
+def check_same_shape(**tensors: Tensor) -> None:
+    if len({tensor.shape for tensor in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"losses: shapes differ: {shapes}; give one number for each token or sample.")
+
+
+def logged(weights: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    counts = (weights != 0).float()
+    return {n: torch.stack([(counts * v.detach()).sum(), counts.sum()]).float() for n, v in values.items()}
+
+
+# -- preference pairs
 
 
 class Preferences:
@@ -84,7 +176,7 @@ def _scores(pairs: Iterator[Pairs], stream: Stream, losses_N: Tensor) -> tuple[T
 def _loss(
     beta: float, pairs_and_references: Iterator[tuple[Pairs, Tensor]], stream: Stream, losses_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A sum over pairs and its report, like `tokens.token_loss`."""
+    """A sum over pairs and its report, like `token_loss`."""
     pair, reference = next(pairs_and_references)
     scores = _answer_scores(pair, stream, losses_N)
     chosen, rejected = scores.view(-1, 2).unbind(1)
