@@ -34,14 +34,13 @@ class Commands(TyperGroup):
         except UsageError as error:
             if not hasattr(error, "possibilities"):  # only NoSuchOption has them
                 raise
-            command = ctx.invoked_subcommand
             alike = f" (there is {' and '.join(error.possibilities)})" if error.possibilities else ""
             raise ConfigError(
-                f"{error.option_name}: `{command}` has no such flag{alike}. A setting is written without "
-                f"dashes, as train.steps=10; `megatron-vlm {command} --help` lists the flags."
+                f"{error.option_name}: `{ctx.invoked_subcommand}` has no such flag{alike}. A setting is "
+                "written without dashes, as train.steps=10; --help lists the flags."
             ) from error
         except EOFError as error:  # of which click would only say "Aborted!"
-            cut = OSError(f"EOFError: {error}" if str(error) else "EOFError: it ends too early")
+            cut = OSError(f"EOFError: {error}")
             cut.__dict__.update(error.__dict__)
             raise cut.with_traceback(error.__traceback__) from None
 
@@ -66,9 +65,6 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     with contextlib.suppress(io.UnsupportedOperation):  # stderr may be no file
         faulthandler.enable()
     with exit_with_reason(name):
-        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            if not (text := os.environ.get(variable, "0")).isdecimal():
-                raise ConfigError(f"{variable}: {text!r} is no number; unset it.")
         for word in sys.argv[1:] if arguments is None else arguments:
             if address := re.fullmatch(r"(?:([\w.-]+)=)?(\[?\w+:/\S*)", word):
                 refuse_keys(address[1] or "the command line", address[2])
@@ -118,34 +114,21 @@ def torchrun(
     gpus: int | None = None,
     restarts: int = 0,
 ) -> int:
-    """Run `job.launch.launch`, and return its exit code. Raise ConfigError before torch is imported if PET_
-    variables cannot make several machines meet."""
-    meeting = _meeting(restarts)
-    from megatron_vlm.job.launch import launch
+    """Run `job.launch.launch`, and return its exit code.
 
-    return launch(nproc, module, arguments, restarts, gpus, meeting)
+    Raises:
+        ConfigError: PET_ variables cannot make several machines meet; torch would wait for ten minutes.
+    """
+    if (count := machines()) > 1:
+        is_static = os.environ.get("PET_RDZV_BACKEND", "static") == "static"
+        needed = ["PET_MASTER_ADDR", "PET_NODE_RANK"] if is_static else ["PET_RDZV_ENDPOINT"]
+        if missing := [name for name in needed if not os.environ.get(name)]:
+            raise ConfigError(f"PET_NNODES={count}: the machines cannot meet; set {missing[0]} on each.")
+        if restarts and is_static:
+            raise ConfigError(
+                "--restarts: machines meet again only where the first, HOST, waits for them; set "
+                "PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT=HOST:PORT on each."
+            )
+    from megatron_vlm.job.launch import launch  # it imports torch
 
-
-def _meeting(restarts: int) -> str | None:
-    """Return in words where several machines meet; None for one. Torch would wait where this raises."""
-    count = machines()
-    variables = os.environ
-    if count == 1:
-        return None
-    is_static = variables.get("PET_RDZV_BACKEND", "static") == "static"
-    name = "PET_MASTER_ADDR" if is_static else "PET_RDZV_ENDPOINT"
-    endpoint = variables.get("PET_RDZV_ENDPOINT") or variables.get(name)
-    if not endpoint:
-        raise ConfigError(f"{name} is not set: at it {count} machines meet; set it on each.")
-    number = variables.get("PET_NODE_RANK")
-    if is_static and number not in map(str, range(count)):
-        raise ConfigError(
-            f"PET_NODE_RANK: {number!r} is no machine's number; give each its own, from 0 to {count - 1}."
-        )
-    if restarts and is_static:
-        raise ConfigError(
-            "--restarts: machines meet again only where the first, HOST, waits for them; set "
-            "PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT=HOST:PORT on each."
-        )
-    number = f" as number {number} (PET_NODE_RANK; each has its own)" if is_static else ""
-    return f"{count} machines at {endpoint}{number}"
+    return launch(nproc, module, arguments, restarts, gpus)

@@ -61,33 +61,25 @@ def exit_with_reason(name: str) -> Iterator[None]:
                 signal.signal(number, functools.partial(_interrupt, os.getpid()))
     try:
         yield
-    except Stopped as stop:
-        _end("interrupt", stop.code, f"{name}: {stop.text}", stop)
     except (SystemExit, KeyboardInterrupt) as stop:
-        code = stop.code if isinstance(stop, SystemExit) else 128 + signal.SIGINT
-        watched = watchdog.watch()
-        if watched is None and not isinstance(stop, _Interrupted):
+        if watchdog.watch() is None and not isinstance(stop, _Interrupted | Stopped):
             raise  # click ends every command by SystemExit, also after Ctrl-C
+        code = stop.code if isinstance(stop, SystemExit) else 128 + signal.SIGINT
+        if isinstance(stop, Stopped):
+            _end("interrupt", code, f"{name}: {stop.text}", stop)
         if code in SIGNALS:
-            step = watched.content["step"] if watched else 0
-            when = f"after step {step}" if step else f"while {watched.content['doing']}" if watched else ""
-            text = f"stopped by {SIGNALS[code]} {when}; {AGAIN}." if when else f"stopped by {SIGNALS[code]}."
-            _end("interrupt", code, f"{name}: {text}", stop)
+            _end("interrupt", code, f"{name}: stopped by {SIGNALS[code]}{_when()}.", stop)
         _end("error", int(code or 1), f"{name}: {_place(stop)}it left by sys.exit({code}); {AGAIN}.", stop)
     except Exception as error:  # noqa: BLE001 - all of them are reported
         file = _keep_traceback(error)
-        if is_anothers_end(error):
-            if watched := watchdog.watch():
-                watched.wait_for_another_end(REASON_SECONDS)
-            lost = f"it lost another rank: {without_traceback(str(error)).splitlines()[0]}"
-            _end(
-                "lost",
-                BUG_CODE,
-                join_lines([f"{name}: {_place(error)}{lost}", f"{AGAIN.capitalize()}."]),
-                error,
-            )
-        code, text = explain(error, file)
-        _end("error", code, PrintableText(printable(f"{name}: {_place(error)}") + text), error)
+        if not is_anothers_end(error):
+            code, text = explain(error, file)
+            _end("error", code, PrintableText(printable(f"{name}: {_place(error)}") + text), error)
+        # the launcher ends all ranks when the first has ended: let the one speak that failed first
+        if watched := watchdog.watch():
+            watched.wait_for_another_end(REASON_SECONDS)
+        lost = f"{name}: {_place(error)}it lost another rank: {_text_of(error)}"
+        _end("lost", BUG_CODE, join_lines([lost, f"{AGAIN.capitalize()}."]), error)
 
 
 @contextlib.contextmanager
@@ -125,6 +117,14 @@ def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
     raise SystemExit(code) from error
 
 
+def _when() -> str:
+    """How far the run came, and how it goes on; empty if nothing was watched."""
+    if (watched := watchdog.watch()) is None:
+        return ""
+    step = watched.content["step"]
+    return f" after step {step}; {AGAIN}" if step else f" while {watched.content['doing']}; {AGAIN}"
+
+
 def _place(error: BaseException) -> str:
     """`rank 1, training step 3: `, without the parts that say nothing."""
     if (watched := watchdog.watch()) is None:
@@ -152,30 +152,30 @@ def explain(error: BaseException, file: Path) -> tuple[int, PrintableText]:
     a bug is what remains.
     """
     notes = getattr(error, "__notes__", [])
-    text, what = _text_of(error), _what_was_read(error)
+    what = _what_was_read(error)
+    # first what says all itself: our own texts, and what the disk and the memory say
     if is_worker_death(error) or is_for_users(error):
-        return USERS_CODE, join_lines([text, *notes])
+        return USERS_CODE, join_lines([_text_of(error), *notes])
     if isinstance(error, OSError) and error.errno is not None:
         paths = [str(name) for name in (error.filename, error.filename2) if name is not None]
         remedy = "make room (`df -h`)" if error.errno == errno.ENOSPC else "look at that path"
         return USERS_CODE, printable(f"{': '.join([error.strerror, *paths])}; {remedy}, then {AGAIN}.")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        while_reading = f" while reading {what}" if what else ""
-        remedy = (
-            "lower train.micro_batch_size, data.seq_length or data.max_pixels, or set model.recompute=full"
-        )
-        fact = f"out of memory{while_reading}: {str(error).partition('\n')[0]}"
-        return USERS_CODE, join_lines([f"{fact}; {remedy}.", *notes])
+        fact = f"out of memory{f' while reading {what}' if what else ''}: {str(error).partition('\n')[0]}"
+        less = "lower train.micro_batch_size, data.seq_length or data.max_pixels"
+        return USERS_CODE, join_lines([f"{fact}; {less}, or set model.recompute=full.", *notes])
+    # then what a library says: of something that was read, of a user's code, or else it is a bug
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f"; in {frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in last)
+    fact, code = f"{named(error)}{place}", USERS_CODE
     if what:
-        damaged = f"It is damaged, or of a kind that is not known: replace it; the traceback is in {file}."
-        return USERS_CODE, join_lines([f"{what} cannot be read: {named(error)}{place}", *notes, damaged])
-    if _raised_in_users_file(error):
-        correct = f"Correct that file; the traceback is in {file}."
-        return USERS_CODE, join_lines([f"{named(error)}{place}", *notes, correct])
-    bug = f"This is a bug of megatron_vlm or of a library; the traceback is in {file}."
-    return BUG_CODE, join_lines([f"{named(error)}{place}", *notes, bug])
+        fact = f"{what} cannot be read: {fact}"
+        remedy = "It is damaged, or of a kind that is not known: replace it"
+    elif _raising_package(error).startswith("users_"):  # so `imports.load_object` names a user's file
+        remedy = "Correct that file"
+    else:
+        code, remedy = BUG_CODE, "This is a bug of megatron_vlm or of a library"
+    return code, join_lines([fact, *notes, f"{remedy}; the traceback is in {file}."])
 
 
 def is_for_users(error: BaseException) -> bool:
@@ -236,15 +236,14 @@ def _text_of(error: BaseException) -> PrintableText:
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    package = frames[-1].f_globals.get("__package__") if frames else None
-    return (package or "").partition(".")[0] == "megatron_vlm"
+    return _raising_package(error).partition(".")[0] == "megatron_vlm"
 
 
-def _raised_in_users_file(error: BaseException) -> bool:
-    """Whether a Python file that the user named raised it: `load_object` names its module `users_…`."""
+def _raising_package(error: BaseException) -> str:
+    """The package, or else the module, of the function that raised an error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("users_")
+    names = frames[-1].f_globals if frames else {}
+    return str(names.get("__package__") or names.get("__name__"))
 
 
 def _keep_traceback(error: BaseException) -> Path:

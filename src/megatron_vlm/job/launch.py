@@ -1,8 +1,7 @@
 """Starts the ranks of `--nproc` by torch's elastic agent, and says why they ended. It imports torch.
 
 PET_ variables, the meeting of machines, the ranks' environment and error files are torch's. Added here:
-ranks start again only if one was lost, warnings are passed on to them, the job has one reason, and two
-machines with the same number are refused.
+ranks start again only if one was lost, warnings are passed on to them, and the job has one reason.
 """
 
 import contextlib
@@ -11,24 +10,20 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import cuda
-from torch.distributed import DistError, DistStoreError, TCPStore, run
+from torch.distributed import DistError, run
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api
 
 from megatron_vlm.config import ConfigError
@@ -39,15 +34,8 @@ from megatron_vlm.job.watchdog import AGAIN, LAUNCHER
 from megatron_vlm.messages import PrintableText, printable
 from megatron_vlm.validate import check_gpus
 
-_BEST_FIRST = (
-    "error",
-    "interrupt",
-    "killed",
-    "lost",
-    "terminated",
-)  # what ranks end by; the last two by others
-_LOOK_AGAIN = 0.5  # seconds between two looks at which machines are there
-_TAKEN_PORT_ANSWERS = timedelta(seconds=10)  # if another launcher has the port
+# what ranks end by, the best reason first; the last two are brought about by others
+_BEST_FIRST = ("error", "interrupt", "killed", "lost", "terminated")
 
 
 class Reason(NamedTuple):
@@ -59,15 +47,12 @@ class Reason(NamedTuple):
     message: str  # printable
 
 
-def launch(
-    nproc: int, module: str, arguments: Sequence[str], restarts: int, gpus: int | None, meeting: str | None
-) -> int:
+def launch(nproc: int, module: str, arguments: Sequence[str], restarts: int, gpus: int | None) -> int:
     """Run `python -m module` in `nproc` processes on this machine, and return the exit code.
 
     Args:
         restarts: How often ranks start again after one was lost.
         gpus: GPUs of this machine; None for as many as torch sees.
-        meeting: How many machines meet, and where, in words; None for one machine.
 
     Raises:
         ConfigError: A PET_ variable is wrong, or there are fewer GPUs than processes.
@@ -81,32 +66,35 @@ def launch(
     api.LocalElasticAgent = _Agent
     with tempfile.TemporaryDirectory(prefix="megatron-vlm-") as folder:
         words = [f"--nproc_per_node={nproc}", f"--log-dir={folder}", f"--max-restarts={restarts}"]
-        if meeting is None:
+        if os.environ.get("PET_NNODES", "1") == "1":
             words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
-        else:
-            print(printable(f"waiting for {meeting}"), file=sys.stderr, flush=True)
         words += ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", "-m", module, *arguments]
         try:
             config, entrypoint, words = run.config_from_args(run.get_args_parser().parse_args(words))
-            api.launch_agent(config, entrypoint, words)
-            return 0
-        except SignalException as stop:
-            code = 128 + stop.sigval
-            text = f"megatron-vlm: stopped by {SIGNALS.get(code, f'signal {stop.sigval}')}."
-            reason = next((each for each in _reports(folder) if each.code == code), Reason(1, 0, code, text))
-        except ChildFailedError as failed:
-            reason = _first_reason(folder, failed.failures)
-        except (RendezvousError, DistError):
-            text = f"megatron-vlm: {meeting} do not meet: one is lost, or the port is taken; {AGAIN}."
-            reason = min([*_reports(folder), Reason(3, math.inf, BUG_CODE, text)])
-        except ConfigError:
-            raise
         except ValueError as error:
             raise ConfigError(f"torchrun's PET_ variables: {error}; correct that variable.") from error
-        finally:
-            del os.environ[LAUNCHER], os.environ[STARTED]
+        reason = _run(config, entrypoint, words, folder)
+    if reason is None:
+        return 0
     print(printable(reason.message), file=sys.stderr, flush=True)
     return reason.code
+
+
+def _run(config: api.LaunchConfig, entrypoint: str, words: list[str], folder: str) -> Reason | None:
+    """Run torch's agent, whose ranks write into `folder`; return why the job ended, None if it ended well."""
+    try:
+        api.launch_agent(config, entrypoint, words)
+        return None
+    except SignalException as stop:
+        code = 128 + stop.sigval
+        text = f"megatron-vlm: stopped by {SIGNALS.get(code, f'signal {stop.sigval}')}."
+        return next((each for each in _reports(folder) if each.code == code), Reason(1, 0, code, text))
+    except ChildFailedError as failed:
+        return _first_reason(folder, failed.failures)
+    except (RendezvousError, DistError):
+        # ranks that lost this machine's connections may have said more
+        text = f"megatron-vlm: the machines do not meet: one is lost, or two have one number; {AGAIN}."
+        return min([*_reports(folder), Reason(3, math.inf, BUG_CODE, text)])
 
 
 class _Agent(LocalElasticAgent):
@@ -130,16 +118,18 @@ class _Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     def _rendezvous(self, worker_group: Any) -> None:
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        if os.environ.get("PET_NNODES", "1") != "1":
+            names = ("PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "PET_NODE_RANK")
+            variables = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+            print(printable(f"waiting for the other machines: {variables}"), file=sys.stderr, flush=True)
         # torch waits for machines in compiled code, where no handler of Python runs
-        handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+        handlers = {
+            number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
-            handler = worker_group.spec.rdzv_handler
-            if isinstance(handler, StaticTCPRendezvous):
-                handler._store = _meet(handler)  # torch opens none if it has one
             super()._rendezvous(worker_group)
         finally:
-            for number, handler in zip(numbers, handlers, strict=True):
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
@@ -155,53 +145,6 @@ class _Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         print("megatron-vlm: starting again from the last checkpoint", file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
-
-
-def _meet(handler: StaticTCPRendezvous) -> TCPStore:
-    """Return the store in which all machines are there, each with its own number.
-
-    Torch would wait in silence for the number that none has. Here each machine writes its name under its
-    number. One that finds another's name there says so to all; a machine that died while it waited does not.
-
-    Raises:
-        ConfigError: Two machines have the same PET_NODE_RANK.
-        DistError: A machine does not come in time, or the port is taken.
-    """
-    count = handler.world_size
-    open_store = partial(
-        TCPStore,
-        handler.master_addr,
-        handler.master_port,
-        count,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    has_port = True
-    timeout = handler.timeout
-    try:
-        store = open_store(is_master=handler.rank == 0, timeout=timeout)
-    except DistError:
-        if handler.rank != 0:
-            raise
-        has_port = False  # perhaps another number 0 has it, which then says so
-        timeout = _TAKEN_PORT_ANSWERS
-        store = open_store(is_master=False, timeout=timeout)
-    keys = [f"machine/{number}" for number in range(count)]
-    key = keys[handler.rank]
-    name = f"{socket.gethostname()} (pid {os.getpid()})"
-    store.set(key, name)
-    limit = time.monotonic() + timeout.total_seconds()
-    while not store.check(["same"]):
-        if (other := store.get(key).decode()) != name:
-            store.set("same", f"{handler.rank} is the number of {name} and of {other}")
-        elif has_port and store.check(keys):
-            return store
-        elif time.monotonic() > limit:
-            raise DistStoreError
-        time.sleep(_LOOK_AGAIN)
-    text = store.get("same").decode()
-    time.sleep(4 * _LOOK_AGAIN)  # the store ends with its machine, and the others read it, too
-    raise ConfigError(f"PET_NODE_RANK: {text}; give each machine its own, from 0 to {count - 1}.")
 
 
 def _reports(folder: str) -> list[Reason]:

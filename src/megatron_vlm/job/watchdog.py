@@ -1,15 +1,11 @@
 """Ends a job in which no rank makes progress for `train.hang_seconds`, with the stacks of all ranks.
 
-Code that can take long calls `beat`. Each rank writes its beats into a small file, and a thread of each rank
-reads the files of all: in torchrun's folder or, over several machines, in `<errors>`. If no rank made
-progress, each writes the stacks of its threads and data workers to `<errors>/rankN.txt`, the last line names
-the rank that hangs, and all end.
+Code that can take long calls `beat`. Each rank writes its beats into `<errors>/rankN.json`, and a thread of
+each rank reads the files of all. If no rank made progress, each writes the stacks of its threads and data
+workers to `<errors>/rankN.txt`, the last line names the rank that hangs, and all end.
 
 A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time goes on: the time in which it did not run does
 not count. `kill -USR2 PID` writes a rank's stacks at any time.
-
-nvidia-resiliency-ext (0.4.1, "still experimental") is not used: its hang detection needs a launcher and a
-monitor process of its own, writes no stacks of data workers, and depends on NVML, also on a CPU.
 """
 
 from __future__ import annotations
@@ -150,16 +146,7 @@ class Watch:
         self.path = errors / f"rank{rank()}.txt"
         self.owns_files = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
         self.file = io.TextIOWrapper(open_to_write(self.path, "ab"), "utf-8")
-        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        is_alone = world_size() == 1  # nobody reads its heartbeat, and the folder may be another run's
-        self._is_shared = not is_alone and (has_several_machines() or not error_file)
-        self._heartbeats = errors if is_alone or self._is_shared else Path(error_file).parent.parent
-        self._heartbeats.mkdir(parents=True, exist_ok=True)
-        self._heartbeat = (
-            tempfile.TemporaryFile(buffering=0)
-            if is_alone
-            else open_to_write(self._heartbeats / f"rank{rank()}.json", "r+b", buffering=0)
-        )
+        self._heartbeat = open_to_write(errors / f"rank{rank()}.json", "r+b", buffering=0)
         self.write()
         faulthandler.enable(self.file)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
@@ -179,7 +166,7 @@ class Watch:
             # one that does not exist yet, or is being written, comes with the next look
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
                 if number != rank():
-                    contents.append(json.loads(read_file(self._heartbeats / f"rank{number}.json")))
+                    contents.append(json.loads(read_file(self.errors / f"rank{number}.json")))
         return [content for content in contents if content.get("port") == self.content["port"]]
 
     def has_another_ended(self) -> bool:
@@ -205,8 +192,7 @@ class Watch:
     def tidy(self) -> None:
         """Remove this run's heartbeat, and its error file if that is empty; never a file of another run."""
         if self.owns_files:
-            if self._is_shared:
-                (self.errors / f"rank{rank()}.json").unlink(missing_ok=True)
+            (self.errors / f"rank{rank()}.json").unlink(missing_ok=True)
             if self.path.exists() and not self.path.stat().st_size:
                 self.path.unlink()
             with contextlib.suppress(OSError):  # other ranks' files may lie there
