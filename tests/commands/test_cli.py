@@ -58,25 +58,6 @@ def test_dry_run_prints_the_merged_configuration_as_yaml(program):
     assert {"# processes: 8", "# data_parallel: 2"} <= set(answer.stdout.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["train", "--recipe=gemma3_vl_4b", "tp=1", "--train_data_path=/no"],
-            "/no does not exist; give a file or folder",
-        ),
-        (["export", "/no", "out"], "/no does not exist"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_users_mistake_is_a_short_message_and_code_2(arguments, message):
-    """`test_mistakes.py` makes all the others."""
-    answer = ask(*TYPED, *arguments)
-    assert answer.returncode == 2
-    assert message in answer.stderr
-    assert "Traceback" not in answer.stderr and len(answer.stderr.splitlines()) <= 5
-
-
 def test_a_librarys_error_names_the_file_of_its_traceback():
     code = (
         "from megatron_vlm.commands.program import run, single\ndef bad(): int('x')\nrun(single(bad), 'bad')"

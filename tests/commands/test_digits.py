@@ -13,13 +13,12 @@ from places import ROOT
 from sklearn.datasets import load_digits
 from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
-import compose_demo
 from make_checkpoint import make_checkpoint
 from make_digits import make_digits
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.text import TextEncoder
-from megatron_vlm.recipes import compose, load_recipe
+from megatron_vlm.recipes import load_recipe
 from megatron_vlm.run_folder.folder import check_start
 from megatron_vlm.validate import validate
 
@@ -142,25 +141,6 @@ def test_transformers_answers_with_the_model_of_a_demo(demo, tmp_path):
 
 
 # ---- make demo FAMILY=compose -----------------------------------------------------------------------------
-
-
-def test_the_second_stage_starts_from_what_the_first_exports():
-    first, second = (compose(file=compose_demo.HERE / name) for name in compose_demo.STAGES.values())
-    assert (
-        first.model.hf_path
-        == str(compose_demo.FOLDER / "start")
-        == compose_demo.composed(compose_demo.FOLDER)[-1]
-    )
-    exported = f"exports/step_{first.train.steps:08d}"
-    assert (
-        second.model.hf_path == f"{first.run_dir}/{exported}"
-        and first.train.export_every == first.train.steps
-    )
-    assert (first.model.freeze, second.model.freeze) == (["tower", "language_model"], [])
-    assert second.train.export_every == second.train.steps and first.run_dir != second.run_dir
-    assert first.data.train_data_path == second.data.train_data_path and len(first.data.train_data_path) == 2
-    for config in (first, second):
-        validate(config, 2)
 
 
 # ---- make demo ADAPTER=lora -------------------------------------------------------------------------------

@@ -1,20 +1,15 @@
 """No command writes over a file that the package did not write."""
 
-import io
 from itertools import chain
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from PIL import Image
 from programs import TYPED, ask
 
 from megatron_vlm.cli import app
-from megatron_vlm.commands.runs import draw_answer
-from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.files import PAGE_START, check_output, write_output
-from megatron_vlm.overrides import apply_overrides
-from tiny.checkpoints import build_tiny_checkpoint
+from megatron_vlm.config import ConfigError
+from megatron_vlm.files import PAGE_START, write_output
 
 # parameters that take a path: a new one has to be put into one of these
 READ = {"file", "run_dir", "run_dirs", "folder", "image", "model", "tower", "language_model"}
@@ -66,20 +61,3 @@ def test_a_file_that_does_not_begin_as_ours_is_kept(tmp_path, content):
         with pytest.raises(ConfigError, match="page.html exists|link.html exists"):
             write_output(path, "new")
     assert file.read_bytes() == content and link.is_symlink()
-
-
-def test_our_own_page_and_picture_are_replaced(tmp_path):
-    picture, page = tmp_path / "boxes.png", tmp_path / "page.html"
-    config = apply_overrides(
-        RunConfig(), {"model.hf_path": str(build_tiny_checkpoint("qwen3_vl", tmp_path / "model"))}
-    )
-    image = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(image, "PNG")
-    for _ in range(2):
-        draw_answer(config, "no box", image.getvalue(), picture)
-        write_output(page, PAGE_START + b"<html>")
-    check_output(picture)
-    with pytest.raises(ConfigError, match="is a folder"):
-        check_output(tmp_path)
-    with pytest.raises(ConfigError, match="its folder does not exist"):
-        check_output(tmp_path / "none" / "page.html")

@@ -71,18 +71,3 @@ def test_one_command_trains_and_goes_on(tmp_path, tiny_gemma3):
     assert further.returncode == 0 and "resumed after step 2" in further.stdout
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "somewhere"], "--model and --data belong together"),
-        (["--model", "m", "--data", "d", "--recipe", "gemma3_vl_4b"], "give --hf_path and --train_data_path"),
-        (["--model", "./m", "--data", "d.jsonl"], "model.hf_path: ./m does not exist"),
-        (["--model", "m", "--data", "d", "steps=1", "train.steps=2"], "both set train.steps"),
-    ],
-)
-def test_mistakes_are_told_at_once(arguments, message):
-    answer = ask(*TYPED, "train", *arguments)
-    assert answer.returncode == 2 and message in answer.stderr
-    assert len(answer.stderr.splitlines()) <= 2

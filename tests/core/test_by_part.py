@@ -26,7 +26,6 @@ from tiny.distributed import run_distributed
 LR, MIN_LR, STEPS = 1e-3, 1e-4, 10
 FIRST = {"tower": 2e-4, "projector": 5e-3, r"layers\.1\.": 3e-2}
 SECOND = {"language_model": 7e-3, r"embed_tokens|lm_head": 4e-4}
-DECAY = {"projector": 0.5}
 LAYOUTS = {
     "gemma3": {"DP2": ParallelConfig(), "PP2": ParallelConfig(pp=2), "TP2": ParallelConfig(tp=2)},
     "qwen3_vl_moe": {"EP2": ParallelConfig(ep=2), "PP2": ParallelConfig(pp=2)},
@@ -163,36 +162,6 @@ def test_a_resumed_run_has_the_rates_of_now_and_all_of_adams_steps(of_ranks):
     assert seen == {LR, *SECOND.values()}
 
 
-def refusals(path: str, cases: list[tuple[dict, list[str]]]) -> list[str]:
-    from megatron_vlm.parallel import setup
-
-    setup.init_distributed(ParallelConfig(), seed=1)
-    found = []
-    for rates, frozen in cases:
-        run = run_of(ParallelConfig(pp=2), rates)
-        run.model.freeze = frozen
-        try:
-            found.append(started(run, path) and "")
-        except ValueError as error:
-            found.append(str(error))
-    adapters = run_of(ParallelConfig(pp=2), {"tower": 1e-4})
-    adapters.adapter = AdapterConfig(r=4)
-    with pytest.raises(ValueError, match="no parameter of tower is trained .*, or adapters alone are"):
-        started(adapters, path)
-    run = run_of(ParallelConfig(pp=2), {}, weight_decay_by_part=DECAY)
-    moves = step(*started(run, path))
-    return [
-        *found,
-        str(
-            {
-                axes
-                for name, axes, *ends in moves.values()
-                if "projector" in name and ends[1] - ends[0] > EXACT
-            }
-        ),
-    ]
-
-
 def moves_of_adapters(path: str) -> dict[str, tuple[float, float]]:
     """By name of an adapter's parameter: its least and greatest move; and by name what is logged."""
     from megatron_vlm.parallel import setup
@@ -214,28 +183,6 @@ def test_adapters_are_a_part_and_have_names_for_patterns(tiny_gemma3):
         for name, ends in found.items():
             rate = 5e-3 if "lora_B" in name else 3e-3
             assert ends == pytest.approx((rate, rate), abs=EXACT), name
-
-
-@pytest.mark.long
-def test_what_is_for_nothing_or_for_half_of_a_parameter_is_refused_on_every_rank(tiny_gemma3):
-    """The first stage has the tower; the second has to refuse, too. Weight decay leaves one-dimensional
-    parameters alone."""
-    cases = [
-        (
-            {"towr": 1e-4},
-            [],
-            "optimizer.lr_by_part: towr is none of the parts tower, projector, language_model",
-        ),
-        ({"tower": 1e-4}, ["tower"], "optimizer.lr_by_part: no parameter of tower is trained"),
-        ({r"q_proj": 1e-4}, [], "q_proj finds .*q_proj.* and not .*k_proj"),
-        ({r"layers\.0\.": 1e-4, "input_layernorm": 1e-3}, [], "both .* find .*layers.0"),
-        ({"vision_tower": 1e-4}, [], "^$"),
-    ]
-    of_ranks = run_distributed(2, refusals, str(tiny_gemma3), [case[:2] for case in cases])
-    for said in of_ranks:
-        for text, (*_, message) in zip(said, cases, strict=False):
-            assert re.search(message, text), text
-    assert sorted(said[-1] for said in of_ranks) == ["set()", "{2}"]
 
 
 @pytest.mark.parametrize(

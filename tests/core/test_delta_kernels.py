@@ -40,17 +40,6 @@ def test_a_call_with_other_documents_is_seen():
     assert "rule of flash-linear-attention differs" in disagreement(STAND_IN, HEADS, wrong, torch.float32)
 
 
-def test_no_tokens_need_no_kernel():
-    """A rank whose documents are all cut has none that are whole."""
-    x, weight = torch.randn(0, 8, requires_grad=True), torch.randn(8, 4)
-    assert kernels.convolution(x, weight, documents(), STAND_IN).shape == (0, 8)
-    numbers = torch.randn(0, 2, 3, requires_grad=True)
-    found = kernels.delta_rule(
-        x.view(0, 2, 4), x.view(0, 2, 4), numbers[..., None], numbers, numbers, documents(), STAND_IN
-    )
-    assert found.shape == (0, 2, 3, 1)
-
-
 # -- the check before a run
 
 
@@ -103,22 +92,6 @@ def test_kernels_that_differ_end_the_run_or_plain_pytorch_takes_their_place(stan
         check_delta_nets(config(), CPU, ModelConfig())
     with pytest.warns(UserWarning, match="The run goes on with these in plain PyTorch"):
         check_delta_nets(config(), CPU, ModelConfig(fallbacks=["delta_nets"]))
-    assert kernels.used is None
-
-
-def test_kernels_that_do_not_run_end_the_run(stand_in):
-    def older(x, weight, bias=None, activation=None, cu_seqlens=None):
-        raise AssertionError("is not called")
-
-    stand_in.setattr(kernels, "installed", lambda: STAND_IN._replace(convolution=older))
-    with pytest.raises(ConfigError, match=r"convolution of .* does not run here \(.*chunk_indices"):
-        check_delta_nets(config(), CPU, ModelConfig())
-
-
-def test_without_the_package_the_run_says_what_to_install(stand_in):
-    stand_in.setattr(kernels, "installed", lambda: None)
-    with pytest.warns(UserWarning, match=r"pip install 'megatron-vlm\[gpu\]'"):
-        check_delta_nets(config(), CPU, ModelConfig())
     assert kernels.used is None
 
 

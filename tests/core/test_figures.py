@@ -16,7 +16,7 @@ from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.layers.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.moe import Router
-from megatron_vlm.training.figures import BySource, StepFigures, peak_flops
+from megatron_vlm.training.figures import BySource, StepFigures
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -290,24 +290,3 @@ def test_the_tokens_of_packed_documents_are_of_their_sources():
     samples, tokens, weights = BySource(["a", "b", "a-b"]).sources_of(batch)
     assert samples.tolist() == [1, 0, 2, 1, 1] and tokens.tolist() == [1, 0, 2, 1]
     assert weights.tolist() == [0.5] * 4
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    {
-        "NVIDIA H100 80GB HBM3": 989e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA H200": 989e12,
-        "NVIDIA H200 NVL": 835e12,
-        "NVIDIA GH200 480GB": 989e12,
-        "NVIDIA A100-SXM4-80GB": 312e12,
-        "NVIDIA B200": 2250e12,
-        "NVIDIA L4": 121e12,
-        "NVIDIA L40S": 362e12,
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-        "NVIDIA GeForce RTX 4090": None,
-        "": None,
-    }.items(),
-)
-def test_the_peak_is_that_of_the_named_device(name, peak):
-    assert peak_flops(name) == peak

@@ -7,13 +7,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from programs import COMMAND, run_program
-from sources import image_bytes, write_sharegpt
 
 from megatron_vlm import files
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.media.files import read_media
 from megatron_vlm.files import NotAFile, read_file
 from megatron_vlm.models.weights.exporting import copy_side_files
 
@@ -51,28 +47,6 @@ KINDS = ["pipe", "link", "socket", "device", "folder"]
 def test_only_regular_files_are_read(kinds, kind):
     with pytest.raises(NotAFile, match=r"\.jpg is a .*, not a file"):
         read_file(kinds(kind))
-
-
-def test_a_file_of_any_size_on_paper_is_not_read_into_memory(tmp_path):
-    (tmp_path / "a.jpg").write_bytes(image_bytes(1))
-    assert read_file(tmp_path / "a.jpg") == image_bytes(1)
-    with (tmp_path / "sparse.mp4").open("wb") as sparse:
-        sparse.truncate(1 << 42)
-    with pytest.raises(ValueError, match="4398046511104 bytes, more than"):
-        read_file(tmp_path / "sparse.mp4")
-    with pytest.raises(BadSample, match="missing_media.*4398046511104 bytes"):
-        read_media("sparse.mp4", tmp_path)
-
-
-def test_a_pipe_that_a_record_names_costs_that_record(tmp_path):
-    """`prepare` of a whole source, which ends."""
-    source = write_sharegpt(tmp_path / "source", 6)
-    pipe = tmp_path / "source/images/1-0.jpg"
-    pipe.unlink()
-    os.mkfifo(pipe)
-    ended = run_program(COMMAND, "prepare", source, tmp_path / "out")
-    assert ended.returncode == 0, ended.stderr
-    assert "1 records skipped\n    missing_media: 1" in ended.stdout and "data.media_dir" in ended.stdout
 
 
 # ---- written ----------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 import pytest
-from logged_runs import begun_run, log_step, saved, validate
+from logged_runs import begun_run, log_step, validate
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -70,21 +70,6 @@ def test_resume_keeps_each_step_once_and_goes_on_counting(tmp_path):
     assert [row["dropped_samples"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-def test_totals_of_steps_without_a_row_are_known_after_a_resume(tmp_path):
-    first = begun_run(config(tmp_path, "logging.log_every=3"), 9)
-    log_steps(first, 1, 5)
-    first.callbacks.close()
-    state = first.callbacks.state_dict()["RunLog"]
-    assert state["trained_tokens/a"] == 20
-    resumed = begun_run(config(tmp_path, "logging.log_every=3"), 9, done=5, state=state)
-    log_steps(resumed, 6, 9)
-    resumed.callbacks.close()
-    rows = list(read_rows(tmp_path / "metrics.jsonl"))
-    assert [(row["step"], row["trained_tokens"]) for row in rows] == [(1, 10), (3, 30), (6, 60), (9, 90)]
-    assert [row["dropped_samples"] for row in rows] == [1, 3, 6, 9]
-    assert [row["trained_tokens/a"] for row in rows] == [4, 12, 24, 36]
-
-
 def test_a_row_cut_short_by_a_kill_does_not_stop_a_resume(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "trained_tokens": 5}\n{"step": 2, "lo')
     run = begun_run(config(tmp_path), 2, done=1)
@@ -112,13 +97,3 @@ def test_the_run_folder_holds_config_events_and_picture(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
     assert events.Scalars("valid_loss")[0].value == 0.5
-
-
-def test_ranks_that_do_not_write_leave_nothing(tmp_path):
-    run = begun_run(config(tmp_path / "run"), 3, is_first_rank=False)
-    log_steps(run, 1, 3)
-    validate(run, 0.5)
-    run.message("hello")
-    saved(run)
-    run.callbacks.close()
-    assert not (tmp_path / "run").exists()

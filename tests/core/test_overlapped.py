@@ -7,11 +7,9 @@ import parity
 import pytest
 import saved_cases
 import torch
-import torch.distributed as dist
 
-from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.hf import open_source
-from megatron_vlm.models.layers.kernels import checks as kernel_checks
 from megatron_vlm.validate import layout_problems
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -111,37 +109,6 @@ def test_logits_and_gradients_are_those_without_overlap(tmp_path):
                 calls["scattered"] += LINEARS["gathered"]
             for kind, of_layer in calls.items():
                 assert found[kind] == of_layer * layers * MICRO_BATCHES, (name, kind)
-
-
-def errors(planted: bool) -> tuple[float, str]:
-    """The error of the products of two ranks, and what the check before a run says of a CPU."""
-    from megatron.core import parallel_state
-
-    from megatron_vlm.parallel import overlapped, setup
-
-    layout, device = ParallelConfig(tp=2, tp_comm_overlap=True), torch.device("cpu")
-    setup.init_distributed(layout, seed=1)
-    if planted:  # the last rank forgets what the others computed
-        plain = overlapped.scattered_product
-        forgets = dist.get_rank() == 1
-        overlapped.scattered_product = lambda x, *rest: plain(x, *rest) / (2 if forgets else 1)
-    group = parallel_state.get_tensor_model_parallel_group()
-    error = kernel_checks.overlap_error(group, 96, device, torch.float32)
-    try:
-        kernel_checks.check_overlap(layout, 96, device, torch.float32)
-    except ConfigError as refused:
-        return error, str(refused)
-    return error, ""
-
-
-@pytest.mark.soak
-def test_the_check_before_a_run_refuses_a_product_that_differs_on_a_rank():
-    for error, refused in run_distributed(2, errors, False):
-        assert error <= LARGEST and not refused
-    (first, refused), (last, refused_too) = run_distributed(2, errors, True)
-    assert first <= LARGEST and last > 0.1
-    assert refused == refused_too and "differ from plain ones by" in refused
-    assert refused.endswith("parallel.tp_comm_overlap=false trains with exchanges before and after them.")
 
 
 def test_what_is_overlapped_is_sequence_parallelism():

@@ -13,7 +13,7 @@ from rehearsals import config_of, run_of
 
 from megatron_vlm.cli import app
 from megatron_vlm.cli import run as run_command
-from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
+from megatron_vlm.config import ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.recipes.published import CONFIGS
 from tiny.checkpoints import TINY_FAMILIES
@@ -210,14 +210,6 @@ def test_a_plan_has_the_memory_of_the_rehearsal():
     assert planned == pytest.approx(peak, rel=WORST_PLAN)
 
 
-def test_the_plan_of_every_recipe_has_the_memory_of_its_rehearsals():
-    rows = json.loads((ROOT / "reports" / "rehearsal.json").read_text(encoding="utf-8"))
-    assert {row["recipe"] for row in rows} >= {config.stem for config in CONFIGS.glob("*.json")}
-    assert {row["gpus"] for row in rows} >= {8, 64, 1024}
-    wrong = [row for row in rows if abs(row["plan_over_rehearsed"] - 1) > WORST_PLAN]
-    assert [(row["recipe"], row["gpus"], row["rank"], row["plan_over_rehearsed"]) for row in wrong] == []
-
-
 def rows_of_today(name: str, gpus: int) -> list[dict]:
     from rehearse_recipes import opened, rows_of, with_batch
 
@@ -251,11 +243,3 @@ def test_the_command_rehearses_and_searches(capsys, tmp_path, monkeypatch):
     text = capsys.readouterr().out
     assert "Rank 0, of stage 0, rehearsed: " in text and "Rank 2, of stage 1, rehearsed: " in text
     assert "The quickest whose rehearsal fits, with " in text
-
-
-def test_a_rank_beyond_the_gpus_is_refused():
-    from megatron_vlm.extras.plan.rehearsal import rehearse
-    from megatron_vlm.models.families import describe
-
-    with pytest.raises(ConfigError, match="rank 2 is not one of 2 GPUs; give one from 0 to 1"):
-        rehearse(run_of(ParallelConfig(tp=2)), describe(config_of("gemma3")), 2, rank=2)

@@ -6,7 +6,6 @@ import pytest
 from places import ROOT
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.extras.evaluate.answering import scored
 from megatron_vlm.extras.evaluate.metrics import METRICS, Judged, metric_of, overlaps
 
@@ -27,18 +26,6 @@ def test_overlaps_of_boxes_are_lmms_evals():
     assert sum(share > 0 for *_, share in TABLE["boxes"]) > 20
     for box, other, published in TABLE["boxes"]:
         assert overlaps([box], [other]) == pytest.approx([published], abs=1e-12)
-
-
-def test_several_boxes_are_paired_as_well_as_they_can_be():
-    """Greedily, the first would take the second's only partner. Corners may come in any order."""
-    texts = {"two": [[10, 0, 0, 10], [0, 0, 10, 8]], "wanted": [[0, 0, 10, 8], [0, 0, 10, 12]], "none": []}
-    scores = score_of("boxes", "two", "wanted", boxes=texts.get)
-    assert scores == {"iou": pytest.approx((1 + 10 / 12) / 2), "iou_at_0.5": 1}
-    assert score_of("boxes", "none", "wanted", boxes=texts.get)["iou"] == 0
-    three = {"three": [*texts["wanted"], [50, 50, 60, 60]], **texts}
-    assert score_of("boxes", "three", "wanted", boxes=three.get)["iou_at_0.5"] == pytest.approx(2 / 3)
-    with pytest.raises(BadSample, match="no box"):
-        score_of("boxes", "two", "none", boxes=texts.get)
 
 
 def record(key: str, answer: str, reference: str) -> dict:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
-from megatron_vlm.config import MOST, ConfigError, ParallelConfig, RunConfig, all_settings, setting_types
+from megatron_vlm.config import MOST, ConfigError, RunConfig, all_settings, setting_types
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
-from megatron_vlm.validate import check_gpus, misfit, sizes_in, validate
+from megatron_vlm.validate import check_gpus, validate
 
 GOOD = {"run_dir": "run", "model.hf_path": "checkpoint", "data.train_data_path": "data"}
 
@@ -106,12 +106,3 @@ def test_a_process_without_a_gpu_of_its_own_is_refused_where_there_are_any():
         ConfigError, match=r"--nproc: 8 processes need a GPU each, .* shows 4; start at most 4"
     ):
         check_gpus(8, 4)
-
-
-def test_experts_in_parallel_need_experts():
-    text = {"num_hidden_layers": 2, "num_attention_heads": 4}
-    ep2 = ParallelConfig(ep=2)
-    assert "ep 2 spreads experts, and the model has none" in misfit(ep2, sizes_in({"text_config": text}))
-    assert misfit(ep2, sizes_in({"text_config": text | {"num_experts": 4}})) is None
-    assert misfit(ep2, sizes_in({"text_config": text | {"num_experts_per_tok": 2}})) is None
-    assert misfit(ep2, sizes_in({})) is None

@@ -9,7 +9,7 @@ import pytest
 from programs import OUTSIDE_TORCHRUN, ask, run_program
 
 from megatron_vlm import cli
-from megatron_vlm.config import ConfigError, ParallelConfig
+from megatron_vlm.config import ParallelConfig
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.layout import megatron_settings
 from tiny.distributed import run_distributed
@@ -65,23 +65,6 @@ def test_commands_set_it_before_they_start_ranks(tmp_path, tiny_gemma3, monkeypa
         cli.run(cli.app, "megatron-vlm", [command, *words])
     assert ended.value.code in (None, 0)
     assert seen[0]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "PYTORCH_ALLOC_CONF" in seen[0]
-
-
-def test_a_process_finds_its_gpu_however_many_it_sees(monkeypatch):
-    def gpu(seen: int, **environment: str) -> int:
-        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        return setup.local_gpu(seen)
-
-    assert gpu(8) == 0
-    assert gpu(8, LOCAL_RANK="3", LOCAL_WORLD_SIZE="4", TORCHELASTIC_RUN_ID="x") == 3
-    assert gpu(1, LOCAL_RANK="3", LOCAL_WORLD_SIZE="4") == 0  # Slurm shows each process its own
-    assert gpu(4, LOCAL_RANK="3") == 3  # or all
-    with pytest.raises(ConfigError, match="4 processes need a GPU each, and this machine shows 1"):
-        gpu(1, LOCAL_RANK="3", LOCAL_WORLD_SIZE="4", TORCHELASTIC_RUN_ID="x")
 
 
 def _threads_that_import(path: str) -> tuple[list, int]:

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import json
 import random
 import subprocess
 import sys
@@ -19,11 +18,8 @@ from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.document import DocumentEncoder
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.media.images import decode_pixels, target_size
-from megatron_vlm.data.preferences.pairs import halves_of
-from megatron_vlm.data.shard_format import cook_record, sample_parts
 from megatron_vlm.extras.grounding.boxes import Boxes
 from megatron_vlm.extras.grounding.convention import CONVENTIONS
 from megatron_vlm.models.families import load
@@ -156,18 +152,6 @@ def test_boxes_come_back_within_half_a_unit(family, named):
 
 
 # -- words
-
-
-def test_the_numbers_are_those_that_qwen_publishes():
-    """`qwen-vl-finetune/tools/process_bbox.ipynb` converts one box of an image of 640 x 428 for both."""
-    box, record = [146, 137, 615, 415], {"bbox": [[146, 137, 615, 415]]}
-    told = {"qwen2_vl": "228,320 961,970", "qwen2_5_vl": "147,134 619,407"}
-    for family, expected in told.items():
-        (found,) = CONVENTIONS[FORMATS[family]].read(
-            written(encoder_of(family), record_of("<bbox>", record), (640, 428))
-        )
-        numbers = [int(number) for corner in expected.split() for number in corner.split(",")]
-        assert found == (numbers, None) and numbers != box
 
 
 MS_SWIFT = [  # docs/source_en/Customization/Custom-dataset.md: both ways to write a record; a size that fits
@@ -368,30 +352,3 @@ def test_pixels_are_refused_where_the_resize_is_not_known():
 
 
 # -- every way to a sample
-
-
-def test_shards_and_packed_rows_have_the_same_tokens(tmp_path):
-    conversation = parse_record(record_of("<objects>", SEVERAL | {"bbox_type": "norm1000"}))
-    parts = sample_parts(conversation, [png((64, 64))], [])
-    assert json.loads(parts["json"])["objects"] == SEVERAL | {"bbox_type": "norm1000"}
-    cooked = cook_record({"__key__": "0", "__restore_key__": (), "__subflavors__": None, **parts})
-    direct = sample_of(conversation.stored(), [png((64, 64))])
-    ids = [
-        encoder(processor_of("internvl"), DataConfig(seq_length=100_000), needs_of("internvl"))
-        .encode_document(each)
-        .input_ids.tolist()
-        for encoder in (HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder)
-        for each in (cooked, direct)
-    ]
-    assert ids == ids[:1] * 4
-    with pytest.raises(BadSample, match="bad_objects"):
-        sample_parts(parse_record({"objects": {"bbox": []}} | said("<bbox>")), [], [])
-
-
-def test_each_answer_of_a_pair_takes_the_boxes_that_it_names():
-    objects = {"bbox": [[0, 0, 10, 10], [0, 0, 20, 20]], "name": ["right", "wrong"]}
-    record = record_of("<bbox:right>", objects) | {"rejected_response": "<bbox:wrong>"}
-    sample = sample_of(parse_record(record).stored(), [png((100, 100))])
-    prompts = [encoder_of("qwen3_vl")._prompt(half) for half in halves_of(sample)]
-    ends = [prompt.text[slice(*prompt.replies[-1])] for prompt in prompts]
-    assert [end.removesuffix("<|im_end|>") for end in ends] == ["[0, 0, 100, 100]", "[0, 0, 200, 200]"]

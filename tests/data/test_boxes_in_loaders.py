@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from loaders import arguments_of, take
 from PIL import Image
-from programs import COMMAND, run_program
 
 from megatron_vlm.batch import document_spans
 from megatron_vlm.config import DataConfig, RunConfig
@@ -128,30 +127,3 @@ def test_a_resume_in_the_middle_has_the_same_batches(opened, name, packing):
     resumed = opened(name, packing)
     resumed.load_state_dict(json.loads(state))
     assert take(resumed, 5) == take(loader, 5)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "lines" else pytest.mark.long) for name in PATHS]
-)
-def test_adapters_learn_packed_boxes_of_every_loader(checkpoint, folder, tmp_path, name):
-    """A run, not a loader: its loss falls, and nothing of the data is lost."""
-    kind, path, settings = PATHS[name]
-    given = {
-        "hf_path": checkpoint,
-        "run_dir": tmp_path / "run",
-        "dataset_type": kind,
-        "train_data_path": folder / path,
-        "seq_length": SEQ_LENGTH,
-        **{f"data.{key}": value for key, value in settings.items()},
-        **{"data.packing": "stream", "data.packing_buffer_size": 4, "num_workers": 0},
-        **{"micro_batch_size": 1, "global_batch_size": 2, "tp": 1, "steps": 6, "eval_every": 0},
-        **{"warmup_steps": 0, "lr": 0.02, "adapter.r": 4, "adapter.target_modules": "all-linear"},
-    }
-    words = [f"{key}={value}" for key, value in given.items()]
-    done = run_program(COMMAND, "train", "--recipe", "qwen3_vl_tiny_digits", *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    metrics = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, metrics) if "loss" in row]
-    assert [row["step"] for row in rows] == [*range(1, 7)]
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
-    assert "bad_objects" not in done.stdout + done.stderr

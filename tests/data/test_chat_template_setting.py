@@ -7,7 +7,7 @@ from jinja2 import TemplateError
 from published_templates import CONVERSATIONS, FOLDER, PUBLISHED, TOOLS
 from transformers import AutoProcessor
 
-from megatron_vlm.config import ConfigError, DataConfig, RunConfig
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.fingerprint import check_fingerprint, encoder_settings
 from megatron_vlm.data.chatml.record import parse_turns
 from megatron_vlm.data.encode.chat_template import names_read, set_chat_template
@@ -16,7 +16,6 @@ from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.generation_prompt import processor_outputs
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights.exporting import write_chat_template
-from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
 
@@ -79,28 +78,6 @@ def test_ids_are_those_of_transformers_with_template_and_values(processors, name
 
 
 # ---- the settings -----------------------------------------------------------------------------------------
-
-
-def test_a_run_keeps_the_text_of_the_file_and_the_types_of_values(tmp_path):
-    file, text = tmp_path / "a.jinja", "{{ '${a}' }}\n{{ messages }} \n"
-    file.write_text(text)
-    values = ["data.chat_template_kwargs.enable_thinking=false", "data.chat_template_kwargs.effort=low"]
-    config = apply_overrides(RunConfig(), [f"data.chat_template={file}", *values])
-    file.unlink()
-    again = from_yaml(to_yaml(config))
-    assert (
-        again.data.chat_template
-        == text
-        == apply_overrides(config, {"data.chat_template": text}).data.chat_template
-    )
-    assert again.data.chat_template_kwargs == {"enable_thinking": False, "effort": "low"}
-    nested = {"data": {"chat_template_kwargs": {"budget": 3, "share": 0.5}}}
-    assert apply_overrides(RunConfig(), nested).data.chat_template_kwargs == {"budget": 3, "share": 0.5}
-    with pytest.raises(ConfigError, match="data.chat_template: .*No such file.*a.jinja"):
-        apply_overrides(config, [f"data.chat_template={file}"])
-    file.write_text("no template")
-    with pytest.raises(ConfigError, match=r"data.chat_template: .*a.jinja has no \{\{"):
-        apply_overrides(config, [f"data.chat_template={file}"])
 
 
 # ---- resume and export ------------------------------------------------------------------------------------

@@ -125,11 +125,6 @@ def test_placeholder_text_elsewhere_stays_text(turn):
     assert messages[0]["content"][-1] == text("an <image> tag")
 
 
-def test_adjacent_texts_are_joined():
-    messages = parse_record([{"role": "user", "content": [text("<start_of_"), text("turn>")]}]).messages
-    assert messages[0]["content"] == [text("<start_of_turn>")]
-
-
 @pytest.mark.parametrize(
     "record, reason",
     [

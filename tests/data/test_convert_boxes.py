@@ -1,18 +1,9 @@
 """The examples that write COCO's JSON, and records in the manner of RefCOCO, as conversations about boxes."""
 
-import json
 import sys
 
 import pytest
-from loaders import arguments_of
-from PIL import Image
 from places import ROOT
-from programs import run_program
-
-from megatron_vlm.config import DataConfig
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.load.hf import HFProvider
-from tiny.checkpoints import build_tiny_checkpoint
 
 sys.path.append(str(ROOT / "examples"))
 from convert_coco import QUESTION, conversations  # noqa: E402
@@ -64,26 +55,3 @@ def test_each_expression_of_a_record_of_refcoco_is_asked_for(boxes, box):
     record = conversation({"sentences": sentences, "file_name": "a.png", "bbox": box}, boxes, "Where is {}?")
     assert turns(record) == ["<image>Where is left dog?", "<bbox>", "Where is brown dog?", "<bbox>"]
     assert record["images"] == ["a.png"] and record["objects"] == {"bbox": [[60, 30, 80, 40]] * 2}
-
-
-def test_a_model_trains_on_what_is_written(tmp_path):
-    for name in "ab":
-        Image.new("RGB", (WIDTH, HEIGHT), "grey").save(tmp_path / f"{name}.png")
-    (tmp_path / "shop.json").write_text(json.dumps(SHOP))
-    record = {"sent": "the dog", "image": "a.png", "bbox": [64, 48, 32, 24]}
-    (tmp_path / "refs.jsonl").write_text(f"{json.dumps(record)}\n" * 2)
-    for script, words in {"coco": ["shop.json"], "refcoco": ["refs.jsonl", "--boxes=xywh"]}.items():
-        source, *options = words
-        path = ROOT / f"examples/convert_{script}.py"
-        ended = run_program(path, source, f"{script}.jsonl", *options, cwd=tmp_path)
-        assert ended.returncode == 0, ended.stderr
-        assert "wrote 2 conversations" in ended.stdout
-    arguments = arguments_of("qwen3_vl", build_tiny_checkpoint("qwen3_vl", tmp_path / "qwen"))
-    encoder = HFEncoderVLMTaskEncoder(data=DataConfig(seq_length=1024), **arguments)
-    data = DataConfig(train_data_path=[str(tmp_path / f"{name}.jsonl") for name in ("coco", "refcoco")])
-    data.num_workers = 0
-    loader = HFProvider(data).train_loader(encoder, micro_batch_size=4, rank=0, world_size=1, seed=0)
-    text = "".join(encoder.processor.tokenizer.batch_decode(next(loader)["input_ids"]))
-    loader.close()
-    assert '{"bbox_2d": [78, 208, 312, 625], "label": "dog"}' in text  # thousandths
-    assert "[500, 500, 750, 750]" in text and not encoder.drops.examples()

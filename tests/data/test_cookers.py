@@ -3,8 +3,6 @@ import os
 import pickle
 
 import pytest
-from megatron.energon.epathlib import EPath
-from megatron.energon.source_info import SourceInfo
 
 from megatron_vlm.data.shard_format import cook_record
 
@@ -73,11 +71,3 @@ def test_anything_but_plain_data_is_refused(pickled, tmp_path, monkeypatch):
 )
 def test_a_bad_record_carries_its_problem(parts, reason):
     assert cook(**parts).problem.reason == reason
-
-
-def test_samples_of_one_key_that_follow_one_another_are_a_drop():
-    names = ("a.json", "a.img000.jpg", "a.json", "a.img000.jpg")
-    source = SourceInfo(dataset_path=EPath("/data"), index=0, shard_name="train-0.tar", file_names=names)
-    parts = {"json": json.dumps(TURNS).encode(), "img000.jpg": b"of the second"}
-    sample = cook_record({"__key__": "a", "__restore_key__": (), "__sources__": (source,), **parts})
-    assert str(sample.problem) == "duplicate_key: 2 files are called a.json; in shard train-0.tar"

@@ -10,7 +10,7 @@ from PIL import Image
 from samples import sample_of
 from transformers import AutoConfig, AutoProcessor
 
-from megatron_vlm.batch import IGNORE_INDEX, DataNeeds
+from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
 from megatron_vlm.data.accounts.bad_sample import BadSample
@@ -59,23 +59,6 @@ def test_labels_are_the_next_tokens_of_replies(encoder):
     assert encoder.processor.tokenizer.decode(encoded.labels[trained]) == "A seven.<end_of_turn>"
     assert encoded.labels[:-1][trained[:-1]].equal(encoded.input_ids[1:][trained[:-1]])
     assert encoded.labels[-1] == IGNORE_INDEX
-
-
-def test_every_image_token_has_its_feature(encoder):
-    encoded = encoder.encode_sample(sample(conversation(images=3), images=3))
-    assert (encoded.input_ids == encoder.processor.tokenizer.image_token_id).sum() == 3 * 16
-    assert encoded.visual_inputs.pixel_values.shape == (3, 112, 112, 3)
-
-
-def test_position_ids_come_from_the_given_function(processor):
-    encoder = HFEncoderVLMTaskEncoder(
-        processor,
-        DataConfig(seq_length=256),
-        DataNeeds(position_ids=lambda ids, visual: torch.zeros(3, len(ids), dtype=torch.int64)),
-    )
-    rows = [encoder.encode_sample(sample(conversation(n), n)) for n in (0, 1)]
-    batch = encoder.encode_batch(encoder.batch(rows))
-    assert batch["position_ids"].shape == (3, *batch["input_ids"].shape)
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -129,15 +112,6 @@ def test_the_batch_is_the_contract(encoder):
     assert set(batch) - set(found) == {"visual_inputs", "__key__", "__restore_key__", "__dropped__"}
     assert batch["__key__"] == [["s0"], ["s2"], ["s1"]]
     assert batch["__restore_key__"] == [("s0",), ("s2",), ("s1",)]
-
-
-def test_padding_is_marked_and_never_trained(encoder):
-    rows = [encoder.encode_sample(sample(conversation(n), n)) for n in (0, 1)]
-    batch = encoder.encode_batch(encoder.batch(rows))
-    padding = batch["attention_mask"] == 0
-    assert padding[0].sum() == len(rows[1].input_ids) - len(rows[0].input_ids) > 0
-    assert (batch["input_ids"][padding] == encoder.processor.tokenizer.pad_token_id).all()
-    assert (batch["labels"][padding] == IGNORE_INDEX).all() and (batch["loss_mask"][padding] == 0).all()
 
 
 def test_joined_documents_are_numbered_and_predict_nothing_of_each_other(encoder):

@@ -20,7 +20,6 @@ from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.kinds import why_unknown
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
 from megatron_vlm.models.pixels import PixelNormalizer
@@ -321,72 +320,6 @@ def test_settings_and_classes_that_are_not_known_go_to_the_processor(make, reaso
     assert reason in encoder.documents.why_hf_processor
     first, *_ = samples()
     assert not is_raw(encoder.encode_sample(first).visual_inputs.pixel_values)
-
-
-@pytest.mark.parametrize(
-    ("family", "part", "settings", "reason"),
-    [
-        ("llava", "image_processor", {"do_center_crop": False}, "do_center_crop = False"),
-        ("llava", "image_processor", {"size": SizeDict(height=56, width=56)}, "size = {'height': 56, 'wi"),
-        ("llava", "image_processor", {"pad_size": SizeDict(height=80, width=80)}, "pad_size = {'height': 80"),
-        ("gemma4", "image_processor", {"do_normalize": True}, "do_normalize = True"),
-        ("gemma4", "image_processor", {"do_rescale": False}, "do_rescale = False"),
-        ("internvl", "image_processor", {"size": SizeDict(shortest_edge=56)}, "size = {'shortest_edge': 56}"),
-        (
-            "internvl",
-            "video_processor",
-            {"do_center_crop": True},
-            "VideoProcessor with do_center_crop = True",
-        ),
-        ("internvl", "video_processor", {"image_mean": [0.5] * 3}, "with image_mean = "),
-        ("minicpmv4_6", "video_processor", {"stack_frames": 2}, "stack_frames = 2"),
-        ("smolvlm", "image_processor", {"resample": 0}, "resample = 0"),
-        ("smolvlm", "video_processor", {"rescale_factor": 1.0}, "with rescale_factor = "),
-        (
-            "llava_onevision",
-            "image_processor",
-            {"image_grid_pinpoints": [[44, 60]]},
-            "pinpoints = [[44, 60]]",
-        ),
-        ("llava_onevision", "image_processor", {"crop_size": SizeDict(height=22, width=22)}, "crop_size = {"),
-        (
-            "llava_onevision",
-            "video_processor",
-            {"do_normalize": False},
-            "Processor with do_normalize = False",
-        ),
-    ],
-)
-def test_settings_that_are_not_known_of_tiles_and_crops(family, part, settings, reason):
-    parts = TINY_FAMILIES[family]
-    processor = parts.processor(default_corpus(100), parts.template)
-    assert why_unknown(processor) is None
-    for name, value in settings.items():
-        setattr(getattr(processor, part), name, value)
-    assert reason in why_unknown(processor)
-
-
-@pytest.mark.parametrize("crops", [True, False])
-def test_internvl_is_always_asked_for_tiles(crops):
-    """Whatever its image processor says: the processor itself sets that."""
-    parts = TINY_FAMILIES["internvl"]
-    processor = known_as("internvl", parts.processor(default_corpus(100), parts.template))
-    processor.image_processor.crop_to_patches = crops
-    ours, theirs = (encoder.encode_sample(samples()[1]) for encoder in encoders(processor))
-    assert_equal_but_for_normalization(processor, ours, theirs)
-    assert len(ours.visual_inputs.pixel_values) > 1
-
-
-def test_an_image_whose_square_would_fill_the_memory_is_counted():
-    parts = TINY_FAMILIES["llava_onevision"]
-    processor = known_as("llava_onevision", parts.processor(default_corpus(100), parts.template))
-    long, small = picture((18_000, 90), "L", "PNG", {}), picture(*FILES[0])
-    talk = [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "A dog."}]
-    sample = sample_of(talk, [long, small], key="0")
-    for encoder in encoders(processor):
-        with pytest.raises(SkipSample, match="18000x90 is padded to a square"):
-            encoder.encode_sample(sample)
-        assert encoder.drops.summary()["reasons"] == {"image_too_large": 1}
 
 
 def all_losses(folder: str) -> dict[str, list[torch.Tensor]]:

@@ -18,17 +18,14 @@ from broken import (
     wild_records,
     write_energon,
     write_hf,
-    write_videos,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
-from pairs import first_soon, pairwise
+from pairs import pairwise
 from samples import sample_of
-from transformers import AutoProcessor
 
-from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.data.chatml.record import parse_record
@@ -38,8 +35,6 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLM
 from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.load.hf import MEASURED_AT_ONCE, HFProvider
 from megatron_vlm.data.load.workers import close_loader
-from megatron_vlm.models.families import load
-from tiny.checkpoints import build_tiny_checkpoint
 
 SEQ_LENGTH = 256
 ALONE = {"micro_batch_size": 1, "rank": 0, "world_size": 1}
@@ -208,28 +203,6 @@ def test_workers_and_ranks_share_packed_rows_without_loss(written, processor, so
         dropped |= {int(drop["key"]) for drop in encoder.drops.examples()}  # of hf, the next epoch's, too
     assert len(trained) > 100 and set(trained.values()) == {1}
     assert sorted([*trained, *dropped]) == list(range(len(records)))
-
-
-@pytest.mark.parametrize("packing", first_soon(["none", "stream"]))
-def test_broken_videos_are_dropped_for_a_reason_and_the_others_train(tmp_path, packing):
-    processor = AutoProcessor.from_pretrained(build_tiny_checkpoint("qwen2_5_vl", tmp_path / "tiny"))
-    kinds = write_videos(tmp_path / "videos")
-    path, rows = str(tmp_path / "videos/data.jsonl"), len(kinds)
-    cls = HFEncoderVLMTaskEncoder if packing == "none" else PackingVLMTaskEncoder
-    encoder = cls(
-        processor,
-        DataConfig(seq_length=2048, video_max_frames=6),
-        DataNeeds(load("qwen2_5_vl").visual_keys),
-    )
-    seen = Counter()
-    for batch in hf_batches(path, encoder, packing == "stream", rows):
-        seen.update(int(key) for row in batch["__key__"] for key in row)
-    reasons = {int(drop["key"]): drop["reason"] for drop in encoder.drops.examples()}
-    assert rows > 70 and set(seen.values()) == {1}
-    assert sorted([*seen, *reasons]) == list(range(rows))
-    outcomes = [(kind, expected, reasons.get(n, TRAINED)) for n, (kind, expected) in enumerate(kinds)]
-    wrong = [row for row in outcomes if not fits(Wild(row[0], None, expected=row[1]), row[2])]
-    assert not wrong
 
 
 def fits(record: Wild, outcome: str) -> bool:

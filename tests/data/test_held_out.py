@@ -104,19 +104,6 @@ def test_each_source_of_a_blend_holds_out_its_own_rows_and_keeps_its_share(folde
     assert not validated.keys() & epoch.keys()
 
 
-def test_a_number_of_rows_is_of_those_that_are_left(folder, processor):
-    """`#9`: three epochs have each of the 27 rows that are trained once, and all others are validated."""
-    [train], [valid] = loaders(f"{folder}/source/data.jsonl#9", processor)
-    kept = ROWS - len(EXPECTED)
-    assert train.rows_in(1) == 9 and kept == 3 * 9
-    trained, validated = keys(next(train) for _ in range(kept)), keys(valid)
-    assert set(trained.values()) == {1} and len(trained) == kept
-    assert {key.rpartition("-")[2] for key in validated} == EXPECTED and not validated & trained
-    paths = [f"{folder}/source/data.jsonl#9", f"{folder}/rows*0.5"]
-    [train], _ = loaders(paths, processor)
-    assert train.rows_in(1) == 9 + round(20 * kept / ROWS)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

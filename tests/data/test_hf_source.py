@@ -8,7 +8,6 @@ from loaders import take
 from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
-from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
@@ -121,22 +120,6 @@ def test_a_state_of_other_settings_is_refused_by_name(folder, encoder, field, ch
     state = train_loader(folder, encoder).state_dict()
     with pytest.raises(ValueError, match=field):
         train_loader(folder, encoder, **change).load_state_dict(state)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_validation_gives_each_row_once_and_equal_batches(folder, encoder, num_workers):
-    loaders = [valid_loader(folder, encoder, num_workers, rank, world_size=3, batch=2) for rank in range(3)]
-    ranks = [list(loader) for loader in loaders]
-    assert [len(rank) for rank in ranks] == [4, 4, 4]
-    assert sorted(n for rank in ranks for n in numbers(rank)) == list(range(ROWS))
-
-
-def test_a_rank_without_rows_trains_nothing_as_often_as_the_others(tmp_path, encoder):
-    rows = write_hf_folder(tmp_path / "rows", write_sharegpt(tmp_path / "source", 2))
-    (batch,) = valid_loader(rows, encoder, rank=2, world_size=3)
-    assert batch["__key__"] == [[]]
-    assert (batch["labels"] == IGNORE_INDEX).all()
-    assert batch["loss_mask"].sum() == 0
 
 
 def test_loading_leaves_the_random_numbers_of_the_run_alone(folder, encoder):

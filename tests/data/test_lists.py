@@ -108,17 +108,6 @@ def test_an_epoch_has_as_many_rows_as_the_path_says(sources, processor, counts, 
     assert Counter(seen.values()) == expected
 
 
-def test_the_name_of_a_file_is_a_path_as_it_is(tmp_path):
-    for name in ("a#5", "b*2", "x/y:z"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("{}")
-        assert DataSource.of(str(tmp_path / name)) == DataSource(str(tmp_path / name))
-    assert DataSource.of("s3://bucket/a*2") == DataSource("s3://bucket/a*2")
-    assert DataSource.of("owner/name:part#7") == DataSource("owner/name", "part", rows=7)
-    assert DataSource.of("owner/name:part*.5") == DataSource("owner/name", "part", share=0.5)
-    assert DataSource.of("C:/a.jsonl") == DataSource("C:/a.jsonl")
-
-
 def test_a_name_stands_before_an_item(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
@@ -257,16 +246,6 @@ def test_the_log_counts_the_samples_and_tokens_of_each_source_through_a_resume(
         losses = [row[f"loss/{name}"] for name in names if step[name]]
         assert min(losses) <= row["loss"] + 1e-9 and row["loss"] <= max(losses) + 1e-9
     assert row["step"] == 4 and min(trained.values()) > 1
-
-
-def test_another_number_of_ranks_goes_on_with_a_list(sources, processor):
-    loaders = [opened("hf", sources["hf"], processor, rank, 2, num_workers=0) for rank in range(2)]
-    seen = Counter(key for loader in loaders for _ in range(4) for key in keys(next(loader)))
-    states = [loader.state_dict() for loader in loaders]
-    alone = opened("hf", sources["hf"], processor, num_workers=0)
-    alone.load_states(states)
-    seen.update(key for _ in range(12) for key in keys(next(alone)))
-    assert len(seen) == 20 and set(seen.values()) == {1}
 
 
 @pytest.mark.parametrize("kind", ["hf", "energon"])

@@ -1,7 +1,6 @@
 """Packed and length-grouped rows of a map-style source: each document once, alike in cost, resumed."""
 
 import json
-import os
 from collections import Counter
 
 import numpy as np
@@ -156,26 +155,6 @@ def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder
     assert np.array_equal(first, again)
     assert {part: part.stat().st_mtime_ns for part in parts[:3]} == kept
     assert encoder.drops.summary() == {"encoded": 0, "dropped": 0, "reasons": {}}
-
-
-def test_a_damaged_length_cache_is_measured_again(tmp_path, folder, encoder, monkeypatch, capfd):
-    """Empty, cut, zeros at its end, a part of other rows, a pipe: what power cuts and others leave."""
-    monkeypatch.setattr("megatron_vlm.data.load.length_cache.PART", 5)
-    rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder, 0)
-    first = measure_dataset(rows, tmp_path)
-    empty, cut, zeros, other, pipe, *whole = sorted(tmp_path.glob("*/*.lengths"))
-    empty.write_bytes(b"")
-    cut.write_bytes(cut.read_bytes()[:20])
-    zeros.write_bytes(zeros.read_bytes()[:-8] + bytes(8))
-    other.write_bytes(whole[-1].read_bytes())
-    pipe.unlink()
-    os.mkfifo(pipe)
-    capfd.readouterr()
-    assert np.array_equal(first, measure_dataset(rows, tmp_path))
-    said = [line for line in "".join(capfd.readouterr()).splitlines() if "lengths_cache" in line]
-    assert len(said) == 1 and "data.lengths_cache: 5 damaged files of" in said[0] and "again" in said[0]
-    assert np.array_equal(first, measure_dataset(rows, tmp_path, rank=1, world_size=2))
-    assert "lengths_cache" not in "".join(capfd.readouterr())
 
 
 def test_measured_lengths_are_those_of_the_encoded_samples(tmp_path, folder, processor):

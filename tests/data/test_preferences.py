@@ -72,15 +72,6 @@ def test_every_way_of_writing_a_record_gives_the_same_pair(name):
         ]
 
 
-def test_a_question_with_texts_and_a_system_turn_are_the_prompt():
-    record = {"system": "Be short.", "question": "What?", "chosen": "A cat.", "rejected": "A dog."}
-    system = {"prompt": [turn("system", "Be short.")]}
-    whole = {key: [turn("user", "What?"), turn("assistant", key)] for key in ("chosen", "rejected")}
-    for each in (record, system | whole):
-        roles = [[each["role"] for each in half] for half in halves(each)]
-        assert roles == [["system", "user", "assistant"]] * 2
-
-
 @pytest.mark.parametrize(
     ("record", "detail"),
     [

@@ -10,12 +10,11 @@ import torch
 from grey_media import steady
 from loaders import arguments_of
 from PIL import Image
-from samples import clean, read_record, sample_of
+from samples import read_record, sample_of
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.limits import limits_of
-from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media.videos import VideoRules, choose_clip, plan_video, rules_of_video
 from tiny.checkpoints import build_tiny_checkpoint
@@ -148,24 +147,3 @@ def test_frames_are_chosen_as_qwen_vl_utils_chooses_them():
         if wanted is not None or chosen is None:
             assert chosen == wanted, (named, count, rate)
     assert kept > 1000
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        ({"max_pixels": "many"}, "image has max_pixels 'many', not a positive whole number"),
-        ({"max_pixels": 0}, "max_pixels 0,"),
-        ({"max_pixels": True}, "max_pixels True,"),
-        ({"min_pixels": 2.5}, "min_pixels 2.5,"),
-        ({"max_pixels": float("inf")}, "max_pixels inf,"),
-        ({"max_pixels": 5, "min_pixels": 9}, "min_pixels 9 over max_pixels 5"),
-        ({"resized_height": 5}, "one of resized_height and resized_width; give both"),
-    ],
-)
-def test_limits_that_are_none_are_named(picture, wrong, said):
-    entry = parse_record({"images": [{"bytes": picture} | wrong], "messages": turns("<image>")}).stored()
-    for conversation in (entry, turns([{"type": "image"} | wrong])):
-        with pytest.raises(BadSample, match="bad_conversation.*" + said):
-            clean(conversation, images=1)
-    with pytest.raises(BadSample, match="image_limits is no list of an object for each image"):
-        clean({"messages": turns("<image>"), "image_limits": [{}, {}]}, images=1)

@@ -114,24 +114,6 @@ def test_every_way_takes_the_same_images(name):
     assert (dropped == 0) == (name in NEVER_DROPS)
 
 
-@pytest.mark.parametrize("size", [(1, 2001), (30_000, 10), (100_000, 1)])
-@pytest.mark.parametrize("family", ["gemma3", "gemma4", "internvl", "qwen2_vl", "glm4v"])
-def test_the_processor_decides_whether_it_takes_a_long_image(family, size):
-    processor, config = made(family)
-    image = Image.new("RGB", size)
-    try:
-        theirs = processor.image_processor(images=[image], return_tensors="pt")
-    except ValueError as error:
-        theirs = str(error)
-    for way in WAYS:
-        ours = outcome(way, processor, config, sample(size))
-        if isinstance(theirs, str):
-            assert ours == ("processor_error", theirs), way
-        else:
-            assert not isinstance(ours, tuple), (way, ours)
-    assert isinstance(theirs, str) == (family in ("qwen2_vl", "glm4v")), theirs
-
-
 # ---- a processor of another model -------------------------------------------------------------------------
 
 

@@ -170,30 +170,6 @@ def test_a_meta_file_gives_each_dataset_its_share_and_every_row_its_turn(tmp_pat
     assert {total[number] for number in range(30, 40)} == {1, 2}
 
 
-def test_some_datasets_of_a_meta_file(tmp_path, processor):
-    settings = write_meta(tmp_path, a={}, b={}, c={}) | {"datasets": ["c", "a"]}
-    assert read_epochs(settings, processor, 1) == [Counter([*range(10), *range(20, 30)])]
-
-
-@pytest.mark.parametrize(
-    "entry, message",
-    [
-        ({"file_name": "none.jsonl"}, "dataset a: .*none.jsonl does not exist"),
-        ({"sample_ratio": -1}, "dataset a: sample_ratio is -1; give one of .*, above 0"),
-        ({"sample_ratio": "half"}, "dataset a: sample_ratio is 'half'; give one of .*, above 0"),
-        ({"sample_ratio": 1, "num_samples": 2}, "sample_ratio is 1; give one of "),
-        ({"num_samples": 0.5}, "dataset a: num_samples 0.5 is no whole number; a share is a sample_ratio"),
-        ({"colums": {}}, "colums is no setting that is read; did you mean columns"),
-        ({"columns": {"pictures": "images"}}, "dataset a: data.columns: pictures is no column that is read"),
-        ({"columns": {"images": "imgs"}}, "a.jsonl has no column imgs to read as images"),
-        ({"tags": {"user": "U"}}, "dataset a: tags: user is no tag"),
-    ],
-)
-def test_a_bad_entry_of_a_meta_file_is_named(tmp_path, processor, entry, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        opened(write_meta(tmp_path, a=entry), processor)
-
-
 # -- media
 
 
@@ -273,25 +249,6 @@ def test_the_records_that_the_documentation_shows_are_read():
     for record in map(Columns(), records):
         messages = parse_record(parse_record(record).stored()).messages
         assert "A cat." in json.dumps(messages)
-
-
-@pytest.mark.parametrize(
-    "stored",
-    [
-        7,
-        {"question": "q"},
-        {"question": "q", "answer": ["a", "b"]},
-        {"question": "q", "answer": [10, 20, 30, 40]},
-        {"image": "i.jpg", "text": "a"},
-        {"caption": "a"},
-        {"texts": ["a", None], "images": ["i.jpg"]},
-        {"texts": ["a", 7]},
-        {"prompt": "q", "response": "a", "history": "none"},
-    ],
-)
-def test_a_record_in_no_known_layout_is_bad(stored):
-    with pytest.raises(BadSample):
-        parse_record(Columns()(stored))
 
 
 @pytest.mark.parametrize(

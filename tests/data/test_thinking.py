@@ -90,12 +90,6 @@ def test_masked_thinking_is_read_and_not_trained(processor, fast):
     assert masked.loss_mask[still].equal(kept.loss_mask[still]) and set(kept.loss_mask.tolist()) == {0, 1, 2}
 
 
-def test_dropped_thinking_leaves_the_sample_without_it(processor):
-    assert equal(encoded(processor, TURNS, "drop"), encoded(processor, WITHOUT, "keep"))
-    beside = [turn | {"thinking": "a", "reasoning": "b", "reasoning_content": "c"} for turn in WITHOUT]
-    assert equal(encoded(processor, beside, "drop"), encoded(processor, WITHOUT, "keep"))
-
-
 def test_what_a_template_makes_of_thinking_is_what_is_trained(thoughtful):
     beside = [turn | {"reasoning_content": "two people"} for turn in WITHOUT]
     for turns in (TURNS, beside):

@@ -22,7 +22,6 @@ from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.media.files import read_media
-from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.records import hub
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_table
@@ -165,18 +164,6 @@ def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
             rows.record(index)
 
 
-def test_a_row_with_too_many_values_is_named_and_one_with_too_few_is_read(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("question,answer,image\nNA,007,b.jpg\nNone,1.50\n")
-    rows = open_table(path)
-    assert rows.record(0)[0] == {"question": "NA", "answer": "007", "image": "b.jpg"}
-    assert rows.record(1)[0] == {"question": "None", "answer": "1.50"}
-    for text in ("question,answer\nq,a\nq,a,b\n", "question,answer\n\nq,a,b\nq,a\n"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="rows.csv: cannot be read .line 3: 3 values for 2 columns"):
-            open_table(path)
-
-
 CARDS = {  # what a dataset's card says -> how it is refused
     "data_files: [{split: a, path: [rows.jsonl, ../x.jsonl]}]": "names the data .*x.jsonl, outside of",
     "data_files: 'zip://rows.jsonl::rows.zip'": "rows.zip",
@@ -299,19 +286,6 @@ def test_base64_is_read_without_its_head(tmp_path):
         assert read_media(base64.encodebytes(content).decode(), tmp_path) == content
     with pytest.raises(BadSample, match="missing_media"):
         read_media(base64.b64encode(content).decode()[:-3] + "!", tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(9), "33 bytes that Pillow cannot read; convert them"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the file; run"),
-        (b"\n<html>404", "an HTML or XML page; download"),
-    ],
-)
-def test_what_cannot_be_an_image_is_named(content, said):
-    with pytest.raises(BadSample, match=f"image_undecodable.*{said}"):
-        decode_image(content)
 
 
 @pytest.mark.parametrize("write", [pa.ipc.new_file, pa.parquet.ParquetWriter], ids=["arrow", "parquet"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import resource
 import shutil
 from pathlib import Path
@@ -357,64 +356,3 @@ def damaged(path: str, sound: str, root: str) -> dict[str, str]:
         except ConfigError as error:
             found[how] = str(error)
     return found
-
-
-def begun_from(path: str, sound: str, cases: str, root: str) -> dict[str, Any]:
-    """A run begins with a copy of the folder `sound`, which is then changed, and then removed: whether it
-    goes on to the bit, and what is said of a run of other weights in its folder."""
-    from megatron_vlm.config import ConfigError
-    from megatron_vlm.models.adapters.files import notes_of_start
-    from megatron_vlm.parallel import setup
-
-    setup.init_distributed(ParallelConfig(), seed=1)
-    folder, case = Path(root), saved_cases.read(cases)
-    start = folder / "start"
-    shutil.copytree(sound, start)
-    settings = config(path, ParallelConfig(), AdapterConfig(start=str(start)), folder / "run from start")
-    killed, found = Run(settings), {}
-    killed.train(case, 1)
-    first = killed.digests()
-    whole = Run(settings)  # there is no checkpoint yet
-    whole.train(case, 1)
-    found["begun again"] = whole.digests() == first
-    whole.save(1)
-    whole.train(case, 1)
-    expected = whole.digests()
-    described = start / "adapter_config.json"
-    described.write_text(described.read_text().replace('"lora_alpha": 8', '"lora_alpha": 80'))
-    for how in ("changed", "removed"):
-        if how == "removed":
-            shutil.rmtree(start)
-        continued = Run(settings)
-        found[f"words, {how}"] = " ".join(notes_of_start(continued.config))
-        continued.train(case, 1)
-        found[how] = continued.digests() == expected
-    try:
-        Run(config(path, ParallelConfig(), AdapterConfig(), folder / "run from start"))
-    except ConfigError as error:
-        found["without"] = str(error)
-    other = folder / "other config"
-    shutil.copytree(path, other)
-    described = other / "config.json"
-    read = json.loads(described.read_text())
-    again = config(str(other), ParallelConfig(), AdapterConfig(start=sound), folder / "run from start")
-    read["text_config"]["use_cache"], read["of_nobody"] = False, 3
-    described.write_text(json.dumps(read))
-    Run(again)  # these have no effect
-    read["text_config"]["rms_norm_eps"] = 0.125
-    described.write_text(json.dumps(read))
-    try:
-        Run(again)
-    except ConfigError as error:
-        found["other config"] = str(error)
-    return found
-
-
-def exported_from(path: str, root: str) -> None:
-    """What `export --adapter` does with the run of `begun_from`."""
-    from megatron_vlm.commands.runs import export_run
-
-    folder = Path(root)
-    start = AdapterConfig(start=str(folder / "start"))
-    run = config(path, ParallelConfig(), start, folder / "run from start")
-    export_run(run, folder / "exported from start", adapter=True)

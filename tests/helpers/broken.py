@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import av
 import datasets
 import numpy as np
 from PIL import Image
@@ -401,69 +400,3 @@ def is_text(turns: Any) -> bool:
 
 
 # -- videos
-
-
-def write_videos(folder: Path) -> list[tuple[str, str | None]]:
-    """A JSONL beside its videos; of each record, its kind and what must become of it."""
-    rng, rows = random.Random(SEED), []
-    folder.mkdir()
-    (folder.parent / "outside.mp4").write_bytes(_mp4(8))
-    for number in range(4):
-        (folder / f"frame{number}.jpg").write_bytes(picture(number, (64, 48)))
-    (folder / "half.jpg").write_bytes(picture(0, (64, 48))[:300])
-    (folder / "small.jpg").write_bytes(picture(0, (10, 5)))
-
-    def row(kind: str, expected: str | None, videos: Any, question: str = "<video>What?") -> None:
-        rows.append((kind, expected, {"conversations": _turns(question, "this"), "videos": videos}))
-
-    def file(kind: str, expected: str | None, data: bytes) -> None:
-        name = f"video{len(rows)}.mp4"
-        (folder / name).write_bytes(data)
-        row(kind, expected, [name])
-
-    whole = _mp4(12)
-    for _ in range(8):
-        file("whole", TRAINED, whole)
-    for size in (0, 1, 20, 100, len(whole) // 2, len(whole) - 100):
-        file(f"cut at {size}", "video_*" if 0 < size <= len(whole) // 2 else None, whole[:size])
-    for _ in range(16):
-        changed = bytearray(whole)
-        for _ in range(rng.choice([1, 5, 50])):
-            changed[rng.randrange(len(changed))] = rng.randrange(256)
-        file("changed bytes", None, bytes(changed))
-    file("text", "video_undecodable", b"<html>not found</html>")
-    file("noise", "video_undecodable", rng.randbytes(3000))
-    file("an image", None, picture())
-    file("no frames", None, _mp4(0))
-    file("one frame", None, _mp4(1))
-    file("wide", None, _mp4(4, (2000, 16)))
-    for value in VALUES:
-        row(f"videos are {value!r}", None, value)
-        row(f"frames are {value!r}", None, [{"frames": value}])
-        row(f"fps is {value!r}", None, [{"frames": ["frame0.jpg", "frame1.jpg"], "fps": value}])
-    for times in ([], [0], [1, 0], [0, 0], ["a", "b"], [0, float("inf")], [-1, 0]):
-        row(f"times {times}", None, [{"frames": ["frame0.jpg", "frame1.jpg"], "timestamps": times}])
-    frames = [f"frame{number}.jpg" for number in range(4)]
-    row("frames", TRAINED, [{"frames": frames, "fps": 2}])
-    row("a frame is missing", "missing_media", [{"frames": [*frames, "none.jpg"], "fps": 2}])
-    row("half a frame", None, [{"frames": [*frames, "half.jpg"], "fps": 2}])
-    row("frames of two sizes", None, [{"frames": [*frames, "small.jpg"], "fps": 2}])
-    for name in ("none.mp4", "../outside.mp4", "/etc/passwd", "."):
-        row(f"path {name}", "missing_media", [name])
-    row("two of one", "placeholder_mismatch", ["video0.mp4", "video1.mp4"])
-    row("one of two", "placeholder_mismatch", ["video0.mp4"], "<video><video>What?")
-    rng.shuffle(rows)
-    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for *_, record in rows))
-    return [(kind, expected) for kind, expected, _ in rows]
-
-
-def _mp4(frames: int, size: tuple[int, int] = (64, 48)) -> bytes:
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as target:
-        stream = target.add_stream("libx264", rate=4)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        for number in range(frames):
-            pixels = np.full((size[1], size[0], 3), 20 * number, np.uint8)
-            target.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        target.mux(stream.encode())
-    return out.getvalue()

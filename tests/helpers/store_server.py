@@ -145,12 +145,6 @@ def names(url: str) -> dict[str, int]:
         return {key.removeprefix(start): size for key, size in sizes.items() if key.startswith(start)}
 
 
-def remove(url: str, files: list[str]) -> None:
-    with stores.at(url) as (client, path):
-        for name in files:
-            client.delete(f"{path}/{name}")
-
-
 def leaked(folder: Path) -> list[Path]:
     """The files of a folder in which a key of the store stands."""
     files = [file for file in folder.rglob("*") if file.is_file()]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron_vlm.config import ConfigError
 from megatron_vlm.extras.compose import composing
-from megatron_vlm.extras.compose.command import compose as command
 from megatron_vlm.extras.compose.sources import Choices, named_tokens, open_language_model, open_tower
 from tiny import qwen, tokenizers
 from tiny.byte_level import byte_level_bpe
@@ -134,41 +131,3 @@ def test_a_present_token_becomes_special_and_is_found_within_words(towers, tmp_p
     [image] = [each for each in plan.tokens if each.role == "image"]
     assert (image.id, image.how) == (458, "found") and 458 in tokenizer.all_special_ids
     assert tokenizer.encode("a<image><image>b", add_special_tokens=False).count(458) == 2
-
-
-def test_ids_that_would_be_given_twice_are_refused(towers, tmp_path):
-    """A vocabulary with a gap: the library gives an added token the id that follows their number."""
-    folder = with_tokens(tmp_path / "language")
-    file = folder / "tokenizer.json"
-    state = json.loads(file.read_text())
-    last = max(state["model"]["vocab"], key=state["model"]["vocab"].get)
-    state["model"]["vocab"][last] += 2
-    file.write_text(json.dumps(state))
-    config = json.loads((folder / "config.json").read_text())
-    with pytest.raises(
-        ConfigError, match=rf"gets the id {config['vocab_size'] + 1}, which {last} has; give an"
-    ):
-        planned(towers["siglip2"], folder)
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (
-            "{% for turn in messages %}{{ turn.role ",
-            r"it cannot be read, .*end of template.*; correct it, or",
-        ),
-        (
-            "{{ messages[0].content[0].text }}",
-            "it writes 0 times <image> for one image; correct it, or leave",
-        ),
-        (b"\xff\xfe", r"template\.jinja is no text, but a binary file; give a text in UTF-8\."),
-    ],
-    ids=["damaged", "without images", "binary"],
-)
-def test_a_chat_template_that_cannot_be_used_is_refused(towers, tmp_path, template, words):
-    language, file = with_tokens(tmp_path / "language"), tmp_path / "template.jinja"
-    file.write_bytes(template if isinstance(template, bytes) else template.encode())
-    options = {"chat_template": file, "dry_run": True}
-    with pytest.raises(ValueError, match=words):
-        command(tmp_path / "out", str(towers["siglip2"]), str(language), **options)

@@ -124,37 +124,6 @@ def test_pickle_returns_an_equal_batch(given_samples):
         assert restored == container and type(restored) is type(container)
 
 
-def test_equality_sees_shape_dtype_values_order_and_names():
-    base = TensorBatch(a=torch.arange(4), b=[torch.zeros(2), torch.ones(3), torch.zeros(1), torch.zeros(0)])
-    assert base == TensorBatch({"b": TensorList(list(base["b"])), "a": torch.arange(4)})
-    others = [
-        base.select(["a"]),
-        base[:3],
-        base[[1, 0, 2, 3]],
-        TensorBatch({**base, "a": torch.arange(4, dtype=torch.int32)}),
-        TensorBatch({**base, "b": base["b"].to(torch.float64)}),
-        TensorBatch({**base, "b": [tensor[None] for tensor in base["b"]]}),
-        TensorBatch({**base, "b": base["a"]}),
-        TensorBatch({"a": base["a"], "c": base["b"]}),
-        base.to("meta"),
-    ]
-    assert all(base != other and other != base for other in others)
-    assert base != dict(base) and base["b"] != list(base["b"])
-    assert base["b"][:3] != base["b"] and base["b"] != base["b"][:3] and base["b"][[1, 0, 2, 3]] != base["b"]
-
-
-def test_fields_are_set_replaced_and_removed():
-    batch = TensorBatch()
-    batch["a"] = torch.zeros(2)
-    batch["b"] = [torch.zeros(1), torch.zeros(2)]
-    batch["a"] = torch.ones(2, 3)
-    assert list(batch) == ["a", "b"] and len(batch) == 2 and batch.batch_size == 2 and "b" in batch
-    assert isinstance(batch["b"], TensorList) and 0 not in batch
-    assert batch.pop("b").tensors[1].shape == (2,) and batch.get("b") is None
-    batch["a"] = torch.ones(5)  # the only field says what the batch size is
-    assert batch.batch_size == 5
-
-
 class Foreign:
     """As SkyRL's TensorList."""
 

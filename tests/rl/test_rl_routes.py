@@ -68,34 +68,6 @@ def test_rows_without_routes_have_no_field():
     assert "routes" not in rows_with([{"input_ids": torch.arange(5)}], DENSE)[0].batch
 
 
-def changed(where: tuple, value: int) -> dict:
-    given = sample(5, 1)
-    given["routes"][where] = value
-    return given
-
-
-@pytest.mark.parametrize(
-    ("given", "model", "text"),
-    [
-        (sample(5, 1), DENSE, "sample 1: it has routes, the model has no experts; leave them out"),
-        (sample(5, 1, rows=3), EXPERTS, r"sample 1: .* torch.int64 \(3, 3, 2\) for 5 tokens; .* \(5, 3, 2\)"),
-        (sample(5, 1) | {"routes": torch.zeros(5, 2, 2).int()}, EXPERTS, r"\(5, 2, 2\) for 5 tokens"),
-        (sample(5, 1) | {"routes": torch.zeros(5, 3, 2)}, EXPERTS, r"torch.float32 \(5, 3, 2\)"),
-        (
-            changed((2, 0), 3),
-            EXPERTS,
-            r"of token 2 in layer 0 are \[3, 3\]; give 2 different experts below 8",
-        ),
-        (changed((1, 2, 0), 8), EXPERTS, r"of token 1 in layer 2 are \[8, \d\]; .* or only -1"),
-        (changed((1, 2, 0), 70_000), EXPERTS, r"of token 1 in layer 2 are \[70000, \d\]"),
-        (changed((4, 0, 1), -1), EXPERTS, r"of token 4 in layer 0 are \[\d, -1\]"),
-    ],
-)
-def test_impossible_routes_are_refused_by_name(given, model, text):
-    with pytest.raises(ValueError, match=text):
-        rows_with([{"input_ids": torch.arange(4)}, given], model)
-
-
 @pytest.fixture(scope="module")
 def rows_of(request, tmp_path_factory):
     return parity.measured(

@@ -170,21 +170,6 @@ def test_what_a_server_saw_has_to_be_the_prompt(asked):
     assert [part["type"] for part in parts] == ["image_url", "text"]
 
 
-def test_a_busy_server_is_asked_again_but_not_without_end(asked):
-    tries = []
-
-    def answer(path: str, request: dict):
-        tries.append(path)
-        return {"choices": [choice()]} if len(tries) == 3 else (503 if len(tries) > 1 else 429, b"busy")
-
-    with engine_server.serving(answer) as url:
-        assert len(ask(url, asked, TEXT)) == 1 and len(tries) == 3
-        tries += [""]
-        with pytest.raises(EngineError, match=r"status 503: busy \(try 2 of 2\)"):
-            ask(url, asked, TEXT, retries=1)
-        assert len(tries) == 6
-
-
 @pytest.mark.parametrize("pause, at_once", [(0.02, 1), (0.01, 5_000)], ids=["slowly", "in a flood"])
 def test_an_attempt_has_one_deadline_and_one_size_whatever_a_server_does(asked, pause, at_once):
     """The server would go on without end. All tricks are tried beside each other."""

@@ -70,18 +70,6 @@ def test_a_continued_run_is_bit_equal(story):
 
 
 @pytest.mark.long
-def test_a_run_goes_on_where_a_stage_has_nothing_that_is_trained(story):
-    assert all(found["first stage"] for found in story[0])
-
-
-@pytest.mark.long
-def test_a_token_without_an_embedding_is_refused(story):
-    """Tensor-parallel ranks would each take it for one of another rank, and all together for zeros."""
-    for found in story[0]:
-        assert "is outside of the model's vocabulary of" in found["beyond"]
-
-
-@pytest.mark.long
 def test_a_checkpoint_holds_adapters_and_their_moments_alone(story):
     [step] = (story[1] / "run/checkpoints").glob("step_*")
     entries = FileSystemReader(step).read_metadata().state_dict_metadata

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import yaml
 from logged_figures import figures
 from places import HELPERS, ROOT
-from programs import COMMAND, OUTSIDE_TORCHRUN, TYPED, ask, run_anew, run_program, start_ranks
+from programs import COMMAND, OUTSIDE_TORCHRUN, TYPED, run_anew, run_program, start_ranks
 from sources import write_hf_folder, write_sharegpt
 from two_machines import IS_THERE, Machine, start_on, start_one, two_machines, wait_until
 
@@ -154,17 +153,6 @@ def test_the_files_are_what_kubernetes_takes():
         validate.validate(one, "1.31", strict=True)
 
 
-def test_the_file_is_what_skypilot_takes():
-    schemas = pytest.importorskip("sky.utils.schemas")
-    jsonschema = pytest.importorskip("jsonschema")
-    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
-    jsonschema.validate(task, schemas.get_task_schema())
-    jsonschema.validate(task["resources"], schemas.get_resources_schema())
-    volume = yaml.safe_load((CLUSTER / "skypilot_volume.yaml").read_text())
-    jsonschema.validate(volume, schemas.get_volume_schema())
-    assert task["volumes"] == {"/shared": volume["name"]}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "starts_again", "code", "last"),
@@ -185,22 +173,6 @@ def test_ranks_start_again_only_after_one_was_lost(fault, starts_again, code, la
 
 
 FIRST = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_NODE_RANK": "0"}
-ELASTIC = {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "127.0.0.1:0"}
-
-
-def test_machines_that_cannot_meet_are_refused():
-    refused = [
-        ({"PET_NNODES": "2"}, 0, "PET_NNODES=2: the machines cannot meet; set PET_MASTER_ADDR on each"),
-        ({**ELASTIC, "PET_RDZV_ENDPOINT": ""}, 0, "set PET_RDZV_ENDPOINT on each"),
-        ({**FIRST, "PET_NNODES": "x"}, 0, "PET_NNODES: 'x' is no number of machines"),
-        ({**FIRST, "PET_RDZV_CONF": "x"}, 0, "The rendezvous configuration option 'x' must have a value"),
-        (FIRST, 1, "--restarts: machines meet again only where the first"),
-    ]
-    given = json.dumps([(environment, restarts) for environment, restarts, _ in refused])
-    said = ask(sys.executable, HELPERS / "meet.py", given).stdout.splitlines()
-    assert len(said) == len(refused)
-    for line, (*_, expected) in zip(said, refused, strict=True):
-        assert line.startswith("ConfigError") and expected in line, line
 
 
 @pytest.mark.soak
@@ -235,20 +207,6 @@ def test_a_machine_that_comes_back_goes_on_bit_equal(whole, machines, tiny_gemma
     back = start_one(machines[1], given, run_dir, elastic=True)
     assert launcher.wait(180) == 0 and back.wait(60) == 0, log(run_dir, machines[0])
     assert figures(run_dir) == whole
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_launcher_that_waits_for_a_lost_machine_hears_signals(
-    number, machines, tiny_gemma3, dataset, tmp_path
-):
-    run_dir, given = tmp_path / "run", words(tmp_path / "run", tiny_gemma3, dataset, "steps=100000")
-    launcher, _ = start_on(machines, [*given, "--nproc=1", "--restarts=1"], run_dir, elastic=True)
-    wait_until(lambda: logged(run_dir) >= SAVED + 2, 120, f"{SAVED + 2} steps")
-    machines[1].die()
-    wait_until(lambda: "starting again" in log(run_dir, machines[0]), WITHIN, "restart")
-    launcher.send_signal(number)
-    assert launcher.wait(15) == -number, log(run_dir, machines[0])
 
 
 @pytest.mark.soak

@@ -8,11 +8,9 @@ from sources import write_sharegpt
 
 from megatron_vlm.callbacks import Callback
 from megatron_vlm.callbacks.validation import Best
-from megatron_vlm.config import ConfigError, RunConfig, TrainConfig
+from megatron_vlm.config import TrainConfig
 from megatron_vlm.extras.report.history import read_history
-from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
-from megatron_vlm.validate import validate
 from tiny.distributed import run_distributed
 
 SAID = "valid_loss was best after step 2, and no better in the 3 times since (train.patience)"
@@ -102,18 +100,3 @@ def test_the_best_is_known_for_each_kind_of_figure(by, name, higher, values, sav
     resumed.load_state_dict(best.state_dict())
     other.load_state_dict(best.state_dict())
     assert resumed.saved == best.saved and other.saved["step"] == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"train.best_by": "loss"}, "best_by: loss is no figure to choose by"),
-        ({"train.best_by": "valid_accuracy"}, "give max:valid_accuracy or min:valid_accuracy"),
-        ({"train.patience": 3, "train.best_by": "score/a"}, "patience: .*; set train.score_every"),
-        ({"train.patience": 3}, "patience: valid_loss is not looked at before the end; set train.eval_every"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(settings, said):
-    needed = {"run_dir": "r", "model.hf_path": "m", "data.train_data_path": "d", "data.dataset_type": "hf"}
-    with pytest.raises(ConfigError, match=said):
-        validate(apply_overrides(RunConfig(), needed | settings))

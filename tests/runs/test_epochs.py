@@ -17,7 +17,7 @@ from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.callbacks.samples import read_step
-from megatron_vlm.config import ConfigError, DataConfig, RunConfig, TrainConfig
+from megatron_vlm.config import DataConfig, RunConfig, TrainConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
@@ -25,7 +25,6 @@ from megatron_vlm.data.records.blends import is_held_out
 from megatron_vlm.job.milestones import Epochs, milestones
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose
-from megatron_vlm.validate import validate
 from tiny.distributed import run_distributed
 
 ROWS = 25
@@ -89,38 +88,6 @@ def test_epochs_and_steps_replace_each_other_and_are_written_down_as_given():
     again = apply_overrides(config, {"train.steps": 7})
     assert (again.train.steps, again.train.epochs) == (7, None)
     assert apply_overrides(again, {"train.epochs": None}).train.steps == 7
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            ["train.steps=5", "train.epochs=2"],
-            "train.epochs: 2, and train.steps is 5; both say when the run end",
-        ),
-        (["train.steps=null"], "train.steps: not set, and neither is train.epochs; give one of them."),
-        (["train.epochs=0"], "train.epochs: '0': Input should be greater than 0."),
-        (["train.epochs=1e12"], "train.epochs: '1e12': Input should be less than or equal to 1000000."),
-        (
-            ["train.epochs=2", "data.packing=stream"],
-            "train.epochs: only its end tells how many rows an epoch of ",
-        ),
-        (
-            ["train.epochs=1", "data.streaming=true"],
-            "train.epochs: only its end tells how many rows an epoch of ",
-        ),
-        (["train.save_every=epoch", "data.packing=stream"], "train.save_every: only its end tells"),
-        (
-            ["train.save_every=-1"],
-            "train.save_every: '-1': Input should be greater than or equal to 0 or Input should be 'epoch'.",
-        ),
-    ],
-)
-def test_what_cannot_be_counted_is_refused_with_its_remedy(settings, message):
-    base = {"run_dir": "run", "model.hf_path": "m", "data.train_data_path": "d", "data.dataset_type": "hf"}
-    with pytest.raises(ConfigError) as refused:
-        validate(apply_overrides(apply_overrides(RunConfig(), base), settings))
-    assert any(line.startswith(message) for line in str(refused.value).splitlines()), str(refused.value)
 
 
 # -- data

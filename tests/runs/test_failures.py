@@ -117,13 +117,6 @@ def test_a_bug_of_ours_ends_the_run(datasets, processor, encoder, kind, num_work
         assert re.search(r"data: sample .*7$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), pairwise(["energon", "hf"], [0, 2]))
-def test_a_dataset_of_which_all_is_dropped_stops(datasets, processor, kind, num_workers):
-    encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=4))
-    text = read_until_error(train_loader(datasets[kind], encoder, num_workers=num_workers), batches=1)
-    assert re.match("TooManyDrops: .*of [0-9]+ samples were dropped .*100.0%(.|\n)*over_length", text), text
-
-
 # -- shards
 
 

@@ -1,12 +1,7 @@
 """Commands for exported folders: their scores are logged, and what goes wrong with them is told."""
 
-import multiprocessing
-import os
-import signal
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from logged_runs import begun_run
 from torch import distributed as dist
@@ -15,7 +10,6 @@ from megatron_vlm.callbacks import Run
 from megatron_vlm.callbacks.exports import Exports, running
 from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.config import LoggingConfig, RunConfig, TrainConfig
-from megatron_vlm.job import watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -82,23 +76,3 @@ def test_what_goes_wrong_is_told_once_and_logs_nothing(tmp_path, capsys, does, s
     printed = capsys.readouterr().out
     assert printed.count("train.on_export: sh ") == 1 and said in printed
     assert logged(tmp_path) == [] and len(list((tmp_path / "on_export").iterdir())) == 1
-
-
-def run_that_is_killed(folder: Path) -> None:
-    run, commands = commands_of(folder, f"sleep 60 & echo $$ > {folder}/begun; wait")
-    with watchdog.watching(folder, 60):
-        export(run, 4)
-        os.kill(os.getpid(), signal.SIGSTOP)  # until it is killed
-
-
-def test_commands_end_with_a_run_that_is_killed(tmp_path):
-    """Or the next run would start each beside itself."""
-    run = multiprocessing.get_context("fork").Process(target=run_that_is_killed, args=(tmp_path,))
-    run.start()
-    while not (begun := tmp_path / "begun").exists() or not begun.read_text():
-        time.sleep(0.02)
-    command = psutil.Process(int(begun.read_text()))
-    both = [command, *command.children()]
-    assert len(both) == 2
-    run.kill()
-    assert not psutil.wait_procs(both, timeout=5)[1]

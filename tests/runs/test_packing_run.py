@@ -10,34 +10,9 @@ from sources import write_hf_folder, write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.batch import DataNeeds
-from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.run_data import train_encoder
-from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
-from megatron_vlm.validate import validate
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"packing": "neat"}, "data.packing: 'neat': Input should be 'none', 'stream' or 'global'"),
-        ({"packing": "global"}, "data.packing: global needs all lengths at once"),
-        ({"group_by_length": True}, "data.group_by_length: needs all lengths at once"),
-        ({"dataset_type": "hf", "packing": "stream", "group_by_length": True}, "is for unpacked rows"),
-        ({"max_patches": 100}, "data.max_patches: 100 limits packed rows, packing is none"),
-        (
-            {"packing": "stream", "max_patches": 0},
-            "data.max_patches: 0: Input should be greater than",
-        ),
-        ({"packing_buffer_size": 0}, "data.packing_buffer_size: 0: Input should be greater than or equal"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_by_name(settings, message):
-    given = {"run_dir": "/r", "model.hf_path": "/m", "data.train_data_path": "/d"}
-    given |= {f"data.{name}": value for name, value in settings.items()}
-    with pytest.raises(ConfigError, match=message):
-        validate(apply_overrides(RunConfig(), given))
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 from logged_runs import begun_run, log_step, validate
@@ -18,9 +16,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.extras.report.history import read_history
 from megatron_vlm.extras.report.live import LivePage
 from megatron_vlm.extras.report.page import report_page
-from megatron_vlm.job.errors import closing
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.run_folder.folder import begin, complete
 
 ATTACK = "</script><script>document.title = 'run'</script>"
 
@@ -77,13 +73,6 @@ def test_a_finished_run_leaves_a_page_with_its_figures_and_nothing_from_elsewher
     assert "<tr><th>train.steps</th><td>6</td><td>1000</td></tr>" in page
 
 
-def test_a_run_that_fails_says_why_on_its_page(tmp_path):
-    with pytest.raises(ZeroDivisionError), closing(logged(tmp_path / "run", steps=2)):
-        raise ZeroDivisionError("division by zero")
-    page = (tmp_path / "run/report.html").read_text()
-    assert ">died</span>\n ZeroDivisionError: division by zero" in page
-
-
 def test_two_runs_are_drawn_over_each_other_with_what_differs(tmp_path, finished):
     logged(tmp_path / "runs/b", **{"optimizer.lr": 3e-5}).close()
     out = tmp_path / "two.html"
@@ -97,33 +86,3 @@ def test_two_runs_are_drawn_over_each_other_with_what_differs(tmp_path, finished
     assert rows[2][1:] == ("1e-05", "3e-05", "1e-05")
     names = ["steps", "done · loss", "done · valid_loss", "b · loss", "b · valid_loss"]
     assert list(curves_of(page, "Loss")) == names
-
-
-HOLDS = (
-    "import sys, time; from megatron_vlm.run_folder import lock; held = lock.take(sys.argv[1]); "
-    "print(1, flush=True); time.sleep(60)"
-)
-
-
-def test_the_states_of_runs(tmp_path):
-    """One that a process holds, one that stopped, one that died with and one without a word."""
-    for name in ("alive", "asked", "failed", "killed"):
-        logged(tmp_path / name, steps=2).close()
-    (tmp_path / "failed/errors").mkdir()
-    error = 'Traceback (most recent call last):\n  File "x"\nValueError: no \x1b[31mroom\n'
-    (tmp_path / "failed/errors/rank1.txt").write_text(error)
-    state = {"step": 2, "layout": {"world": 1}, "schedule": {}, "extra": {}, "ranks": [], "files": {}}
-    for name in ("asked", "failed"):
-        complete(begin(tmp_path / name, 2), state)
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "alive")], stdout=subprocess.PIPE)
-    try:
-        holder.stdout.readline()
-        assert read_history(tmp_path / "alive").state == "running"
-    finally:
-        holder.kill()
-        holder.wait()
-    asked, failed, killed = (read_history(tmp_path / name) for name in ("asked", "failed", "killed"))
-    assert (asked.state, asked.last_line) == ("stopped", "")
-    assert (failed.state, failed.last_line) == ("died", "ValueError: no \\x1b[31mroom")
-    assert killed.state == "died"
-    assert killed.last_line == "no last word: killed or interrupted after step 2"

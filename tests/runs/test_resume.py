@@ -223,33 +223,3 @@ def test_a_run_resumed_on_fewer_cores_keeps_its_threads_and_bits(tiny_gemma3, da
     assert done.returncode == 0, done.stderr
     assert "threads: 2, as the checkpoint has them" in done.stdout + done.stderr
     assert losses(resumed) == losses(whole) and len(losses(whole)) == 8
-
-
-def test_rates_by_part_and_adapters_that_do_not_fit_the_checkpoint_are_named(tmp_path, tiny_gemma3, dataset):
-    words = words_of(tmp_path / "run", tiny_gemma3, dataset, "tp=1", "parallel.distributed_optimizer=false")
-    words = [word for word in words if not word.startswith(("steps=", "save_every=", "warmup_steps="))]
-    done = run_program(COMMAND, *words, "steps=1", "optimizer.lr_by_part.tower=1e-4")
-    assert done.returncode == 0, done.stderr
-    for settings, said in (
-        ([], "optimizer.lr_by_part was {'tower': 0.0001} and is {}"),
-        (["adapter.r=4"], "adapter.r was 0 and is 4"),
-    ):
-        refused = run_program(COMMAND, *words, "steps=2", *settings)
-        last = refused.stderr.splitlines()[-1]
-        assert refused.returncode == 2 and said in last and "set that back" in last, last
-
-
-def test_a_changed_setting_that_does_not_fit_the_saved_optimizer_is_named(tmp_path, tiny_gemma3, dataset):
-    words = words_of(tmp_path / "run", tiny_gemma3, dataset, "steps=1", "tp=1", "freeze=[tower]")
-    words = [
-        word for word in words if word not in (f"steps={STEPS}", f"save_every={SAVE_EVERY}", "warmup_steps=2")
-    ]
-    assert run_program(COMMAND, *words).returncode == 0
-    for old, new, said in (
-        ("freeze=[tower]", "freeze=[]", "model.freeze was ['tower'] and is []"),
-        ("tp=1", "parallel.distributed_optimizer=false", "distributed_optimizer was True and is False"),
-    ):
-        changed = [word.replace("steps=1", "steps=2") for word in words if word != old]
-        refused = run_program(COMMAND, *changed, new, "parallel.tp=1")
-        last = refused.stderr.splitlines()[-1]
-        assert refused.returncode == 2 and said in last and "set that back" in last, refused.stderr

@@ -341,17 +341,6 @@ def test_a_first_checkpoint_whose_save_was_killed_before_latest_is_gone_on_from(
 # ---- the best checkpoint ----------------------------------------------------------------------------------
 
 
-def test_the_checkpoint_with_the_lowest_validation_loss_stays_until_a_better_one_comes(tmp_path):
-    """Of equal ones the first; a loss that is missing or no number is never the best."""
-    kept = []
-    for step, loss in enumerate([0.9, 0.5, 0.5, None, float("nan"), 0.7, 0.4, 0.6], start=1):
-        save(tmp_path, step, keep=1, rated=loss)
-        kept.append([int(name[-1]) for name in run_folder.complete_checkpoints(tmp_path)])
-        best = (tmp_path / "checkpoints/best").read_text()
-        assert best == f"step_{kept[-1][0]:08d}\n"
-    assert kept == [[1], [2], [2, 3], [2, 4], [2, 5], [2, 6], [7], [7, 8]]
-
-
 # ---- a run folder is a run folder, and nothing outside of it is written ------------------------------------
 
 WRITTEN = ["lock", "config.yaml", "metrics.jsonl", "errors/rank0.txt", "errors/export/rank0.txt"]

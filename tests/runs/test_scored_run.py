@@ -7,12 +7,9 @@ import pytest
 from sources import record, write_sharegpt
 
 from megatron_vlm.callbacks.run_log import read_rows
-from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.extras.evaluate.answering import scored
 from megatron_vlm.extras.evaluate.metrics import metric_of
-from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
-from megatron_vlm.validate import validate
 from tiny.distributed import run_distributed
 
 ROWS = 12
@@ -89,20 +86,3 @@ def test_the_checkpoint_of_the_best_score_is_kept(folder):
     kept = sorted(path.name for path in (folder / "scored/checkpoints").glob("step_*"))
     assert kept == ["step_00000002", "step_00000004"]
     assert (folder / "scored/checkpoints/best").read_text().strip() == "step_00000002"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (
-            {"train.best_by": "anls"},
-            r"anls is no figure .*; give one that begins with valid_ or score/",
-        ),
-        ({"train.on_export": "ls"}, r"on_export: nothing is exported; set train.export_every"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)
-def test_what_does_not_fit_together_is_refused(settings, said):
-    needed = {"run_dir": "r", "model.hf_path": "m", "data.train_data_path": "d"}
-    with pytest.raises(ConfigError, match=said):
-        validate(apply_overrides(RunConfig(), needed | settings))
