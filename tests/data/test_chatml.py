@@ -144,7 +144,6 @@ def test_placeholder_text_elsewhere_stays_text(turn):
         ([{"role": "assistant", "content": [IMAGE]}], "bad_conversation"),
         ({"messages": SHAREGPT, "tools": "look"}, "bad_json"),
         ({"messages": SHAREGPT, "tools": ["look"]}, "bad_conversation"),
-        ({"messages": SHAREGPT, "system": [IMAGE]}, "bad_conversation"),
         ([{"role": "tool_call", "content": "look at it"}], "bad_conversation"),
         ([{"role": "tool_call", "content": '{"name": 3}'}], "bad_conversation"),
     ],
@@ -315,3 +314,22 @@ def test_replies_in_a_prompt_of_turns_are_not_trained():
     assert [number for number, message in enumerate(messages) if is_trained(message)] == [3, 5]
     with pytest.raises(BadSample, match="the prompt ends with a reply, and the answer is another"):
         parse_record({"prompt": prompt[:4], "completion": [REPLY]})
+
+
+@pytest.mark.parametrize("key", ["label", "kto_tag"])
+def test_an_answer_that_is_not_to_be_learned_is_a_drop(key):
+    """As TRL and LLaMA-Factory mark records for KTO."""
+    record = {"prompt": "What?", "completion": "A dog."}
+    assert parse_record(record | {key: True}).unread == set()
+    with pytest.raises(BadSample, match=f"no_trained_tokens: {key} is false"):
+        parse_record(record | {key: False})
+
+
+def test_a_turn_with_train_false_is_not_trained():
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "train": False}]
+    *_, reply = parse_record({"conversations": turns}).messages
+    assert not is_trained(reply)
+
+
+def test_an_answer_of_json_is_in_words_of_json():
+    assert parse_record({"question": "q", "answer": True}).messages[-1]["content"][0]["text"] == "true"

@@ -226,7 +226,7 @@ def test_media_lie_under_media_dir(tmp_path, processor):
         ({"prompt": [turn("user", "q")], "completion": "a"}, ["q", "a"]),
         ({"prompt": [turn("user", "q")], "reward_model": {"ground_truth": "a"}}, ["q", "a"]),
         ({"question": "q", "answer": 7}, ["q", "7"]),
-        ({"question": "q", "answer": True}, ["q", "True"]),
+        ({"question": "q", "answer": True}, ["q", "true"]),
         ({"question": "q", "answer": float("nan"), "output": "a"}, ["q", "a"]),
         ({"question": "q", "answers": ["b", "a", "a"]}, ["q", "a"]),
     ],

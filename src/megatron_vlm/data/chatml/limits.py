@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.chatml.tools import decode_json
 
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 # The words of qwen-vl-utils for a part that is an image or a video, and for an entry of `images` or `videos`
@@ -73,7 +72,7 @@ def limits_beside(kind: str, media: list, record: Mapping[str, Any]) -> list[dic
     What stands in the record itself is for all its images or videos; a list has one for each.
     """
     names = [name for name in LIMITS[kind] if media and name in record and name not in ALSO_FACTS]
-    record = {name: decode_json(record[name]) for name in names if record[name] is not None}
+    record = {name: record[name] for name in names if record[name] is not None}
     limits = []
     for number, item in enumerate(media):
         of_all = dict(record)

@@ -50,7 +50,6 @@ from megatron_vlm.data.chatml.turns import (
     frame_times,
     get_only_alias,
     has_content,
-    is_blank,
     parse_turn,
     role_of,
     unread_keys,
@@ -68,7 +67,9 @@ ENTRY = ("bytes", "path", "image", "video", "image_url", "video_url", "source", 
 ENTRY_FACTS = ("type", "media_type", "frames", *fields.TIMES)  # what else it may say
 FRAMES = tuple(ending for ending in PICTURES if ending not in (".gif", ".webp"))  # which may be clips
 SPEAKER = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):")  # of hh-rlhf's conversations in one text
-LISTS = ("history", fields.ANSWERS)  # of a record, which a cell of a CSV file has as text
+LISTS = ("history", fields.ANSWERS)
+# Besides turns, what a cell of a CSV file has as JSON text
+JSON_CELLS = (*LISTS, *fields.MEDIA["image"], *fields.MEDIA["video"], *LIMITS["video"])
 PYTHON_TURNS = re.compile(r"\[?\{(?=.*'(?:role|from)': ')'(?:role|from|content|value)': ", re.DOTALL)
 NO_PROMPT = (
     'no prompt beside the chosen answer, which begins neither with a user turn nor with "Human:"; '
@@ -166,6 +167,9 @@ def parse_record(record: Any) -> Conversation:
     unread = {(kind, key) for kind, entries in media.items() for key in _unread_of(entries, LIMITS[kind])}
     name = _turns_name(record)
     turns, rejected = _chosen_and_rejected(record, name)
+    for label in fields.LABELS:
+        if isinstance(record.peek(label), bool) and not record[label]:
+            raise BadSample("no_trained_tokens", f"{label} is false: its answer is not to be learned")
     if (audio_key := next(filter(record.peek, fields.AUDIO), None)) and "<audio>" in str(turns):
         raise audio(f"the record, under {audio_key!r},")
     if not name and isinstance(record.peek("texts"), list):  # None stands where a document has no image
@@ -183,6 +187,8 @@ def parse_record(record: Any) -> Conversation:
         beside = limits_beside(kind, media[kind], record) or record.get(LIMITS_FIELDS[kind])
         if beside is not None:
             limits[kind] = beside
+            stored = [one for one in beside if isinstance(one, dict)] if isinstance(beside, list) else []
+            unread |= {(LIMITS_FIELDS[kind], key) for one in stored for key in one if key not in LIMITS[kind]}
     tools_name = get_only_alias(record, fields.TOOLS)
     if rejected is not None:
         rejected = _parse_rejected(rejected, system, TurnMedia(has_images, unread=unread), media)
@@ -217,9 +223,11 @@ def decoded(record: Any) -> Any:
 
 
 def _decoded_cell(name: str, value: Any) -> Any:
-    """Return the turns, history or answers that are JSON text, as a cell of a CSV file has them; any other
-    value as it is. Raises BadSample for Python's text of a list, which pandas writes into a cell."""
-    if not isinstance(value, str) or name not in (*fields.MAY_BE_TURNS, *LISTS):
+    """Return what a field has as JSON text in a cell of a CSV file; any other value as it is.
+
+    Raises BadSample for Python's text of a list of turns, which pandas writes into a cell.
+    """
+    if not isinstance(value, str) or name not in (*fields.MAY_BE_TURNS, *JSON_CELLS):
         return value
     content = decode_json(value)
     text = value.strip()
@@ -227,7 +235,7 @@ def _decoded_cell(name: str, value: Any) -> Any:
     if content is value and is_python and text[-1] in "]}":
         detail = f"{name} is a list as Python prints it, not JSON; write the column with json.dumps"
         raise BadSample("bad_conversation", detail)
-    if name in LISTS:
+    if name in JSON_CELLS:
         return content
     turns = [content] if isinstance(content, dict) else content
     return turns if _are_turns(turns) and any(map(role_of, turns)) else value
@@ -252,8 +260,7 @@ def without_numpy(value: Any) -> Any:
 
 
 def _listed(kind: str, media: Any) -> list:
-    """Return the media of a field: one, a list, JSON text of a list, or an object of numbered images."""
-    media = decode_json(media)  # a cell of a CSV file
+    """Return the media of a field: one, a list, or an object of numbered images."""
     if isinstance(media, dict) and media and all(map(PICTURE_NUMBER.fullmatch, media)):
         media = [media[name] for name in sorted(media, key=lambda name: int(re.sub(r"\D", "", name)))]
     media = media if isinstance(media, list) else [media] if media else []
@@ -319,23 +326,17 @@ def parse_turns(turns: Any, system: Any = None, media: TurnMedia | None = None) 
     if not isinstance(turns, list) or not turns:
         raise BadSample("bad_conversation", f"no list of turns under one of {', '.join(fields.TURNS)}")
     media = media or TurnMedia()
-    if isinstance(system, list):
-        media.unread |= {("part", key) for part in system if isinstance(part, dict) for key in part}
-        media.unread -= {("part", "type"), ("part", "text")}
-        system = "".join(_text(part) for part in system)
-    if not isinstance(system, str | None):
-        raise BadSample("bad_conversation", f"system is {type(system).__name__}, not text")
+    prompt = parse_turn({"role": "system", "content": system}, 0, media) if system else None
     turns = expand_blocks(turns, media.unread)
     messages = [parse_turn(turn, number, media) for number, turn in enumerate(turns)]
     messages = join_calls(messages, [role_of(turn) == fields.CALL for turn in turns])
     messages = [message for message in messages if message["role"] != "system" or has_content(message)]
     if not messages:
         raise BadSample("bad_conversation", f"{len(turns)} system turns without content, and no others")
-    if system and not is_blank(system):
-        message = {"role": "system", "content": [{"type": "text", "text": system}]}
+    if prompt and has_content(prompt):
         if messages[0]["role"] != "system":
-            messages.insert(0, message)
-        elif messages[0]["content"] != message["content"]:
+            messages.insert(0, prompt)
+        elif messages[0]["content"] != prompt["content"]:
             raise BadSample("bad_conversation", "system and the system turn differ; leave one out")
     return messages
 
@@ -353,23 +354,13 @@ def _parse_rejected(
     return BadSample("bad_preference", "both answers have to be to the same images and videos")
 
 
-def _text(part: Any) -> str:
-    text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-    if not isinstance(text, str):
-        raise BadSample("bad_conversation", "system has a part that is no text")
-    return text
-
-
 def _turns_name(record: Record) -> str | None:
     """Return the name under which the record has its turns. Raises BadSample for two that differ."""
     for name in ("chosen_images", "rejected_images"):
         if record.get(name):
             raise BadSample("bad_preference", f"{name}: both answers have to be to the same images")
     get_only_alias(dict(record), fields.REJECTIONS, "bad_preference")
-    conversation = record.peek("conversation")  # often a text beside the turns; else it may be the turns
-    are_turns = isinstance(conversation, list) or (
-        isinstance(conversation, str) and conversation.lstrip().startswith("[")
-    )
+    are_turns = isinstance(record.peek("conversation"), list)  # often it is a text beside the turns
     name = get_only_alias(record, fields.TURNS, same=_same_turns)
     return name or ("conversation" if are_turns else None)
 
@@ -572,13 +563,15 @@ def _reply(record: Record) -> tuple[Any, list[str]]:
     if reply is None and isinstance(record.peek(fields.REWARD), dict):
         record.note_unread(fields.REWARD, record[fields.REWARD], ("ground_truth",))
         reply = record[fields.REWARD].get("ground_truth")
-    return str(reply) if isinstance(reply, int | float) else reply, texts
+    return json.dumps(reply) if isinstance(reply, int | float) else reply, texts
 
 
 def _answer(item: Any) -> str | None:
     """Return one of several answers: text, a number, or an object of VQA's annotators with `answer`."""
     item = item.get("answer") if isinstance(item, dict) and "role" not in item else item
-    return str(item) if isinstance(item, str | int | float) and not _is_null(item) else None
+    if isinstance(item, str):
+        return item
+    return json.dumps(item) if isinstance(item, int | float) and not _is_null(item) else None
 
 
 def _are_turns(value: Any) -> bool:

@@ -118,7 +118,7 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
     if role in ("user", "tool"):
         parts = _with_media_of_turn(turn, parts)
         if not media.has_images and all(map(_is_text, parts)):
-            parts = [piece for part in parts for piece in _with_paths(part)]
+            parts = [piece for part in parts for piece in _split(part, NAMED_IMAGE)]
     elif key := next((key for key in MEDIA_KEYS if turn.get(key)), None):
         raise BadSample("bad_conversation", f"{place}its {key} are not read; name them beside the turns")
     parts = [_part(part, number, media) for part in parts]
@@ -126,7 +126,7 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
     if names_media and role == "assistant":
         raise BadSample("bad_conversation", f"turn {number}: an assistant turn cannot hold media")
     if role == "user" and not names_media:
-        parts = [piece for part in parts for piece in _split_placeholders(part)]
+        parts = [piece for part in parts for piece in _split(part, PLACEHOLDER)]
     parts = join_texts(parts)
     if not parts and not any(message.get(key) for key in BESIDE_TEXT):
         parts = [{"type": "text", "text": ""}]
@@ -216,7 +216,7 @@ def _with_media_of_turn(turn: dict, parts: list[Any]) -> list[Any]:
             continue
         items = turn[key] if isinstance(turn[key], list) else [turn[key]]
         parts = [
-            piece for part in parts for piece in (_split_placeholders(part) if _is_text(part) else [part])
+            piece for part in parts for piece in (_split(part, PLACEHOLDER) if _is_text(part) else [part])
         ]
         places = [index for index, part in enumerate(parts) if part == {"type": kind}]
         if places and len(places) != len(items):
@@ -233,24 +233,16 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _with_paths(part: dict) -> list[dict]:
-    pieces = NAMED_IMAGE.split(part["text"])  # text, path, text, path, ..., text
-    return (
-        [part]
-        if len(pieces) == 1
-        else [
-            {"type": "image", "image": piece} if index % 2 else {"type": "text", "text": piece}
-            for index, piece in enumerate(pieces)
-        ]
-    )
-
-
-def _split_placeholders(part: dict) -> list[dict]:
-    pieces = PLACEHOLDER.split(part["text"])  # text, kind, text, kind, ..., text
-    return [
-        {"type": piece} if index % 2 else {"type": "text", "text": piece}
-        for index, piece in enumerate(pieces)
-    ]
+def _split(part: dict, pattern: re.Pattern[str]) -> list[dict]:
+    """Return a text with parts in place of PLACEHOLDER or NAMED_IMAGE in it."""
+    pieces = pattern.split(part["text"])  # text, kind or path, text, ..., text
+    if len(pieces) == 1:
+        return [part]
+    parts = [{"type": "text", "text": piece} for piece in pieces]
+    for index in range(1, len(pieces), 2):
+        named = {"type": "image", "image": pieces[index]}
+        parts[index] = {"type": pieces[index]} if pattern is PLACEHOLDER else named
+    return parts
 
 
 def _part(part: Any, number: int, media: TurnMedia) -> dict:

@@ -11,6 +11,7 @@ REPLIES = ("answer", "response", "completion", "output", ANSWERS)
 EXCHANGE = ("history", *PROMPTS, *QUERIES, *REPLIES)
 PLAIN = ("texts", "caption", "text", *EXCHANGE)
 REWARD = "reward_model"  # verl: an object with the reference answer, `ground_truth`
+LABELS = ("label", "kto_tag")  # TRL and LLaMA-Factory: false for an answer that is not to be learned
 CHOSEN, REJECTED = "chosen", "rejected"
 REJECTED_REPLY, REJECTED_TURNS = "rejected_response", "rejected_messages"
 REJECTIONS = (REJECTED, REJECTED_REPLY, REJECTED_TURNS)
@@ -26,7 +27,7 @@ FIELDS = tuple(name for group in GROUPS for name in group)
 
 # -- a turn
 ROLE, CONTENT = ("role", "from"), ("content", "value")  # and `text`, in a turn that has neither
-WEIGHTS = ("loss", "weight")
+WEIGHTS = ("loss", "weight", "train")  # OpenAI's weight, axolotl's train
 REFERENCES = "references"  # of a reply: all right answers, which evaluation compares with
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")  # beside a reply's content
 CALLS = ("tool_calls", "function_call")  # OpenAI's name, and its older one
