@@ -121,7 +121,7 @@ def rehearsed(plan: MemoryPlan) -> dict:
     run, stage = plan.config, plan.fullest
     one = rehearse(run, plan.description, plan.gpus, stage * plan.gpus // run.parallel.pp)
     return {
-        "settings": {key: value for key, value in all_settings(run) if key in SETTLED},
+        "settings": {key: value for key, value in all_settings(run).items() if key in SETTLED},
         "layout": layout(run),
         "gpus": plan.gpus,
         "rank": one.rank,

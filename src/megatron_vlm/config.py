@@ -8,14 +8,13 @@ Rules over several settings are in `validate`.
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from math import lcm
 from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 EPOCH = "epoch"
 PROFILE_WARM_UP = 3  # steps before those that `--profile` records: they allocate and choose kernels
@@ -51,21 +50,13 @@ def as_time(text: str) -> str:
     return text
 
 
-def no_switch(value: Any) -> Any:
-    """Return the value. Raises ValueError for true and false, which pydantic would take for 1 and 0."""
-    if isinstance(value, bool):
-        raise ValueError(f"{value} is no number.")
-    return value
-
-
-Number = BeforeValidator(no_switch)
-FromZero = Annotated[int, Ge(0), Le(MOST), Number]
-FromOne = Annotated[int, Ge(1), Le(MOST), Number]
-NotNegative = Annotated[float, Ge(0), Number]
-Positive = Annotated[float, Gt(0), Number]
-Share = Annotated[float, Ge(0), Le(1), Number]
-PartialShare = Annotated[float, Ge(0), Lt(1), Number]
-Seconds = Annotated[float, Ge(1), Le(86_400), Number]
+FromZero = Annotated[int, Ge(0), Le(MOST)]
+FromOne = Annotated[int, Ge(1), Le(MOST)]
+NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+PartialShare = Annotated[float, Ge(0), Lt(1)]
+Seconds = Annotated[float, Ge(1), Le(86_400)]
 Time = Annotated[str, AfterValidator(as_time)]
 Name = Annotated[str, MinLen(1)]
 PathName = Annotated[Name, AfterValidator(as_path)]
@@ -78,9 +69,7 @@ BoxFormat = Literal[  # the names of `extras.grounding.convention`
     *("bbox_2d_pixels", "bbox_2d", "box_2d", "box_tokens", "ref_box", "begin_of_box"),
     *("pixels", "thousandths", "shares"),
 ]
-TemplateValue = Annotated[
-    Annotated[int, Number] | Annotated[float, Number] | bool | str, Field(union_mode="left_to_right")
-]
+TemplateValue = Annotated[int | float | bool | str, Field(union_mode="left_to_right")]
 Parts = list[Literal["tower", "projector", "language_model"]]
 
 
@@ -248,7 +237,7 @@ class OptimizerConfig:
 class TrainConfig:
     steps: FromOne | None = 1000  # None: as many as `epochs` make
     # in place of `steps`: how often the training data is passed over
-    epochs: Annotated[float, Gt(0), Le(1_000_000), Number] | None = None
+    epochs: Annotated[float, Gt(0), Le(1_000_000)] | None = None
     micro_batch_size: FromOne = 1
     global_batch_size: FromOne = 32
     seed: FromZero = 1234
@@ -334,19 +323,20 @@ def setting_types(cls: type = RunConfig, prefix: str = "") -> dict[str, Any]:
     return types
 
 
-def all_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting, in the order of the dataclasses."""
+def all_settings(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the value of every setting by its dotted key, in the order of the dataclasses."""
+    settings = {}
     for f in fields(config):
         value = getattr(config, f.name)
-        if is_dataclass(value):
-            yield from all_settings(value, f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name, value
+        settings |= (
+            all_settings(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
+        )
+    return settings
 
 
 def missing_settings(config: RunConfig) -> list[str]:
     """The settings that have no default and were not given."""
-    return [key for key, value in all_settings(config) if value == MISSING]
+    return [key for key, value in all_settings(config).items() if value == MISSING]
 
 
 def derived(config: RunConfig, world_size: int | None = None) -> dict[str, int | bool]:

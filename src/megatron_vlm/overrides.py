@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_vlm.config import ConfigError, RunConfig, setting_types
+from megatron_vlm.config import MISSING, ConfigError, RunConfig, all_settings, setting_types
 from megatron_vlm.files import read_text
 from megatron_vlm.messages import has_keys, join_lines, suggestion
 from megatron_vlm.stores import KEYS
@@ -165,9 +165,24 @@ def read_template(template: str) -> str:
     return text
 
 
+def setting_problems(config: RunConfig) -> list[str]:
+    """Return messages about settings that are missing or break the rule of their type."""
+    problems = []
+    for key, value in all_settings(config).items():
+        if value == MISSING:
+            problems.append(f"{key}: not set; pass --{key.split('.')[-1]} or {key}=…")
+            continue
+        try:
+            checked(key, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
 def refuse_keys(name: str, value: Any) -> None:
     """Raise ConfigError for an address that holds keys, which the files of a run would show."""
-    if re.search(r"(?i)(s3|msc):/+[^/\s,]*[:@]", str(value)) or has_keys(value):
+    text = str(value)
+    if ":/" in text and (re.search(r"(?i)(s3|msc):/+[^/\s,]*[:@]", text) or has_keys(text)):
         raise ConfigError(
             f"{name}: an address with keys, which files of the run would show; give it without them, and the "
             f"keys by {KEYS}."
@@ -182,7 +197,8 @@ def fit_to_type(value: Any, hint: Any) -> Any:
     Raises:
         ValueError: It has another type or breaks a rule; the message says which.
     """
-    kinds = {get_origin(kind) or kind for kind in _alternatives(hint)}
+    types = _alternatives(hint)
+    kinds = {get_origin(kind) or kind for kind in types}
     if NoneType in kinds and value in ("null", "None"):
         return None
     if isinstance(value, PathLike):
@@ -194,6 +210,10 @@ def fit_to_type(value: Any, hint: Any) -> Any:
             value = f"[{value}]"
         if dict in kinds or list in kinds and value.startswith("["):
             value = _plain_yaml(value)
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    inner = [kind for outer in types for part in get_args(outer) for kind in _alternatives(part)]
+    if bool not in (*types, *inner) and any(isinstance(entry, bool) for entry in entries):
+        raise ValueError(f"{value!r}: true and false are no numbers or texts.")  # pydantic takes true for 1
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:

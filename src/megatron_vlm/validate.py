@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_vlm.config import (
     EPOCH,
-    MISSING,
     ConfigError,
     DataConfig,
     ParallelConfig,
@@ -20,7 +19,7 @@ from megatron_vlm.config_rules.patterns import problem as pattern_problem
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.messages import join_lines, suggestion
 from megatron_vlm.objectives import OBJECTIVES, objective_of
-from megatron_vlm.overrides import checked
+from megatron_vlm.overrides import setting_problems
 
 # sizes of a model by Megatron's names: under which keys config.json has them
 SIZE_KEYS = {
@@ -36,7 +35,9 @@ def validate(config: RunConfig, world_size: int | None = None) -> None:
 
     Raises ConfigError with every problem of single settings or, without any, of their relations, one a line.
     """
-    problems = list(_single_problems(config))
+    problems = setting_problems(config)
+    if (name := config.train.objective) not in OBJECTIVES:
+        problems.append(f"train.objective: {name} does not exist{suggestion(name, OBJECTIVES)}")
     if not problems:
         problems += _relation_problems(config)
         problems += layout_problems(config.parallel, world_size)
@@ -66,20 +67,6 @@ def _relation_problems(config: RunConfig) -> Iterator[str]:
         yield f"optimizer.min_lr: {optimizer.min_lr} is not between 0 and lr {optimizer.lr}."
 
 
-def _single_problems(config: RunConfig) -> Iterator[str]:
-    """Messages about settings that are missing or break the rule beside them in `config`."""
-    for key, value in all_settings(config):
-        if value == MISSING:
-            yield f"{key}: not set; pass --{key.split('.')[-1]} or {key}=…"
-            continue
-        try:
-            checked(key, value)
-        except ConfigError as error:
-            yield str(error)
-    if (name := config.train.objective) not in OBJECTIVES:
-        yield f"train.objective: {name} does not exist{suggestion(name, OBJECTIVES)}"
-
-
 def _score_problems(config: RunConfig) -> Iterator[str]:
     train = config.train
     name, more_is_better = train.best_figure
@@ -104,7 +91,7 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
         )
     if train.epochs is None and train.steps is None:
         yield "train.steps: not set, and neither is train.epochs; give one of them."
-    counted = [key for key, value in all_settings(config) if value == EPOCH]
+    counted = [key for key, value in all_settings(config).items() if value == EPOCH]
     if train.epochs is not None:
         counted.append("train.epochs")
     for key in counted:

@@ -175,7 +175,7 @@ def test_a_file_of_odd_shape_is_refused(tmp_path, text, message):
 
 
 def test_a_switch_in_yaml_is_no_number():
-    with pytest.raises(ConfigError, match=r"^train.steps: True is no number"):
+    with pytest.raises(ConfigError, match=r"^train.steps: True: true and false are no numbers"):
         from_yaml("train: {steps: yes}")
     kwargs = config("data.chat_template_kwargs={a: 1, b: 1.5, c: true, d: text}").data.chat_template_kwargs
     assert kwargs == {"a": 1, "b": 1.5, "c": True, "d": "text"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import megatron_vlm
 from megatron_vlm.config import RunConfig, all_settings
 
-SETTINGS = {key for key, _ in all_settings(RunConfig())}
+SETTINGS = {*all_settings(RunConfig())}
 GROUPS = {key.split(".")[0] for key in SETTINGS if "." in key}
 NAMED = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(GROUPS))})\.[a-z_]\w*)(?![\w/])")
 FILES = {"data.mdb", "data.jsonl", "model.safetensors"}  # names of files that look alike

@@ -49,7 +49,7 @@ def test_a_rule_holds_for_a_configuration_that_was_written_in_python(value):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[(key, "maybe") for key, value in all_settings(RunConfig()) if isinstance(value, bool)],
+        *[(key, "maybe") for key, value in all_settings(RunConfig()).items() if isinstance(value, bool)],
         *[("parallel.sp", "maybe"), ("parallel.vision_dp", "2.5")],
         *[("model.freeze", "[towers]")],
         *[("data.columns", "{images: [a]}"), ("data.datasets", "[[a]]"), ("data.datasets", "[a]")],

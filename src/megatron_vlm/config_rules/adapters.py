@@ -12,8 +12,10 @@ PATTERNS = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern"
 def adapter_problems(config: RunConfig) -> Iterator[str]:
     """Messages for the user about what is wrong with `config.adapter`."""
     adapter = config.adapter
-    default = dict(all_settings(AdapterConfig()))
-    changed = [name for name, value in all_settings(adapter) if value != default[name] and name != "start"]
+    default = all_settings(AdapterConfig())
+    changed = [
+        name for name, value in all_settings(adapter).items() if value != default[name] and name != "start"
+    ]
     if adapter.start is not None:
         for name in changed:
             yield f"adapter.{name}: is settled by the folder of adapter.start; drop one of the two."

@@ -157,7 +157,7 @@ def naming_changes(config: RunConfig) -> Iterator[None]:
         text = read_text(file) if file.exists() else ""
         before = load_yaml(text, str(file)) if text.strip() else {}
         changes = []
-        for name, value in all_settings(config):
+        for name, value in all_settings(config).items():
             section, _, key = name.partition(".")
             saved_value = before.get(section, {}).get(key, value) if name in SHAPING else value
             if saved_value != value:

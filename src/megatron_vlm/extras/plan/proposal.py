@@ -100,9 +100,9 @@ def propose(
 
 def as_recipe(config: RunConfig, command: str) -> str:
     """Return a file for --config with what differs from the defaults; `command` is the line that made it."""
-    usual = dict(all_settings(RunConfig()))
+    usual = all_settings(RunConfig())
     sections: dict[str, Any] = {}
-    for key, value in all_settings(config):
+    for key, value in all_settings(config).items():
         if value != usual[key]:
             section, _, name = key.rpartition(".")
             (sections.setdefault(section, {}) if section else sections)[name] = value
