@@ -4,7 +4,7 @@ Steps are counted from 1. In a run folder:
 
     config.yaml     the full configuration
     metrics.jsonl   one row a step, its numbers as in docs/metrics.md; validation rows hold `valid_loss`
-    starts.jsonl    when and with what the run was started, see `starts`
+    starts.jsonl    a line for each start: step, total_steps, time, command, processes, host, device, versions
     loss.png        training and validation loss over steps
 """
 
@@ -12,9 +12,11 @@ import io
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,8 +28,9 @@ from megatron_vlm.files import open_file, open_to_write, write_whole
 from megatron_vlm.job import watchdog
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.overrides import to_yaml
-from megatron_vlm.run_folder.starts import note_start
 
+STARTS = "starts.jsonl"
+PACKAGES = ("megatron-vlm", "torch", "megatron-core", "transformers", "megatron-energon")
 PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
 IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explains them
     "epoch": "epoch {:.2f}",
@@ -144,6 +147,27 @@ class RunLog(Callback):
             per_step = (time.monotonic() - self._started) / (run.step - self._first_step + 1)
             left = tqdm.format_interval(per_step * (steps - run.step))
             run.message(f"step {run.step}/{steps} · {text} · {left} left")
+
+
+def note_start(run_dir: str | Path, first_step: int, total_steps: int) -> None:
+    """Add a line about this start to starts.jsonl: when, by which command, and with what."""
+    row = {"step": first_step, "total_steps": total_steps, "time": time.time(), "command": sys.argv}
+    row |= {"processes": watchdog.world_size(), "host": socket.gethostname(), "device": _device()}
+    row["versions"] = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
+    with open_to_write(Path(run_dir) / STARTS, "ab") as file:
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+def _device() -> str:
+    torch = sys.modules.get("torch")  # a run has imported it
+    return torch.cuda.get_device_name() if torch and torch.cuda.is_available() else "CPU"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def draw_losses(metrics: str | Path, picture: str | Path) -> None:

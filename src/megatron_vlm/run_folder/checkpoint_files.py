@@ -9,7 +9,6 @@ from typing import Any
 
 import xxhash
 
-from megatron_vlm.config import ConfigError
 from megatron_vlm.files import open_file, read_text
 
 STATE = "state.json"
@@ -36,22 +35,6 @@ def read_state(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path / STATE} is not what was saved: {error}") from error
     return state
-
-
-def check_config(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
-    """Raises ConfigError, which names each key, if a checkpoint's model had another config.json than now.
-
-    The values come from `keys.values_read`. Two versions of Transformers may have different defaults, so
-    nothing is compared across them.
-    """
-    if not saved or not now or saved["transformers_version"] != now["transformers_version"]:
-        return
-    if names := [name for name in saved | now if saved.get(name) != now.get(name)]:
-        changes = [f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in names]
-        raise ConfigError(
-            f"checkpoint: {path} was saved with another config.json of model.hf_path: "
-            f"{'; '.join(changes)}. Put it back as it was, or give another run_dir."
-        )
 
 
 def size_problems(path: Path, files: dict[str, list]) -> list[str]:

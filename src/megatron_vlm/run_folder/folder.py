@@ -6,6 +6,7 @@
     <run_dir>/checkpoints/step_00000100/         a complete checkpoint: it has a state.json
     <run_dir>/checkpoints/step_00000200.tmp/     being written
     <run_dir>/checkpoints/.step_00000050.*.partial/  being removed
+    <run_dir>/checkpoints/adapter_start/         what `adapter.start` held when the run began
 
 A kill at any point leaves a complete checkpoint that `latest` or `latest.tmp` names, and leftovers that
 `tidy` removes. So does a power cut: every file is on disk before the step that relies on it.
@@ -16,12 +17,15 @@ import re
 import shlex
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config import ConfigError
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import (
+    copy_file,
+    folder_aside,
     naming,
     need_room,
     open_file,
@@ -39,9 +43,6 @@ FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/e
 FOLDERS += ("scores", "on_export", "exports")
 FILES = ("config.yaml", "recipe.yaml", "recipe.yaml.old", "lock", "metrics.jsonl", "starts.jsonl", "loss.png")
 FILES += ("report.html", "held_out.jsonl", "metrics.csv", "mlflow_run")
-OWN = {*FOLDERS, *FILES}
-# A run writes these after config.yaml, and would replace or continue them.
-AFTER_CONFIG = {"metrics.jsonl", "starts.jsonl", "loss.png", "report.html", "metrics.csv", "mlflow_run"}
 OTHERS = {"config.json": "a checkpoint", ".nv-meta": "a dataset"}  # what a folder with such an entry holds
 NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may lie there before a run begins
 _STEP = re.compile(r"step_\d{8}", re.ASCII)
@@ -107,14 +108,12 @@ def _no_latest(folder: Path, complete: list[str]) -> str:
     fact = f"checkpoint: {latest} is missing or names no complete checkpoint"
     if not complete:
         return f"{fact}. Restore it, or delete {latest} to begin from step 1."
-    shown = ", ".join(complete[-3:])
-    return (
-        f"{fact}; complete are {shown}. Begin from step 1 in another run_dir, or go on from one: "
-        f"{_choose(folder, complete, _named(folder / 'latest'))}"
-    )
+    command = _choose(folder, complete, _named(latest))
+    remedy = f"Begin from step 1 in another run_dir, or go on from one: {command}"
+    return f"{fact}; complete are {', '.join(complete[-3:])}. {remedy}"
 
 
-def _choose(folder: Path, complete: list[str], before: str | None = None) -> str:
+def _choose(folder: Path, complete: list[str], before: str | None) -> str:
     """The command that makes `latest` name the newest, if possible of those before `before`."""
     earlier = [name for name in complete if before is None or name < before]
     latest = folder / "latest"
@@ -133,7 +132,9 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
     the first is active. It changes nothing and imports nothing heavy.
     """
     check_folder(run_dir)
-    check_owner(Path(run_dir), hf_path)
+    config = Path(run_dir, "config.yaml")
+    if config.exists():
+        check_model("run_dir", run_dir, read_file(config), hf_path, is_used(Path(run_dir)))
     latest_checkpoint(run_dir)
     with naming(Path(run_dir)):
         run_lock.check_free(run_dir)
@@ -147,17 +148,14 @@ def check_folder(run_dir: str | Path) -> None:
     """
     refuse_links(run_dir)
     names = os.listdir(run_dir) if Path(run_dir).is_dir() else []
-    own: set[str] = set()
-    if "config.yaml" in names or complete_checkpoints(run_dir):
-        own = OWN
-    elif run_lock.is_there(run_dir):
-        own = OWN - AFTER_CONFIG
+    is_runs = "config.yaml" in names or complete_checkpoints(run_dir) or run_lock.is_there(run_dir)
+    own = {*FOLDERS, *FILES} if is_runs else set()
     foreign = sorted(name for name in {*names} - own if not name.startswith(".") and not name.endswith(NOTES))
     inside = os.listdir(checkpoints(run_dir)) if checkpoints(run_dir).is_dir() else []
     foreign += [f"checkpoints/{name}" for name in inside if not _OF_CHECKPOINTS.fullmatch(name)]
     found = [f"{OTHERS[name]} ({name})" for name in names if name in OTHERS]
-    if not found and foreign and not ("config.yaml" in names and is_used(Path(run_dir))):
-        found = [f"other things, such as {foreign[0]}"]
+    if foreign and not ("config.yaml" in names and is_used(Path(run_dir))):
+        found.append(f"other things, such as {foreign[0]}")
     if found:
         raise ConfigError(
             f"run_dir: {run_dir} holds {found[0]} and no run; give a folder that is new or empty."
@@ -165,9 +163,11 @@ def check_folder(run_dir: str | Path) -> None:
 
 
 def refuse_links(run_dir: str | Path) -> None:
-    """Raises NotAFile for a link or a pipe in a run's folder, which may be a link itself: commands write
-    there. Checkpoints and exports are written aside and renamed, so links among them do no harm. Raises
-    ConfigError for a file in place of a folder, and a folder in place of a file."""
+    """Raise NotAFile for a link or a pipe in a run's folder, where commands write; it may be a link itself.
+
+    Checkpoints and exports are written under a temporary name, so links among them do no harm. Raises
+    ConfigError for a file in place of a folder, and a folder in place of a file.
+    """
     for name in ("", *FOLDERS):
         place = Path(run_dir) / name
         if os.path.lexists(place) and not place.is_dir():
@@ -179,14 +179,8 @@ def refuse_links(run_dir: str | Path) -> None:
             raise ConfigError(f"run_dir: {place} is a folder, where a run has a file; move it away.")
 
 
-def check_owner(run_dir: Path, hf_path: str) -> None:
-    """Raises ConfigError for the folder of another model's run; one without training or import is free."""
-    if (run_dir / "config.yaml").exists():
-        check_model("run_dir", run_dir, read_file(run_dir / "config.yaml"), hf_path, is_used(run_dir))
-
-
 def check_model(setting: str, place: str | Path, content: bytes, hf_path: str, is_used: bool = True) -> None:
-    """Raises ConfigError if a run's config.yaml, which has this content, names another model, or is none."""
+    """Raise ConfigError if a run's config.yaml, which has this content, names another model, or is none."""
     file = f"{place}/config.yaml"
     text = content.decode(errors="replace")
     if not text.strip():
@@ -318,6 +312,36 @@ def remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- the adapter that a run began with ---------------------------------------------------------------------
+
+
+def with_own_start(config: RunConfig) -> RunConfig:
+    """Return the configuration with the run's copy as `adapter.start`, if it has a checkpoint and a copy.
+
+    So the folder that a run began with may then be moved, changed or removed.
+    """
+    copy = adapter_copy(config.run_dir)
+    if config.adapter.start is None or not copy.is_dir() or latest_checkpoint(config.run_dir) is None:
+        return config
+    return replace(config, adapter=replace(config.adapter, start=str(copy)))
+
+
+def adapter_copy(run_dir: str | Path) -> Path:
+    """Return where the run's copy of `adapter.start` lies, with its settings."""
+    return checkpoints(run_dir) / "adapter_start"
+
+
+def keep_adapter(run_dir: str | Path, files: list[Path]) -> None:
+    """Copy the files of the adapter that a run begins with; a copy of an earlier beginning is replaced."""
+    copy = adapter_copy(run_dir)
+    if files[0].parent == copy:
+        return
+    remove(copy)
+    with folder_aside(copy) as aside:
+        for file in files:
+            copy_file(file, aside / file.name)
 
 
 # ---- what to do about a damaged one -----------------------------------------------------------------------

@@ -82,7 +82,7 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
 
     on_first_rank(first)
     watchdog.claim_files()
-    return locks[0] if locks else run_lock.join(run_dir, dist.get_rank())
+    return locks[0] if locks else run_lock.join(run_dir)
 
 
 def save(*arguments: Any, **options: Any) -> Path:
@@ -196,7 +196,7 @@ def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, schedul
         return None
     watchdog.beat(f"loading the last checkpoint of {run_dir}", files=True)
     state = _checked_state(path)
-    checkpoint_files.check_config(path, state.get("config"), _config_values(model_chunks))
+    check_config(path, state.get("config"), _config_values(model_chunks))
     check_same(path, state.get("adapters"), _adapters(model_chunks))
     read_tensors(path, model_chunks, optimizer)
     if scheduler is not None:
@@ -314,3 +314,19 @@ def _to_text(state: torch.Tensor) -> str:
 
 def _from_text(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def check_config(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
+    """Raises ConfigError, which names each key, if a checkpoint's model had another config.json than now.
+
+    The values come from `keys.values_read`. Two versions of Transformers may have different defaults, so
+    nothing is compared across them.
+    """
+    if not saved or not now or saved["transformers_version"] != now["transformers_version"]:
+        return
+    if names := [name for name in saved | now if saved.get(name) != now.get(name)]:
+        changes = [f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in names]
+        raise ConfigError(
+            f"checkpoint: {path} was saved with another config.json of model.hf_path: "
+            f"{'; '.join(changes)}. Put it back as it was, or give another run_dir."
+        )

@@ -7,13 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.callbacks.run_log import last_lines, read_rows
+from megatron_vlm.callbacks.run_log import STARTS, last_lines, read_rows
 from megatron_vlm.callbacks.validation import Best
 from megatron_vlm.config import ConfigError, TrainConfig
 from megatron_vlm.files import read_text
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import flatten, load_yaml
-from megatron_vlm.run_folder import lock, starts
+from megatron_vlm.run_folder import lock
 from megatron_vlm.run_folder.checkpoint_files import read_state
 from megatron_vlm.run_folder.folder import checkpoints, complete_checkpoints
 
@@ -94,7 +94,7 @@ def read_history(folder: Path, running: bool | None = None, ended_by: str = "") 
     metrics = _rows(folder / "metrics.jsonl")
     rows = [{name: value for name, value in row.items() if value is not None} for row in metrics]
     running = lock.is_held(folder) if running is None else running
-    return History(folder, settings, _rows(folder / starts.FILE), rows, running, ended_by)
+    return History(folder, settings, _rows(folder / STARTS), rows, running, ended_by)
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

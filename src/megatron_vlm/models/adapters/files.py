@@ -27,7 +27,7 @@ from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key
 from megatron_vlm.models.weights.exporting import from_every_stage, write_chat_template
 from megatron_vlm.models.weights.files import hub_name
 from megatron_vlm.parallel.setup import on_first_rank
-from megatron_vlm.run_folder.adapter_start import keep, of_run
+from megatron_vlm.run_folder.folder import adapter_copy, keep_adapter
 
 Renames = tuple[tuple[str, str], ...]
 WEIGHTS = "adapter_model.safetensors"
@@ -40,7 +40,7 @@ def notes_of_start(config: RunConfig) -> Iterator[str]:
     start, base = config.adapter.start, config.model.hf_path
     if start is None:
         return
-    if Path(start) == of_run(config.run_dir):
+    if Path(start) == adapter_copy(config.run_dir):
         yield f"adapter.start: the run has its own copy, {start}, and reads no other folder"
     named = json.loads(read_file(Path(start) / CONFIG, MOST_BYTES)).get("base_model_name_or_path")
     if named and Path(str(named)).name != Path(base).name:
@@ -83,7 +83,7 @@ def load_adapters(
             except ValueError as error:
                 raise ConfigError(f"adapter.start: {file}: {error}") from error
     if run_dir is not None:
-        on_first_rank(keep, run_dir, [file.with_name(CONFIG), file])
+        on_first_rank(keep_adapter, run_dir, [file.with_name(CONFIG), file])
 
 
 def fingerprint(folder: Path) -> str:
