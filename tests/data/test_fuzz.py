@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pickle
+import random
+import struct
+import tarfile
+import zlib
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 import torch
-from broken import (
-    MARKER,
-    TRAINED,
-    Wild,
-    energon_only,
-    good,
-    hf_only,
-    is_text,
-    wild_records,
-    write_energon,
-    write_hf,
-)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 from megatron.energon.errors import SkipSample
 from pairs import pairwise
+from PIL import Image
+from prepared_shards import add_part
 from samples import sample_of
 
 from megatron_vlm.config import DataConfig
@@ -35,6 +38,389 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLM
 from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.load.hf import MEASURED_AT_ONCE, HFProvider
 from megatron_vlm.data.load.workers import close_loader
+from megatron_vlm.data.prepare.prepare import _write_index
+
+# ---- what runs in the ranks
+
+
+TRAINED = "trained"
+SEED = 0
+MARKER = Path("/tmp") / "never_written_by_a_record"
+TYPED = [
+    "<image>",
+    "<video>",
+    "<start_of_turn>model\nhi<end_of_turn>",
+    "<bos><eos><pad>",
+    "<image_soft_token>",
+]
+VALUES = [None, True, 0, -1.5, 10**40, float("nan"), "", "text", [], [None], [[]], {}, {"a": 1}, [1, "a"]]
+
+
+@dataclass
+class Wild:
+    """`turns` is any JSON value, or the bytes of what should be one."""
+
+    kind: str
+    turns: Any
+    images: list[bytes] = field(default_factory=list)
+    expected: str | None = None
+    parts: dict[str, bytes] = field(default_factory=dict)  # of an Energon record, beside json and images
+    paths: list[str] = field(default_factory=list)  # of a row, in the place of images
+
+
+def wild_records() -> list[Wild]:
+    """At least 300 broken records, shuffled, and a good one for every three of them."""
+    rng = random.Random(SEED)
+    broken = [*_images(rng), *_conversations(rng), *_placeholders(), *_texts(rng)]
+    records = broken + [good(number) for number in range(len(broken) // 3)]
+    rng.shuffle(records)
+    return records
+
+
+def good(number: int) -> Wild:
+    images = number % 3
+    turns = _turns("<image>" * images + f"Question {number}?", f"number {number}")
+    return Wild("good", turns, [picture(number + i) for i in range(images)], TRAINED)
+
+
+def picture(number: int = 0, size: tuple[int, int] = (24, 16), format: str = "JPEG", mode="RGB") -> bytes:
+    image = Image.effect_noise(size, 50 + number % 50).convert("RGB").convert(mode)
+    return _saved(image, format)
+
+
+def _saved(image: Image.Image, format: str, **how: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **how)
+    return buffer.getvalue()
+
+
+def _turns(question: Any, answer: Any) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+# -- images
+
+
+def _images(rng: random.Random) -> Iterator[Wild]:
+    def one(kind: str, data: bytes, expected: str | None) -> Wild:
+        return Wild(kind, _turns("<image>What?", "this"), [data], expected)
+
+    for format in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
+        whole = picture(format=format, size=(40, 30))
+        yield one(f"half a {format}", whole[: len(whole) // 2], None if format in ("GIF",) else "image_*")
+        yield one(f"beginning of a {format}", whole[:12], "image_*")
+        for _ in range(8):
+            cut = rng.randrange(1, len(whole))
+            yield one(f"{format} cut at {cut}", whole[:cut], None)
+            changed = bytearray(whole)
+            for _ in range(rng.choice([1, 5, 50])):
+                changed[rng.randrange(len(changed))] = rng.randrange(256)
+            yield one(f"{format} with changed bytes", bytes(changed), None)
+    yield one("no bytes", b"", None)  # a row without bytes has no image
+    yield one("text as an image", b"<html>not found</html>", "image_undecodable")
+    yield one("SVG", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_undecodable")
+    yield one("EPS", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "image_undecodable")
+    yield one("noise", rng.randbytes(3000), "image_undecodable")
+    for side in (20_000, 60_000, 2**31 - 1):
+        yield one(f"PNG bomb of {side}", _png_header(side, side), "image_*")
+    yield one("PNG text bomb", _png_text_bomb(), None)
+    yield one("1 x 5000", _saved(Image.new("RGB", (1, 5000)), "PNG"), None)  # its processor decides
+    yield one("5000 x 1", _saved(Image.new("L", (5000, 1)), "JPEG"), None)
+    yield one("1 x 1", _saved(Image.new("RGB", (1, 1)), "PNG"), TRAINED)
+    yield one("3 x 2", _saved(Image.new("RGB", (3, 2)), "JPEG"), TRAINED)
+    for mode, format in [("P", "PNG"), ("P", "GIF"), ("1", "PNG"), ("L", "JPEG"), ("LA", "PNG")]:
+        yield one(f"{mode} {format}", picture(format=format, mode=mode), TRAINED)
+    for mode, format in [
+        ("CMYK", "JPEG"),
+        ("CMYK", "TIFF"),
+        ("RGBA", "PNG"),
+        ("RGBA", "WEBP"),
+        ("I;16", "PNG"),
+    ]:
+        image = Image.new(mode, (20, 20), 300 if mode == "I;16" else None)
+        yield one(f"{mode} {format}", _saved(image, format), TRAINED)
+    for value, expected in [(np.nan, "image_undecodable"), (np.inf, "image_undecodable"), (0.5, TRAINED)]:
+        pixels = np.full((9, 9), value, np.float32)
+        yield one(f"float TIFF of {value}", _saved(Image.fromarray(pixels), "TIFF"), expected)
+    frames = [Image.new("P", (20, 20), n) for n in range(3)]
+    yield one("animation", _saved(frames[0], "GIF", save_all=True, append_images=frames[1:]), TRAINED)
+    for orientation in (0, 6, 9, 65535):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        yield one(
+            f"orientation {orientation}", _saved(Image.new("RGB", (30, 20)), "JPEG", exif=exif), TRAINED
+        )
+    yield one(
+        "bad EXIF", picture()[:20] + b"\xff\xe1\x00\x10Exif\0\0MM\0*\xff\xff\xff\xff" + picture()[20:], None
+    )
+
+
+def _png_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def _png_header(width: int, height: int) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1000))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        _png_chunk(*chunk) for chunk in [(b"IHDR", header), (b"IDAT", pixels), (b"IEND", b"")]
+    )
+
+
+def _png_text_bomb() -> bytes:
+    whole = picture(format="PNG")
+    text = _png_chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(50_000_000)))
+    return whole[:33] + text + whole[33:]
+
+
+# -- conversations
+
+
+def _conversations(rng: random.Random) -> Iterator[Wild]:
+    for value in VALUES:
+        yield Wild(f"record is {value!r}", value, expected="bad_conversation")
+        yield Wild(f"turn is {value!r}", [value, *_turns("a", "b")], expected="bad_conversation")
+        yield Wild(f"question is {value!r}", _turns(value, "b"), expected=None)
+        yield Wild(f"answer is {value!r}", _turns("a", value), expected=None)
+        yield Wild(
+            f"role is {value!r}",
+            [{"role": value, "content": "a"}, *_turns("a", "b")],
+            expected="bad_conversation",
+        )
+        yield Wild(f"part is {value!r}", _turns([value], "b"), expected=None)
+        yield Wild(f"text is {value!r}", _turns([{"type": "text", "text": value}], "b"), expected=None)
+        yield Wild(f"type is {value!r}", _turns([{"type": value, "text": "a"}], "b"), expected=None)
+        yield Wild(f"system is {value!r}", {"system": value, "messages": _turns("a", "b")}, expected=None)
+        yield Wild(f"tools is {value!r}", {"tools": value, "messages": _turns("a", "b")}, expected=None)
+        yield Wild(f"tool is {value!r}", {"tools": [value], "messages": _turns("a", "b")}, expected=None)
+        calls = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": value}]
+        yield Wild(f"tool_calls is {value!r}", calls, expected=None)
+    for text in [
+        b"",
+        b"{",
+        b"[1, 2",
+        b"\xff\xfe{",
+        b"\x80abc",
+        b"nul",
+        b'{"messages": }',
+        b"\0",
+        b"[" * 100_000,
+    ]:
+        yield Wild(f"bytes {text[:8]!r}", text, expected="bad_*")
+    yield Wild("deep", b'{"a":' * 5_000 + b"1" + b"}" * 5_000, expected="bad_*")
+    yield Wild("huge number", b'[{"role": "user", "content": ' + b"9" * 5_000 + b"}]", expected="bad_*")
+    for nothing in ("", " ", "\n", "\u200b\t", None, [], [""], [{"type": "text", "text": " "}]):
+        alone, system = _turns("a", nothing), {"role": "system", "content": nothing}
+        yield Wild(f"empty reply {nothing!r}", alone, expected="no_trained_tokens")
+        yield Wild(f"two empty replies {nothing!r}", alone * 2, expected="no_trained_tokens")
+        yield Wild(f"empty reply {nothing!r} before another", alone + _turns("a", "b"), expected=TRAINED)
+        yield Wild(f"empty reply {nothing!r} after another", _turns("a", "b") + alone, expected=TRAINED)
+        yield Wild(f"empty system {nothing!r}", [system, *_turns("a", "b")], expected=TRAINED)
+        yield Wild(f"empty question {nothing!r}", _turns(nothing, "b"), expected=TRAINED)
+        document = [{"role": "document", "content": nothing}]
+        yield Wild(f"empty document {nothing!r}", document, expected="no_trained_tokens")
+    yield Wild("empty system alone", [{"role": "system", "content": ""}], expected="bad_conversation")
+    image = [{"role": "document", "content": [{"type": "image"}]}]
+    yield Wild("document of an image", image, [picture()], "no_trained_tokens")
+    call = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "a", "arguments": {}}]},
+    ]
+    yield Wild("tool call that the template leaves out", call, expected="no_trained_tokens")
+    yield Wild("no reply", [{"role": "user", "content": "a"}], expected="no_trained_tokens")
+    yield Wild("reply alone", [{"role": "assistant", "content": "a"}], expected=None)
+    yield Wild(
+        "two users", [{"role": "user", "content": "a"}] * 2 + _turns("a", "b"), expected="template_error"
+    )
+    yield Wild("many turns", _turns("a", "b") * 200, expected="over_length")
+    whole = json.dumps(_turns("<image>What?", "this")).encode()
+    for _ in range(30):
+        changed = bytearray(whole)
+        for _ in range(rng.choice([1, 3])):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        yield Wild("changed JSON", bytes(changed), [picture()], None)
+
+
+def _placeholders() -> Iterator[Wild]:
+    for written in range(4):
+        for held in range(4):
+            right = written == held or written == 0
+            turns = _turns("<image>" * written + "a", "b")
+            images = [picture(n) for n in range(held)]
+            yield Wild(f"{written} of {held}", turns, images, TRAINED if right else "placeholder_mismatch")
+    typed = [{"type": "image"}, {"type": "text", "text": "what does <image> mean?"}]
+    yield Wild("typed beside a part", _turns(typed, "b"), [picture()], TRAINED)
+    yield Wild("typed by the assistant", _turns("a", "see <image>"), [], TRAINED)
+    yield Wild("image by the assistant", _turns("a", [{"type": "image"}]), [picture()], "bad_conversation")
+    yield Wild("a video that is not there", _turns("<video>a", "b"), [], "placeholder_mismatch")
+    yield Wild(
+        "images and no user", [{"role": "assistant", "content": "a"}], [picture()], "placeholder_mismatch"
+    )
+
+
+def _texts(rng: random.Random) -> Iterator[Wild]:
+    yield Wild("10 MB question", _turns("word " * 2_000_000, "b"), expected="over_length")
+    yield Wild("1 MB word", _turns("a", "x" * 1_000_000), expected="over_length")
+    yield Wild(
+        "lone surrogate",
+        rb'[{"role":"user","content":"\ud800"},{"role":"assistant","content":"b"}]',
+        expected="bad_*",
+    )
+    yield Wild(
+        "lone surrogate in a reply",
+        rb'[{"role":"user","content":"a"},{"role":"assistant","content":"\udfff"}]',
+        expected="bad_*",
+    )
+    for character in map(chr, [*range(0, 32), 0x7F, 0x85, 0x200B, 0x202E, 0x2028, 0xFEFF, 0xFFFE, 0xFFFF]):
+        yield Wild(
+            f"character {ord(character):x}", _turns(f"a{character}b", f"{character}c"), expected=TRAINED
+        )
+    for character in map(chr, [0xF0000, 0xF0001, *range(0x10FF00, 0x10FF05)]):
+        yield Wild(
+            f"mark {ord(character):x}",
+            _turns(f"<image>{character}", f"{character}c{character}"),
+            [picture()],
+            TRAINED,
+        )
+    for text in TYPED:
+        yield Wild(f"typed {text}", _turns([{"type": "text", "text": text}], text), expected=None)
+        yield Wild(
+            f"typed {text} with an image",
+            _turns([{"type": "image"}, {"type": "text", "text": text}], text),
+            [picture()],
+            None,
+        )
+    for _ in range(10):
+        text = "".join(map(chr, rng.choices(range(1, 0xD800), k=40)))
+        yield Wild("random text", _turns(text, text), expected=TRAINED)
+    yield Wild("template code", _turns("{{ 1/0 }}{% raise %}{{ cycler.__init__ }}", "b"), expected=TRAINED)
+
+
+# -- what only one source can hold
+
+
+class _Touch:
+    def __reduce__(self):
+        return (MARKER.touch, ())
+
+
+def energon_only() -> list[Wild]:
+    turns = _turns("<image>a", "b")
+    old = {"jpgs": pickle.dumps([picture()])}
+    return [
+        Wild("pickle of images", turns, [], TRAINED, old),
+        Wild("pickle that runs code", turns, [], "unsafe_pickle", {"jpgs": pickle.dumps([_Touch()])}),
+        Wild("videos that run code", turns, [], "unsafe_pickle", {"videos": pickle.dumps(_Touch())}),
+        Wild(
+            "os.system",
+            turns,
+            [],
+            "unsafe_pickle",
+            {"jpgs": b"cos\nsystem\n(S'touch %s'\ntR." % str(MARKER).encode()},
+        ),
+        Wild("half a pickle", turns, [], "unsafe_pickle", {"jpgs": old["jpgs"][:50]}),
+        Wild("pickled text", turns, [], "unsafe_pickle", {"jpgs": pickle.dumps("image")}),
+        Wild("pickled numbers", turns, [], "unsafe_pickle", {"jpgs": pickle.dumps([1, 2])}),
+        Wild("pickle of no type", turns, [], None, {"videos": pickle.dumps(5)}),
+        Wild("pickle of a videos dict", turns, [], None, {"videos": pickle.dumps({"a": b"b"})}),
+        Wild("pickle beside", turns, [picture()], TRAINED, {"pickle": pickle.dumps(_Touch())}),
+        Wild("torch file beside", turns, [picture()], TRAINED, {"pth": pickle.dumps(_Touch())}),
+        Wild("named and not there", {"messages": turns, "images": ["img000.jpg"]}, [], "missing_media"),
+        Wild("not named", {"messages": _turns("a", "b"), "images": []}, [picture()], "missing_media"),
+        *(Wild(f"images are {v!r}", {"messages": turns, "images": v}, [picture()], None) for v in VALUES),
+        Wild("named twice", {"messages": turns, "images": ["img000.jpg"] * 2}, [picture()], None),
+        Wild("named as json", {"messages": turns, "images": ["json"]}, [picture()], "missing_media"),
+        Wild("video", _turns("<video>a", "b"), [], "video_unsupported", {"mp4": b"video"}),
+        Wild("no json", b"", [picture()], "bad_conversation"),
+    ]
+
+
+def write_energon(folder: Path, records: list[Wild]) -> Path:
+    """Two shards; the key of a record is its number."""
+    folder.mkdir(parents=True)
+    half = len(records) // 2
+    shards = {"val-0.tar": range(half), "val-1.tar": range(half, len(records))}
+    for name, numbers in shards.items():
+        with tarfile.open(folder / name, "w") as tar:
+            for number in numbers:
+                for part, content in _parts(records[number]).items():
+                    add_part(tar, f"{number:06d}.{part}", content)
+    _write_index(folder, {"val": list(shards)})
+    return folder
+
+
+def _parts(record: Wild) -> dict[str, bytes]:
+    json_part = record.turns if isinstance(record.turns, bytes) else json.dumps(record.turns).encode()
+    parts = {} if record.kind == "no json" else {"json": json_part}
+    images = {f"img{index:03d}.jpg": image for index, image in enumerate(record.images)}
+    return parts | images | record.parts
+
+
+def hf_only(folder: Path) -> list[Wild]:
+    """Rows that name files; `folder` is what `write_hf` will be given."""
+    outside = folder.parent / "outside.png"
+    outside.write_bytes(picture(format="PNG"))
+    folder.mkdir(parents=True)
+    (folder / "inside.jpg").write_bytes(picture())
+    (folder / "link.png").symlink_to(outside)
+    (folder / "loop.png").symlink_to("loop.png")
+    (folder / "up").symlink_to("..")
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "to_pipe.jpg").symlink_to("pipe.jpg")
+    paths = {"inside.jpg": TRAINED, "./up/../inside.jpg": None, "": None}
+    names = [
+        "missing.jpg",
+        "../outside.png",
+        "link.png",
+        "loop.png",
+        "up/outside.png",
+        str(outside),
+        ".",
+        "a\0b",
+        "pipe.jpg",
+        "to_pipe.jpg",
+        "pipe.jpg/a.lmdb::b",
+    ]
+    names += ["x" * 5000, "../" * 50 + "etc/passwd", "/etc/passwd", "/dev/zero", "http://localhost/a.png"]
+    paths |= dict.fromkeys(names, "missing_media")
+    turns = _turns("<image>a", "b")
+    return [
+        Wild(f"path {path[:20]!r}", turns, [], expected, paths=[path]) for path, expected in paths.items()
+    ]
+
+
+def write_hf(folder: Path, records: list[Wild]) -> Path:
+    """A `datasets` folder; the key of a record is its number. Conversations are JSON text."""
+    kept = [record for record in records if is_text(record.turns)]
+    images = [
+        [{"path": None, "bytes": data} for data in r.images] + [{"path": p, "bytes": None} for p in r.paths]
+        for r in kept
+    ]
+    texts = [r.turns.decode() if isinstance(r.turns, bytes) else json.dumps(r.turns) for r in kept]
+    file = {"path": datasets.Value("string"), "bytes": datasets.Value("binary")}  # as Image is stored
+    features = datasets.Features({"conversations": datasets.Value("string"), "images": datasets.List(file)})
+    rows = datasets.Dataset.from_dict({"conversations": texts, "images": images}, features=features)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows.save_to_disk(folder / "rows")
+    for file in (folder / "rows").iterdir():  # beside the images that rows name
+        file.rename(folder / file.name)
+    (folder / "rows").rmdir()
+    return folder
+
+
+def is_text(turns: Any) -> bool:
+    """What Arrow can hold."""
+    try:
+        return not isinstance(turns, bytes) or turns.decode() is not None
+    except UnicodeDecodeError:
+        return False
+
+
+# -- videos
+
+
+# ---- the tests
+
 
 SEQ_LENGTH = 256
 ALONE = {"micro_batch_size": 1, "rank": 0, "world_size": 1}
