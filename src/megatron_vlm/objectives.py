@@ -61,7 +61,7 @@ def _dpo_problems(config: RunConfig) -> Iterator[str]:
 # preference pairs (arXiv 2305.18290): the chosen answer is to become likelier than the rejected one
 DPO = Objective(
     loss="megatron_vlm.training.losses:Preferences",
-    encoder="megatron_vlm.data.preferences.pairs:PairEncoder",
+    encoder="megatron_vlm.data.preferences:PairEncoder",
     documents=2,
     figures={
         "margin": "margin {:.2f}",

@@ -10,7 +10,7 @@ from samples import sample_of
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
-from megatron_vlm.data.preferences.pairs import halves_of
+from megatron_vlm.data.preferences import halves_of
 from megatron_vlm.data.shard_format import cook_record
 
 
@@ -79,9 +79,9 @@ def test_every_way_of_writing_a_record_gives_the_same_pair(name):
         ({"prompt": ASKED, "chosen": [GOOD]}, "no rejected answer"),
         (
             {"prompt": "Which?", "accepted": "A cat.", "rejected": "A dog."},
-            "data.columns.chosen=accepted names",
+            "data.columns.chosen=NAME names",
         ),
-        ({"accepted": TRANSCRIPT, "rejected": TRANSCRIPT}, "data.columns.chosen=accepted names"),
+        ({"accepted": TRANSCRIPT, "rejected": TRANSCRIPT}, "data.columns.chosen=NAME names"),
         (
             {"prompt": "Which?", "chosen": ["A cat."], "rejected": ["A dog."]},
             "is a list of texts; write turns",

@@ -6,7 +6,6 @@ Everything else is said by the library that reads a file, with its path; see `me
 import json
 import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,10 +177,6 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
             stores.is_file(config.train.upload_to)
         except stores.StoreError as error:
             problems.append(f"train.upload_to: {error}")
-    word = re.match(r"\s*([\w./-]+)(\s|$)", config.train.on_export or "")
-    known = ["sh", "-c", 'command -v "$1"', "", word[1]] if word else ["true"]
-    if subprocess.run(known, stdout=subprocess.DEVNULL).returncode:
-        problems.append(f"train.on_export: sh knows no {word[1]}; correct it, or give its whole path.")
     _refuse(problems)
 
 

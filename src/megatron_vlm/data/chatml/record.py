@@ -57,7 +57,6 @@ from megatron_vlm.data.chatml.turns import (
 from megatron_vlm.data.media.files import in_order, read_media
 from megatron_vlm.data.on_disk import fields
 from megatron_vlm.data.on_disk.paths import PICTURES
-from megatron_vlm.messages import listed
 
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
@@ -75,6 +74,7 @@ NO_PROMPT = (
     'no prompt beside the chosen answer, which begins neither with a user turn nor with "Human:"; '
     "data.columns.prompt=NAME names the column of the prompt"
 )
+NO_CHOSEN = "no chosen answer beside the rejected one; data.columns.chosen=NAME names its column"
 PICTURE_NUMBER = re.compile(r"<?image_?\d{1,9}>?")  # a key of MiniCPM-V's object of images
 
 
@@ -389,20 +389,12 @@ def _chosen_and_rejected(record: Record, name: str | None) -> tuple[Any, Any]:
         if rejected is not None:
             return turns, _answered(prompt, record[fields.REJECTED])
     if not turns and rejected is not None and chosen is None and _reply(record)[0] is None:
-        raise BadSample("bad_preference", _no_chosen(record))
+        raise BadSample("bad_preference", NO_CHOSEN)
     turns = turns or _plain_turns(record)
     for key in (fields.REJECTED, fields.REJECTED_REPLY):
         if isinstance(record.peek(key), str | dict | list) and isinstance(turns, list):
             return turns, _answered(turns[:-1], record[key])
     return turns, record.get(fields.REJECTED_TURNS)
-
-
-def _no_chosen(record: Record) -> str:
-    """Return what is wrong, and the setting that names the column of the chosen answer."""
-    candidates = sorted(key for _, key in record.unread() if key not in fields.FIELDS)
-    remedy = f"data.columns.chosen={candidates[0] if len(candidates) == 1 else 'NAME'} names its column"
-    others = f", one of {listed(candidates, 8)}" if len(candidates) > 1 else ""
-    return f"no chosen answer beside the rejected one; {remedy}{others}"
 
 
 def _without_reply(prompt: list, chosen: Any) -> list:

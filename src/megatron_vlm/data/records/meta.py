@@ -3,8 +3,8 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.on_disk.descriptions import check_fields, damaged
@@ -22,17 +22,6 @@ META_KEYS = {*META_FIELDS, *META_NUMBERS, "formatting", "ranking"}  # the last t
 LARGEST_META = 1 << 24  # bytes
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One dataset of a meta file: how to open its table, and how many of its rows an epoch has."""
-
-    place: str  # its name in errors
-    source: DataSource
-    columns: Columns
-    media_dir: Path
-    split: str | None
-
-
 def read_meta(path: Path) -> dict[str, dict] | None:
     """Return the entries of a meta file, or None for a file that is something else."""
     try:
@@ -45,8 +34,12 @@ def read_meta(path: Path) -> dict[str, dict] | None:
     return content if named else None
 
 
-def entries_of(path: Path, columns: Columns, root: Path | None, datasets: Sequence[str]) -> dict[str, Entry]:
-    """The datasets of a file {name: {file_name, columns, tags, media_dir, sample_ratio, ...}, ...}.
+def entries_of(
+    path: Path, columns: Columns, root: Path | None, datasets: Sequence[str]
+) -> dict[str, tuple[DataSource, dict[str, Any]]]:
+    """Return the datasets of a file {name: {file_name, columns, tags, media_dir, sample_ratio, ...}, ...}.
+
+    Of each its source, and the options with which `tables.open_table` opens it.
 
     Raises ValueError or FileNotFoundError that names the file, the dataset and what to do.
     """
@@ -62,7 +55,7 @@ def entries_of(path: Path, columns: Columns, root: Path | None, datasets: Sequen
     return {name: _entry(path.parent, f"{path}, dataset {name}", entries[name], root) for name in names}
 
 
-def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
+def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> tuple[DataSource, dict[str, Any]]:
     check_fields(place, entry, META_FIELDS, "correct it")
     if not any(key in entry for key in META_SOURCES):
         raise damaged(place, f"names none of {', '.join(META_SOURCES)}", "say where its records are")
@@ -78,7 +71,7 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> Entry:
     media_dir = folder / entry["media_dir"] if entry.get("media_dir") else root or folder
     rows, share = _rows_and_share(place, entry)
     source = DataSource(str(path), entry.get("subset"), rows, share)
-    return Entry(place, source, columns, media_dir, entry.get("split"))
+    return source, {"columns": columns, "media_dir": media_dir, "split": entry.get("split")}
 
 
 def _rows_and_share(place: str, entry: dict) -> tuple[int | None, float | None]:

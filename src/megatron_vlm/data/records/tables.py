@@ -31,7 +31,7 @@ from megatron_vlm.data.on_disk.rows_file import (
     unpacked,
 )
 from megatron_vlm.data.records.blends import Table, blend_tables, path_names
-from megatron_vlm.data.records.meta import Entry, entries_of, read_meta
+from megatron_vlm.data.records.meta import entries_of, read_meta
 from megatron_vlm.files import check_file, open_file
 
 CHECKED_RECORDS = 1000  # the first ones: one must be there, and every mapped column must occur
@@ -163,8 +163,8 @@ def open_table(
         if stores.is_store(path):
             raise ValueError(f"data: {path} is a meta file; give its datasets as a list, or a copy on disk.")
         entries = entries_of(Path(path), columns, root, datasets)
-        tables = {name: _open_entry(entry) for name, entry in entries.items()}
-        return blend_tables(tables, [entry.source for entry in entries.values()])
+        tables = {name: _open_entry(path, source, options) for name, (source, options) in entries.items()}
+        return blend_tables(tables, [source for source, _ in entries.values()])
     if kind == "json":
         return JsonTable(path, root or stores.parent(path), columns)
     from megatron_vlm.data.records.hub import media_root, open_rows
@@ -205,9 +205,10 @@ def source_splits(path: str | Path, subset: str | None = None) -> list[str]:
     return split_names(on_disk(path), subset)
 
 
-def _open_entry(entry: Entry) -> Table:
-    path, subset = entry.source.path, entry.source.subset
-    if kind_of(path) == "meta":
-        raise ValueError(f"{entry.place}: {path} is a meta file itself; name its datasets here.")
-    split = entry.split or ("train" if "train" in source_splits(path) else None)
-    return open_table(path, split, columns=entry.columns, media_dir=entry.media_dir, subset=subset)
+def _open_entry(meta: str | Path, source: DataSource, options: dict[str, Any]) -> Table:
+    """Return a dataset of a meta file: the split that it names, or else `train` if there is one."""
+    if kind_of(source.path) == "meta":
+        raise ValueError(f"{meta}: {source.path} is a meta file itself; name its datasets here.")
+    if options["split"] is None and "train" in source_splits(source.path):
+        options["split"] = "train"
+    return open_table(source.path, subset=source.subset, **options)

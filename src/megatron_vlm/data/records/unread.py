@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.chatml.placeholders import foreign_placeholders, spellings, stand_for
 from megatron_vlm.data.chatml.record import Conversation, parse_record
+from megatron_vlm.data.chatml.sample import foreign_placeholders, spellings, stand_for
 from megatron_vlm.data.records.blends import Table
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import listed
