@@ -95,7 +95,7 @@ class DropReport:
             self._file = tempfile.TemporaryFile("a+b", buffering=0)
         else:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open_to_write(path, "ab", buffering=0)
+            self._file = open_to_write(path, "a+b", buffering=0)
         size = os.fstat(self._file.fileno()).st_size
         if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":  # a full disk cut the last line
             self._write(b"\n")
