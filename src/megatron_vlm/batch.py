@@ -103,9 +103,11 @@ class GenericVisualInputs:
 
         Trailing axes that differ (Pixtral pads to its largest image) are padded with zeros right and bottom.
         """
-        fields = [item.as_model_kwargs() for item in items]
-        names = dict.fromkeys(name for tensors in fields for name in tensors)
-        merged = {name: cat_padded([each[name] for each in fields if name in each]) for name in names}
+        parts: dict[str, list[Tensor]] = {}
+        for item in items:
+            for name, tensor in item.as_model_kwargs().items():
+                parts.setdefault(name, []).append(tensor)
+        merged = {name: cat_padded(tensors) for name, tensors in parts.items()}
         return cls(**merged) if merged else None
 
     def as_model_kwargs(self) -> dict[str, Tensor]:
@@ -203,6 +205,7 @@ def check(batch: Batch) -> Batch:
             shape = (3, rows, length)
         if tensor.dtype != dtype or tensor.shape != shape:
             raise ValueError(f"batch: {key} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}.")
+    # documents are numbered from 1 without gaps, and no token predicts one of the next document
     documents = batch["attention_mask"].numpy()
     before, after = documents[:, :-1], documents[:, 1:]
     trained = batch["labels"].numpy() != IGNORE_INDEX
@@ -257,10 +260,10 @@ class DataNeeds:
         return self.frames_as_images or "pixel_values_videos" in self.visual_keys
 
 
-def _check_tokens(what: str, wrong: np.ndarray, first: int = 0) -> None:
+def _check_tokens(problem: str, wrong: np.ndarray, first: int = 0) -> None:
     if wrong.any():
         row, token = np.argwhere(wrong)[0]
-        raise ValueError(f"batch: {what}; row {row}, token {token + first}.")
+        raise ValueError(f"batch: {problem}; row {row}, token {token + first}.")
 
 
 def _check_place(key: Any) -> None:
@@ -275,14 +278,14 @@ def _check_place(key: Any) -> None:
 def _check_pixels(visual: GenericVisualInputs) -> None:
     for pixels, grids, other in _FIELDS_OF_KIND:
         grid = next((name for name in grids if getattr(visual, name) is not None), grids[0])
-        held, counts, others = (getattr(visual, name) for name in (pixels, grid, other))
-        if held is None and (counts is not None or others is not None):
+        pixel_values, counts, other_values = (getattr(visual, name) for name in (pixels, grid, other))
+        if pixel_values is None and (counts is not None or other_values is not None):
             raise ValueError(f"batch: {grid} or {other} without {pixels}.")
-        if counts is not None and (rows := int(rows_of_items(counts).sum())) != len(held):
-            raise ValueError(f"batch: {pixels} has {len(held)} patches, {grid} {rows}.")
-        items = held if counts is None else counts
-        if others is not None and len(others) != len(items):
-            raise ValueError(f"batch: {other} has {len(others)} entries for {len(items)} items.")
+        if counts is not None and (rows := int(rows_of_items(counts).sum())) != len(pixel_values):
+            raise ValueError(f"batch: {pixels} has {len(pixel_values)} patches, {grid} {rows}.")
+        items = pixel_values if counts is None else counts
+        if other_values is not None and len(other_values) != len(items):
+            raise ValueError(f"batch: {other} has {len(other_values)} entries for {len(items)} items.")
 
 
 def cat_padded(tensors: list[Tensor]) -> Tensor:

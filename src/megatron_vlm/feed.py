@@ -62,7 +62,7 @@ class Feed:
         data = self._data = RunData(self._config, source.processor, source.needs, rank, ranks)
         watchdog.count_as_progress(self._data.drops.summary)
         if data.valid_loader and setup.is_first_rank() and (self._train.eval_every or self._train.keep_best):
-            data.valid_loader.look()  # or the run would end at its first validation
+            data.valid_loader.probe_sources()  # or the run would end at its first validation
         if self._config.data.validation_share and setup.is_first_rank():
             lines = [json.dumps({"key": key}) + "\n" for key in self._data.valid_loader.keys()]
             write_whole(Path(self._config.run_dir, HELD_OUT), "".join(lines))

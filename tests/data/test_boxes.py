@@ -137,7 +137,7 @@ def test_boxes_come_back_within_half_a_unit(family, named):
                     ]
                 )
             text = written(encoder, record_of("<objects>", {"bbox": boxes, "bbox_type": "real"}), size)
-            back = encoder.boxes.parse(text, size, most=most, least=least)
+            back = encoder.boxes.parse(text, size, max_pixels=most, min_pixels=least)
             ends = frame[:2] if convention.unit is None else [convention.unit * 10**convention.decimals] * 2
             units = [
                 end * length / whole / side

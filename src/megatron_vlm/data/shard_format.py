@@ -92,15 +92,15 @@ def read_parts(record: dict) -> dict:
     else:
         videos, frames = _videos(document, record)
         imgs = [record[name] for name in _image_names(document, record, frames)]
-    others = {name: value for name, value in document.items() if name not in ("image", "video")}
-    return others | {"images": imgs, "videos": videos}
+    fields = {name: value for name, value in document.items() if name not in ("image", "video")}
+    return fields | {"images": imgs, "videos": videos}
 
 
 def _videos(document: dict, record: dict) -> tuple[list, set[str]]:
     """The videos, and the parts that are frames of videos."""
-    stored, named = _parts_ending(record, FILMS), document.get("videos")
+    stored, entries = _parts_ending(record, FILMS), document.get("videos")
     videos, files, frames = [], [], []
-    for entry in stored if named is None else named if isinstance(named, list) else [named]:
+    for entry in stored if entries is None else entries if isinstance(entries, list) else [entries]:
         if isinstance(entry, dict) and isinstance(entry.get("frames"), list):
             videos.append(entry | {"frames": [_media_part(record, name) for name in entry["frames"]]})
             frames += entry["frames"]
@@ -108,7 +108,7 @@ def _videos(document: dict, record: dict) -> tuple[list, set[str]]:
             videos.append(_media_part(record, entry))
             files.append(entry)
     if set(files) != set(stored):
-        raise BadSample("missing_media", f"the record names videos {named}, its shard holds {stored}")
+        raise BadSample("missing_media", f"the record names videos {entries}, its shard holds {stored}")
     return videos, set(frames)
 
 
@@ -120,12 +120,12 @@ def _media_part(record: dict, name: Any) -> bytes:
 
 def _image_names(document: dict, record: dict, frames: set[str]) -> list[str]:
     stored = [name for name in _parts_ending(record, PICTURES) if name not in frames]
-    named = document.get("images")
-    if named is None:
+    names = document.get("images")
+    if names is None:
         return stored
-    if not isinstance(named, list) or set(map(str, named)) != set(stored):
-        raise BadSample("missing_media", f"the record names images {named}, its shard holds {stored}")
-    return named
+    if not isinstance(names, list) or set(map(str, names)) != set(stored):
+        raise BadSample("missing_media", f"the record names images {names}, its shard holds {stored}")
+    return names
 
 
 def _parts_ending(record: dict, extensions: tuple[str, ...]) -> list[str]:

@@ -107,17 +107,17 @@ class ChatTemplate:
 
     def _probed_text(self) -> str:
         """Render turns of each role: the template may build its markers from the roles' names."""
-        written = []
+        renderings = []
         for turns in PROBED_TURNS.values():
             with contextlib.suppress(BadSample):
-                written.append(self._render(turns, None)[0])
-        return "".join(written)
+                renderings.append(self._render(turns, None)[0])
+        return "".join(renderings)
 
     def _with_control_tokens(self, video: str) -> str:
         """A pattern of a video with the control tokens right before and after it, but not of other media.
         So no cut leaves a video without its end."""
-        others = "|".join([*self._image_patterns, re.escape(video)])
-        around = f"(?:(?!{others})(?:{self._control_tokens.pattern}))?"
+        other_media = "|".join([*self._image_patterns, re.escape(video)])
+        around = f"(?:(?!{other_media})(?:{self._control_tokens.pattern}))?"
         return f"{around}{re.escape(video)}{around}"
 
     def __call__(
@@ -168,6 +168,7 @@ class ChatTemplate:
             else:
                 prompt, spans = self._untagged(tools)(self._with_reasoning(messages, tools))
             prompt.encode()
+        # leave out replies that are not trained, then add what ends a reply and cut its thinking out
         weights = [message.get("loss", 1) for message in messages if message["role"] == "assistant"]
         weighted = self._trained(prompt, spans, weights)
         spans, weights = [span for span, _ in weighted], [weight for _, weight in weighted]
@@ -197,8 +198,8 @@ class ChatTemplate:
 
     def typed(self, messages: list[dict], tools: list[dict] | None) -> list[str]:
         """Return the control tokens that somebody typed into the conversation, which stay text."""
-        written = json.dumps([messages, tools], ensure_ascii=False, default=str)
-        return sorted(set(self._control_tokens.findall(written)))
+        json_text = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        return sorted(set(self._control_tokens.findall(json_text)))
 
     def _outside_thinking(self, prompt: str, start: int, stop: int) -> list[Span]:
         """The pieces of a reply outside its thinking blocks; none if they say nothing."""
@@ -211,19 +212,19 @@ class ChatTemplate:
         A reply is left out if its weight is 0 or if it says no more than the template writes for an empty
         one. If the template marks more blocks than there are turns, blocks that touch are one reply.
         """
-        whole: list[Span] = []
+        merged: list[Span] = []
         for start, stop in replies:
-            if len(replies) != len(weights) and whole and whole[-1][1] == start:
-                start = whole.pop()[0]
-            whole.append((start, stop))
+            if len(replies) != len(weights) and merged and merged[-1][1] == start:
+                start = merged.pop()[0]
+            merged.append((start, stop))
         if set(weights) <= {1}:
-            weights = [1.0] * len(whole)
-        elif len(whole) != len(weights):
-            detail = f"it marks {len(whole)} replies of {len(weights)}, so none can have a weight of its own"
+            weights = [1.0] * len(merged)
+        elif len(merged) != len(weights):
+            detail = f"it marks {len(merged)} replies of {len(weights)}, so none can have a weight of its own"
             raise BadSample("template_error", detail)
         return [
             ((start, stop), weight)
-            for (start, stop), weight in zip(whole, weights, strict=True)
+            for (start, stop), weight in zip(merged, weights, strict=True)
             if weight and not self._no_content.fullmatch(prompt, start, stop)
         ]
 
@@ -233,18 +234,18 @@ class ChatTemplate:
         It matches control tokens, invisible characters, and what the template itself writes into an empty
         reply, such as `<think></think>`.
         """
-        one = f"(?:{INVISIBLE}|{self._control_tokens.pattern})"
-        self._no_content = re.compile(f"{one}*+")
+        no_text = f"(?:{INVISIBLE}|{self._control_tokens.pattern})"
+        self._no_content = re.compile(f"{no_text}*+")
         empty = [_text_message("user", "a"), _text_message("assistant", "")]
         try:
             prompt, spans, _ = self.render(empty + empty)
         except (BadSample, ValueError):  # a template that refuses an empty reply
             return self._no_content
         texts = [prompt[start:stop] for start, stop in spans]
-        written = {tuple(filter(None, re.split(f"{one}++", text))) for text in texts} - {()}
-        longest_first = sorted(written, reverse=True)  # of two that begin alike
-        own = "|".join(f"{one}*+".join(map(re.escape, pieces)) for pieces in longest_first)
-        return re.compile(f"{one}*+(?:(?:{own}){one}*+)?+") if own else self._no_content
+        empty_replies = {tuple(filter(None, re.split(f"{no_text}++", text))) for text in texts} - {()}
+        longest_first = sorted(empty_replies, reverse=True)  # of two that begin alike
+        patterns = "|".join(f"{no_text}*+".join(map(re.escape, pieces)) for pieces in longest_first)
+        return re.compile(f"{no_text}*+(?:(?:{patterns}){no_text}*+)?+") if patterns else self._no_content
 
     def _with_ends(self, prompt: str, replies: list[Span]) -> tuple[str, list[Span]]:
         """Text and replies of a template that ends a reply only with the next turn's marker. The marker is
@@ -262,8 +263,8 @@ class ChatTemplate:
 
     def _token_that_ends_replies(self) -> str | None:
         """The control token after a reply that has none of its own, such as <|user|>; else None."""
-        said = (("user", "a"), ("assistant", "b"), ("user", "c"))
-        turns = [_text_message(role, text) for role, text in said]
+        conversation = (("user", "a"), ("assistant", "b"), ("user", "c"))
+        turns = [_text_message(role, text) for role, text in conversation]
         try:
             prompt, ((start, stop), *_), _ = self.render(turns)
         except (BadSample, ValueError):  # the template refuses this conversation: replies stay as they are
@@ -271,8 +272,10 @@ class ChatTemplate:
         follows = self._control_tokens.match(prompt, stop)
         return follows[0] if follows and not self._control_tokens.search(prompt, start, stop) else None
 
-    def _render(self, messages: list[dict], tools: list[dict] | None, **how: bool) -> tuple[str, list[Span]]:
-        return self._render_as_is([self._with_content(message) for message in messages], tools, **how)
+    def _render(
+        self, messages: list[dict], tools: list[dict] | None, **options: bool
+    ) -> tuple[str, list[Span]]:
+        return self._render_as_is([self._with_content(message) for message in messages], tools, **options)
 
     def _with_content(self, message: dict) -> dict:
         """The turn with content as text if it has no media and the template takes it."""
@@ -281,11 +284,11 @@ class ChatTemplate:
         return message | {"content": text_of(message)}
 
     def _render_as_is(
-        self, messages: list[dict], tools: list[dict] | None, **how: bool
+        self, messages: list[dict], tools: list[dict] | None, **options: bool
     ) -> tuple[str, list[Span]]:
         try:
             prompts, spans = render_jinja_template(
-                [messages], tools, chat_template=self.text, **self._tokenizer.special_tokens_map, **how
+                [messages], tools, chat_template=self.text, **self._tokenizer.special_tokens_map, **options
             )
         except TEMPLATE_ERRORS as error:  # such as a tool call without arguments
             raise BadSample("template_error", str(error)) from error
@@ -302,8 +305,8 @@ class ChatTemplate:
         return moved if self._text(moved, tools) == self._text(messages, tools) else messages
 
     def _untagged(self, tools: list[dict] | None) -> UntaggedReplies:
-        def render(messages: list[dict], **how: bool) -> str:
-            return self._render(messages, tools, **how)[0]
+        def render(messages: list[dict], **options: bool) -> str:
+            return self._render(messages, tools, **options)[0]
 
         return UntaggedReplies(render, self._control_tokens)
 
@@ -349,23 +352,25 @@ class ChatTemplate:
             raise BadSample("bad_conversation", f"a document stands alone, here among {len(messages)} turns")
         text, trained = "", []
         for part in [*messages[0]["content"], {"type": "text", "text": self._tokenizer.eos_token or ""}]:
-            written = self._image_of_documents if part["type"] == "image" else part.get("text", "")
-            if part["type"] == "text" and written:
-                trained.append((len(text), len(text) + len(written)))
-            text += written
+            part_text = self._image_of_documents if part["type"] == "image" else part.get("text", "")
+            if part["type"] == "text" and part_text:
+                trained.append((len(text), len(text) + len(part_text)))
+            text += part_text
         return text, trained
 
-    def _places(self, prompt: str, what: str, count: int, patterns: list[str]) -> list[Span]:
+    def _places(self, prompt: str, media: str, count: int, patterns: list[str]) -> list[Span]:
         """Where the template put the images or videos: the first pattern that it wrote `count` times. Record
         text is harmless, so the template wrote every match."""
-        most = 0
+        most_matches = 0
         for pattern in patterns if count else ():
             spans = [match.span() for match in re.finditer(pattern, prompt)]
             if len(spans) == count:
                 return spans
-            most = max(most, len(spans))
+            most_matches = max(most_matches, len(spans))
         if count:
-            raise BadSample("placeholder_mismatch", f"the chat template wrote {most} of {count} {what}")
+            raise BadSample(
+                "placeholder_mismatch", f"the chat template wrote {most_matches} of {count} {media}"
+            )
         return []
 
 
@@ -429,8 +434,8 @@ def names_read(template: str) -> set[str]:
     tree = environment.parse(GENERATION_TAGS.sub("", template))
     assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     tests = [test for test in tree.find_all(nodes.Test) if test.name == "defined"]
-    asked = {name.name for test in tests for name in test.find_all(nodes.Name)}
-    of_itself = {*environment.globals, *OF_TRANSFORMERS, *(assigned - asked)}
+    tested_names = {name.name for test in tests for name in test.find_all(nodes.Name)}
+    of_itself = {*environment.globals, *OF_TRANSFORMERS, *(assigned - tested_names)}
     return meta.find_undeclared_variables(tree) - of_itself
 
 
@@ -445,8 +450,8 @@ def control_tokens(processor: ProcessorMixin, template: str, spoken: Sequence[st
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens = {token for token in special if token in template or _is_written_by(source, token)}
     tokens.update(token for token in tokenizer.special_tokens_map.values() if isinstance(token, str))
-    named = vars(processor).values()
-    tokens.update(token for token in named if isinstance(token, str) and token in special)
+    attribute_values = vars(processor).values()
+    tokens.update(token for token in attribute_values if isinstance(token, str) and token in special)
     tokens.update(placeholder_tokens(processor))
     tokens.add(getattr(processor, "video_token", None) or "")
     return sorted(

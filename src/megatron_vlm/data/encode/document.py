@@ -62,9 +62,9 @@ class DocumentEncoder:
         self.boxes = grounding().Boxes(processor, data, needs.box_format)
         text = TextEncoder(processor, data.thinking == "mask", spoken=self.boxes.tokens)
         self.chat = text.chat
-        known = KnownProcessor(text, needs.visual_keys, data.decode_seconds)
-        self.why_hf_processor = known.why_not() if fast else "fast is off"
-        self.processing = known
+        fast_processor = KnownProcessor(text, needs.visual_keys, data.decode_seconds)
+        self.why_hf_processor = fast_processor.why_not() if fast else "fast is off"
+        self.processing = fast_processor
         if self.why_hf_processor:
             self.processing = HFProcessor(text, needs.visual_keys, data.decode_seconds)
         if data.resize_jitter:
@@ -83,13 +83,13 @@ class DocumentEncoder:
         sizes = [in_time(seconds, image.decoded_by, image_size) for image in self._images(sample)]
         plans = [in_time(seconds, plan_video, video, rules) for video, rules in self._videos(sample)]
         text = self.processing.sizes(prompt, sizes, plans)
-        length, image_count, video_count = self._kept(text)
+        length, image_count, video_count = self._kept_counts(text)
         if not text.weights[1:length].any():
             raise BadSample("no_trained_tokens", f"{length} tokens, none of a reply")
         grids = text.video_grids[:video_count]
         patches = sum(text.image_patches[:image_count]) + sum(map(math.prod, grids))
-        if (most := self._data.max_patches) is not None and patches > most:
-            raise BadSample("over_patches", f"{patches} patches, data.max_patches = {most}")
+        if (max_patches := self._data.max_patches) is not None and patches > max_patches:
+            raise BadSample("over_patches", f"{patches} patches, data.max_patches = {max_patches}")
         return Measured(prompt, text, length, patches)
 
     def encode(self, sample: ChatMLSample, measured: Measured | None = None) -> HFEncoderTaskSample:
@@ -98,9 +98,9 @@ class DocumentEncoder:
         seconds = self._data.decode_seconds
         videos = [in_time(seconds, decode_video, video, rules) for video, rules in self._videos(sample)]
         text, visual = self.processing(prompt, self._images(sample), videos, measured and measured.text)
-        if why := self._needs.misfit(text.input_ids, visual):
-            raise BadSample("model_refuses", why)
-        length, *_ = self._kept(text)
+        if misfit := self._needs.misfit(text.input_ids, visual):
+            raise BadSample("model_refuses", misfit)
+        length, *_ = self._kept_counts(text)
         if length < len(text.input_ids):
             text = EncodedText(text.input_ids[:length], text.weights[:length], [], [])
             visual = self._needs.first_items(text.input_ids, visual)
@@ -139,33 +139,38 @@ class DocumentEncoder:
         The most and the fewest pixels are the run's, or those that the record names, moved to lie within the
         run's. Both are the same number if a size is drawn.
         """
-        most, least = self._data.max_pixels, self._data.min_pixels
+        max_pixels, min_pixels = self._data.max_pixels, self._data.min_pixels
         if self.processing.kind.makes_one_size:  # they would only resample the image once more
-            most = least = None
+            max_pixels = min_pixels = None
         images = []
         pairs = zip(sample.imgs or [], sample.limits["image"], strict=True)
-        for number, (image, named) in enumerate(pairs):
-            if named and self.processing.kind.makes_one_size:
-                detail = f"makes all images one size: {', '.join(named)} of an image has no effect; remove it"
+        for number, (image, limits) in enumerate(pairs):
+            if limits and self.processing.kind.makes_one_size:
+                detail = (
+                    f"makes all images one size: {', '.join(limits)} of an image has no effect; remove it"
+                )
                 raise BadSample("processor_error", f"{type(self._processor).__name__} {detail}")
-            if "resized_width" in named:
-                size = (named["resized_width"], named["resized_height"])
-                images.append(SizedImage(image, size=target_size(size, most, least)))
+            if "resized_width" in limits:
+                size = (limits["resized_width"], limits["resized_height"])
+                images.append(SizedImage(image, size=target_size(size, max_pixels, min_pixels)))
                 continue
-            within = {name: min(max(pixels, least or 0), most or math.inf) for name, pixels in named.items()}
-            own_most, own_least = within.get("max_pixels", most), within.get("min_pixels", least)
+            within = {
+                name: min(max(pixels, min_pixels or 0), max_pixels or math.inf)
+                for name, pixels in limits.items()
+            }
+            image_max, image_min = within.get("max_pixels", max_pixels), within.get("min_pixels", min_pixels)
             if sample.sizes is not None:
-                own_most = own_least = draw_pixels(f"{sample.sizes} {number}", own_least, own_most)
-            images.append(SizedImage(image, own_most, own_least))
+                image_max = image_min = draw_pixels(f"{sample.sizes} {number}", image_min, image_max)
+            images.append(SizedImage(image, image_max, image_min))
         return images
 
     def _videos(self, sample: ChatMLSample) -> list[tuple[Any, VideoRules]]:
         return [
-            (video, rules_of_video(named, self.video_rules, is_list=isinstance(video, dict)))
-            for video, named in zip(sample.videos or [], sample.limits["video"], strict=True)
+            (video, rules_of_video(limits, self.video_rules, is_list=isinstance(video, dict)))
+            for video, limits in zip(sample.videos or [], sample.limits["video"], strict=True)
         ]
 
-    def _written(self, sample: ChatMLSample) -> list[dict]:
+    def _messages_with_boxes(self, sample: ChatMLSample) -> list[dict]:
         """The messages with their boxes as the family writes them. Raises BadSample for media that the model
         does not take."""
         if sample.problem is not None:
@@ -182,7 +187,7 @@ class DocumentEncoder:
 
     def _prompt(self, sample: ChatMLSample) -> RenderedChat:
         """The rendered conversation; the settings say which replies are trained."""
-        messages = self._written(sample)
+        messages = self._messages_with_boxes(sample)
         if self._data.thinking == "drop":
             messages = [without_thinking(message) for message in messages]
         if self._data.train_replies == "last":
@@ -193,7 +198,7 @@ class DocumentEncoder:
             raise BadSample("over_length", detail)
         return prompt
 
-    def _kept(self, text: EncodedText) -> tuple[int, int, int]:
+    def _kept_counts(self, text: EncodedText) -> tuple[int, int, int]:
         """How many tokens, images and videos remain: after a cut, if the text is too long. Or BadSample."""
         length = len(text.input_ids)
         if length <= self._data.seq_length:
@@ -237,7 +242,7 @@ def without_thinking(turn: dict) -> dict:
     return {key: value for key, value in turn.items() if key not in THINKING_KEYS} | {"content": parts}
 
 
-def draw_pixels(source: str, least: int, most: int) -> int:
+def draw_pixels(source: str, min_pixels: int, max_pixels: int) -> int:
     """A number of pixels between two, which `source` alone decides: twice as many are as likely anywhere."""
     share = int.from_bytes(hashlib.blake2b(source.encode(), digest_size=8).digest(), "big") / 2**64
-    return round(least * (most / least) ** share)
+    return round(min_pixels * (max_pixels / min_pixels) ** share)

@@ -88,16 +88,16 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
 
     @stateless
     def encode_batch(self, batch: HFEncoderTaskBatch) -> Batch:
-        """The batch of the contract (see `megatron_vlm.batch`), checked, with `taken_drops`."""
+        """The batch of the contract (see `megatron_vlm.batch`), checked, with `pop_drop_counts`."""
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(HFEncoderTaskBatch)}
         for energon_only in ("__subflavors__", "__sources__"):
             del fields[energon_only]
-        return check(fields | {"__key__": fields.pop("document_keys"), DROPPED: self.taken_drops()})
+        return check(fields | {"__key__": fields.pop("document_keys"), DROPPED: self.pop_drop_counts()})
 
-    def taken_drops(self) -> dict[str, int]:
+    def pop_drop_counts(self) -> dict[str, int]:
         """The drops of this process since the last call, by reason."""
-        taken, self._dropped = self._dropped, Counter()
-        return dict(taken)
+        counts, self._dropped = self._dropped, Counter()
+        return dict(counts)
 
     def measure(self, sample: ChatMLSample) -> Measured:
         """A document by its text and the headers of its media.
@@ -186,12 +186,13 @@ class PackingVLMTaskEncoder(VLMTaskEncoder):
         measured = sample.measured
         with self._counting_drops(sample):
             encoded = self.documents.encode(sample.conversation, measured)
-        found = len(encoded.input_ids), self.patches_of(encoded.visual_inputs)
-        if found != (measured.length, measured.patches):
+        encoded_sizes = len(encoded.input_ids), self.patches_of(encoded.visual_inputs)
+        if encoded_sizes != (measured.length, measured.patches):
             raise RuntimeError(
                 f"{sample.__key__}: measured {measured.length} tokens and {measured.patches} patches, "
-                f"encoded {found[0]} and {found[1]}. Lengths for {type(self.processor).__name__} are wrong: "
-                "please report this, and use data.packing=none meanwhile."
+                f"encoded {encoded_sizes[0]} and {encoded_sizes[1]}. Lengths for "
+                f"{type(self.processor).__name__} are wrong: please report this, and use data.packing=none "
+                "meanwhile."
             )
         encoded.__restore_key__ = sample.__restore_key__  # that of this stage, not of the conversation
         self.drops.keep()

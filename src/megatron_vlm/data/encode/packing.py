@@ -98,13 +98,13 @@ def balanced_order(
     complete a group that an earlier epoch began), and so are the last if the rest does not fill a group.
     """
     order = rng.permutation(len(attention))  # decides the order of equal rows below, too
-    first, rest = order[:unbalanced], order[unbalanced:]
-    whole = len(rest) // group * group
-    last, rest = rest[whole:], rest[:whole]
-    groups = whole // group
+    first, in_groups = order[:unbalanced], order[unbalanced:]
+    grouped = len(in_groups) // group * group
+    last, in_groups = in_groups[grouped:], in_groups[:grouped]
+    groups = grouped // group
     if groups == 0:
         return order
-    by_patches = rest[np.argsort(patches[rest], kind="stable")]
+    by_patches = in_groups[np.argsort(patches[in_groups], kind="stable")]
     strips = min(groups, strips or round(STRIPS_PER_ROOT * groups**0.5))
     edges = np.linspace(0, groups, strips + 1).astype(int) * group
     strip = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
@@ -132,10 +132,10 @@ def _pack_lengths(lengths: ndarray, capacity: int, order: ndarray) -> Rows:
         sizes.append(len(pattern))
         repeats.append(repeat)
     narrow = np.uint16 if capacity < 2**16 else np.int64  # numpy sorts 16 bits by radix
-    wanted = np.concatenate(patterns).astype(narrow)
+    row_lengths = np.concatenate(patterns).astype(narrow)
     documents = np.empty(len(lengths), int)
     by_length = order[np.argsort(lengths[order].astype(narrow), kind="stable")]
-    documents[np.argsort(wanted, kind="stable")] = by_length
+    documents[np.argsort(row_lengths, kind="stable")] = by_length
     return Rows(documents, np.concatenate([[0], np.cumsum(np.repeat(sizes, repeats), dtype=int)]))
 
 
@@ -143,13 +143,13 @@ def _patterns(counts: list[int], capacity: int) -> Iterator[tuple[list[int], int
     """(lengths in a row, number of such rows), until `counts` documents of each length are used up."""
     lengths = _Lengths(counts)
     while (length := lengths.longest(capacity)) > 0:
-        pattern, left, repeat = [], capacity, counts[length]
+        pattern, tokens_left, repeat = [], capacity, counts[length]
         while length > 0:
-            use = min(left // length, counts[length])
+            use = min(tokens_left // length, counts[length])
             pattern += [length] * use
             repeat = min(repeat, counts[length] // use)
-            left -= use * length
-            length = lengths.longest(min(left, length - 1))
+            tokens_left -= use * length
+            length = lengths.longest(min(tokens_left, length - 1))
         for used, times in Counter(pattern).items():
             counts[used] -= times * repeat
         yield pattern, repeat
@@ -162,17 +162,17 @@ class _Lengths:
         self._waiting = waiting
         self._shorter = list(range(-1, len(waiting) - 1))  # for each length, a step down to one that is left
 
-    def longest(self, most: int) -> int:
+    def longest(self, max_length: int) -> int:
         """The greatest length left, up to `most`; 0 or less if there is none."""
         waiting, shorter = self._waiting, self._shorter
-        while most > 0 and not waiting[most]:
-            if (step := shorter[most]) > 0 and not waiting[step]:
-                shorter[most] = shorter[step]
-            most = shorter[most]
-        return most
+        while max_length > 0 and not waiting[max_length]:
+            if (step := shorter[max_length]) > 0 and not waiting[step]:
+                shorter[max_length] = shorter[step]
+            max_length = shorter[max_length]
+        return max_length
 
 
-def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, most: int, order: ndarray) -> Rows:
+def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, max_patches: int, order: ndarray) -> Rows:
     """First-fit decreasing under both budgets, row by row: the longest document that fits in both.
 
     Among documents of one length, the one with the most patches that fit goes first. So documents without
@@ -183,24 +183,26 @@ def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, most: int, ord
     columns = (by_patches, lengths[by_patches], patches[by_patches])
     for document, length, count in zip(*map(ndarray.tolist, columns), strict=True):
         waiting[length].append((-count, document))
-    fewest = np.array([-documents[-1][0] if documents else most + 1 for documents in waiting])
+    fewest = np.array([-documents[-1][0] if documents else max_patches + 1 for documents in waiting])
     longest = _Lengths(waiting).longest
     rows: list[list[int]] = []
     while longest(capacity) > 0:
-        row, left, patches_left = [], capacity, most
-        while (length := _longest_within(longest, waiting, fewest, left, patches_left)) > 0:
+        row, tokens_left, patches_left = [], capacity, max_patches
+        while (length := _longest_within(longest, waiting, fewest, tokens_left, patches_left)) > 0:
             documents = waiting[length]
             negative, document = documents.pop(bisect_left(documents, (-patches_left, -1)))
-            fewest[length] = -documents[-1][0] if documents else most + 1
+            fewest[length] = -documents[-1][0] if documents else max_patches + 1
             row.append(document)
-            left, patches_left = left - length, patches_left + negative
+            tokens_left, patches_left = tokens_left - length, patches_left + negative
         rows.append(row)
     return Rows(np.array([d for row in rows for d in row], int), np.cumsum([0, *map(len, rows)]))
 
 
-def _longest_within(longest: Callable, waiting: list, fewest: ndarray, left: int, patches_left: int) -> int:
+def _longest_within(
+    longest: Callable, waiting: list, fewest: ndarray, tokens_left: int, patches_left: int
+) -> int:
     """The greatest length up to `left` with a document of at most `patches_left` patches; 0 if none."""
-    length = left
+    length = tokens_left
     for _ in range(TRIES):
         length = longest(length)
         if length <= 0 or -waiting[length][-1][0] <= patches_left:

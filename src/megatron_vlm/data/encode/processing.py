@@ -155,10 +155,10 @@ class SizeEncoder:
     """A `TextEncoder` that takes the sizes of images and the plans of videos instead of their pixels. Raises
     ValueError if the processor cannot tell how many tokens an image of a given size becomes."""
 
-    def __init__(self, encode_text: TextEncoder, known: bool):
+    def __init__(self, encode_text: TextEncoder, is_known: bool):
         self._encode_text, self._kind = encode_text, encode_text.kind
         # of an unknown processor only the number of tokens is sure, not their order: rows may have breaks
-        self._ids = self._kind.ids if known else functools.partial(Kind.ids, self._kind)
+        self._ids = self._kind.ids if is_known else functools.partial(Kind.ids, self._kind)
         self._processor = self._kind.processor
         self._kind.check_counts()
         if not self._kind.writes_by_size:
@@ -174,6 +174,7 @@ class SizeEncoder:
             videos = [self._video(plan, number) for number, plan in enumerate(plans)]
         except REFUSALS as error:
             raise refused_by_processor(error) from error
+        # one call of the tokenizer for a text with every image and video as short as possible
         texts = [text for text, *_ in images]
         texts += [
             prompt.text[start:stop].replace(self._processor.video_token, text)
@@ -181,6 +182,7 @@ class SizeEncoder:
         ]
         short = self._encode_text.tokenize(with_media(prompt, texts))
         places = zip([*short.images, *short.videos], [*images, *videos], strict=True)
+        # then each grows to its own number of tokens, none of which is trained
         grown = [grow(short.input_ids[start:stop]) for (start, stop), (_, grow, _) in places]
         media, lengths = [*short.images, *short.videos], list(map(len, grown))
         untrained = [np.zeros(length, np.float32) for length in lengths]
@@ -218,10 +220,10 @@ class SizeEncoder:
         `ids`: a small image may have more newlines around it than tokens in it."""
         counts = dict(zip(*np.unique(ids, return_counts=True), strict=True))
         tokenizer = self._processor.tokenizer
-        named = (getattr(holder, "image_token_id", None) for holder in (tokenizer, self._processor))
-        for candidates in (named, tokenizer.added_tokens_decoder, counts):
-            if found := [token for token in candidates if token in counts]:
-                return int(max(found, key=counts.__getitem__))
+        named_ids = (getattr(holder, "image_token_id", None) for holder in (tokenizer, self._processor))
+        for candidates in (named_ids, tokenizer.added_tokens_decoder, counts):
+            if ids_in_text := [token for token in candidates if token in counts]:
+                return int(max(ids_in_text, key=counts.__getitem__))
         raise AssertionError("an image has tokens")
 
     def _image(self, size: tuple[int, int], number: int, alone: bool) -> tuple[str, Grow, int]:

@@ -34,24 +34,29 @@ class QuestionEncoder(DocumentEncoder):
 
         Raises BadSample also if there is no reply, or one that says nothing.
         """
-        messages = self._written(sample)
+        messages = self._messages_with_boxes(sample)
         last = max((n for n, turn in enumerate(messages) if turn["role"] == "assistant"), default=None)
         references = [] if last is None else references_of(messages[last])
         if not references:
             raise BadSample(
                 "no_reference", f"no answer to compare with; roles are {[m['role'] for m in messages]}"
             )
-        asked = _first_turns(sample, messages[:last])
+        # the prompt has the turns before that reply, with the media that lie in them
+        prompt_sample = _first_turns(sample, messages[:last])
         seconds = self._data.decode_seconds
-        videos = [in_time(seconds, decode_video, video, rules) for video, rules in self._videos(asked)]
-        chat = self.chat.prompt(asked.messages, asked.tools, len(asked.imgs), len(videos))
-        text, visual = self.processing(chat, self._images(asked), videos)
-        if why := self._needs.misfit(text.input_ids, visual):
-            raise BadSample("model_refuses", why)
+        videos = [
+            in_time(seconds, decode_video, video, rules) for video, rules in self._videos(prompt_sample)
+        ]
+        chat = self.chat.prompt(
+            prompt_sample.messages, prompt_sample.tools, len(prompt_sample.imgs), len(videos)
+        )
+        text, visual = self.processing(chat, self._images(prompt_sample), videos)
+        if misfit := self._needs.misfit(text.input_ids, visual):
+            raise BadSample("model_refuses", misfit)
         ids = torch.from_numpy(text.input_ids)
         positions = self._needs.position_ids(ids, visual)
         prompt: Prompt = {"input_ids": ids, "position_ids": positions, "visual_inputs": visual}
-        users = [turn for turn in asked.messages if turn["role"] == "user"]
+        users = [turn for turn in prompt_sample.messages if turn["role"] == "user"]
         return Question(sample.__key__, text_of(users[-1]) if users else "", references, prompt)
 
 

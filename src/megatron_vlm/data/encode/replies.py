@@ -63,19 +63,19 @@ class UntaggedReplies:
         second when the conversation ends with the reply. What is neither common to `header` and `prompted`
         nor follows the common part of `later` and `end` is the reply.
         """
-        before, said, after = messages[:index], messages[index] | SAID, messages[index + 1 :]
+        before, marked_reply, after = messages[:index], messages[index] | SAID, messages[index + 1 :]
         before = [*before[:-1], *map(_with_mark, before[-1:])]
-        earlier, header, later = self._around([*before, said, *after], index)
-        _, _, end = self._around([*before, said], index) if after else (earlier, header, later)
-        asked = self._render(before, add_generation_prompt=True)
-        prompted = asked.partition(TURN)[2] if before else asked
+        earlier, header, later = self._around([*before, marked_reply, *after], index)
+        _, _, end = self._around([*before, marked_reply], index) if after else (earlier, header, later)
+        prompt_text = self._render(before, add_generation_prompt=True)
+        prompted = prompt_text.partition(TURN)[2] if before else prompt_text
 
         if not text.startswith(earlier + prompted):  # this turn lacks a part of the generation prompt
             prompted = self._common(header, prompted)
         start = len(earlier + prompted)
-        rest = later.removeprefix(self._common(later, end))
-        stop = len(text) - len(rest)
-        if start <= stop and text.startswith(earlier + prompted) and text.endswith(rest):
+        text_after = later.removeprefix(self._common(later, end))
+        stop = len(text) - len(text_after)
+        if start <= stop and text.startswith(earlier + prompted) and text.endswith(text_after):
             return start, stop
         detail = f"with another text in turn {index}, a reply, the prompt differs around it, too"
         raise BadSample("template_error", detail)

@@ -173,10 +173,10 @@ class TypedTokens:
         """Return what a call of the tokenizer returns, with the offsets of tokens in `text`."""
         tokenizer, ids = self._renamed
         tensor_type = kwargs.pop("return_tensors", None)
-        wanted = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
+        outputs = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
         plain = text if isinstance(text, str) else text[0]
         marked = self._template_tokens.sub(lambda match: CONTROL + match[0], plain)
-        encoding = tokenizer([marked.replace(TYPED, "")], **kwargs | wanted)
+        encoding = tokenizer([marked.replace(TYPED, "")], **kwargs | outputs)
 
         # the tokens that the tokenizer itself puts around a text, such as BOS, have their own ids already
         around = encoding.pop("special_tokens_mask")[0]
@@ -243,12 +243,12 @@ def with_marks(prompt: RenderedChat) -> str:
 
 def without_marks(text: str) -> RenderedChat:
     """The inverse of `with_marks`, also after a processor has changed what is between the marks."""
-    found: dict[str, list[int]] = {mark: [] for pair in MARK_PAIRS for mark in pair}
+    positions: dict[str, list[int]] = {mark: [] for pair in MARK_PAIRS for mark in pair}
     for removed, match in enumerate(MARKS.finditer(text)):
-        found[match[0]].append(match.start() - removed)
+        positions[match[0]].append(match.start() - removed)
     for start, stop in MARK_PAIRS:
-        assert len(found[start]) == len(found[stop]), "the processor changed the text's marks"
-    spans = (list(zip(found[start], found[stop], strict=True)) for start, stop in MARK_PAIRS)
+        assert len(positions[start]) == len(positions[stop]), "the processor changed the text's marks"
+    spans = (list(zip(positions[start], positions[stop], strict=True)) for start, stop in MARK_PAIRS)
     replies, images, videos = spans
     return RenderedChat(MARKS.sub("", text), replies, images, videos)
 

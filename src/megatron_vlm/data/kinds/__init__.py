@@ -34,9 +34,9 @@ def kind_of(processor: ProcessorMixin) -> Kind:
     names = _names(processor)
     settings = dict(getattr(images, "size", None) or {})
     settings |= {kind.sign: value for kind in KINDS if (value := getattr(images, kind.sign, None))}
-    named = [kind for kind in KINDS if names in kind.known]
-    marked = [kind for kind in KINDS if settings.get(kind.sign)]
-    return [*named, *marked, Kind][0](processor)
+    by_class = [kind for kind in KINDS if names in kind.known]
+    by_setting = [kind for kind in KINDS if settings.get(kind.sign)]
+    return [*by_class, *by_setting, Kind][0](processor)
 
 
 def why_unknown(processor: ProcessorMixin) -> str | None:
@@ -50,17 +50,17 @@ def why_unknown(processor: ProcessorMixin) -> str | None:
         parts.append(processor.video_processor)
     classes = [type(part) for part in (processor, *parts)]
     # a subclass outside of transformers may have ways of its own
-    are_theirs = all(each.__module__.startswith("transformers.") for each in classes)
+    are_theirs = all(cls.__module__.startswith("transformers.") for cls in classes)
     if names not in KNOWN or not are_theirs or of_videos not in (None, classes[-1].__name__):
         owners = ", ".join(dict.fromkeys(owner for owner, _ in KNOWN))
-        shown = " with ".join(each.__name__ for each in classes)
-        return f"{shown} is not one of the known processors ({owners})"
+        class_names = " with ".join(cls.__name__ for cls in classes)
+        return f"{class_names} is not one of the known processors ({owners})"
     for part in parts:
         if odd := kind.odd_settings(part):
             return f"{type(part).__name__} with {', '.join(odd)}"
     for key in kind.alike if of_videos else ():
-        if (one := parts[0].to_dict()[key]) != (other := parts[1].to_dict()[key]):
-            return f"{names[0]} with {key} = {one} for images and {other} for videos"
+        if (image_value := parts[0].to_dict()[key]) != (video_value := parts[1].to_dict()[key]):
+            return f"{names[0]} with {key} = {image_value} for images and {video_value} for videos"
     return None
 
 

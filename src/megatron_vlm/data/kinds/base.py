@@ -86,14 +86,14 @@ class Kind:
     def check_counts(self) -> None:
         """Raises ValueError if the tokens of an image cannot be told from its size."""
         if not self.sign or self.processor_counts(PROBE_SIZE[0], PROBE_SIZE[1]) is None:
-            why, remedy = "cannot tell the tokens of an image from its size", "use"
+            reason, remedy = "cannot tell the tokens of an image from its size", "use"
         elif getattr(self.images, self.splits, None):
-            why = f"with {self.splits} images give tokens that their size does not tell"
+            reason = f"with {self.splits} images give tokens that their size does not tell"
             remedy = "turn it off or use"
         else:
             return
         name = type(self.processor).__name__
-        raise ValueError(f"{name}: {why}, as packing needs; {remedy} data.packing=none.")
+        raise ValueError(f"{name}: {reason}, as packing needs; {remedy} data.packing=none.")
 
     @functools.cached_property
     def makes_one_size(self) -> bool:
@@ -104,11 +104,13 @@ class Kind:
         """Return what squares of these sides become: size, tokens and pieces."""
         return {(self.target(side, side), self.processor_counts(side, side)) for side in sides}
 
-    def check_sizes(self, least: int, most: int) -> None:
+    def check_sizes(self, min_pixels: int, max_pixels: int) -> None:
         """Raises ConfigError if images of `least` and of `most` pixels are resized to one size."""
-        results = self._results(map(math.isqrt, (least, most))) if self.sign else {("unknown", None)}
+        results = (
+            self._results(map(math.isqrt, (min_pixels, max_pixels))) if self.sign else {("unknown", None)}
+        )
         if len(results) == 1:
-            limits = f"data.min_pixels {least} and of data.max_pixels {most}"
+            limits = f"data.min_pixels {min_pixels} and of data.max_pixels {max_pixels}"
             raise ConfigError(
                 f"data.resize_jitter: {type(self.processor).__name__} makes images of {limits} one size "
                 f"({results.pop()[0]}); drop it, or move the two apart."

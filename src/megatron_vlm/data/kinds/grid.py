@@ -60,9 +60,9 @@ class QwenGrid(Patches):
 
     @property
     def limits(self) -> dict[str, int]:
-        least, most = self.images.size["shortest_edge"], self.images.size["longest_edge"]
+        min_pixels, max_pixels = self.images.size["shortest_edge"], self.images.size["longest_edge"]
         multiple = self.patch_size * self.images.merge_size * getattr(self.images, "patch_expand_factor", 1)
-        return {"factor": multiple, "min_pixels": least, "max_pixels": most}
+        return {"factor": multiple, "min_pixels": min_pixels, "max_pixels": max_pixels}
 
     def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
         # the processor's own count takes 0.5 ms, and GLM-GA's leaves out what multiplies its patches

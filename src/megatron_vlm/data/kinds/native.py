@@ -51,8 +51,8 @@ class NaFlex(Native):
             encoder_patch_size=side,
         )
         if (patches := (new_height // side) * (new_width // side)) > images.max_num_patches:
-            most = f"max_num_patches {images.max_num_patches}"
-            raise BadSample("processor_error", f"image of {width} x {height} has {patches} patches, {most}")
+            limit = f"max_num_patches {images.max_num_patches}"
+            raise BadSample("processor_error", f"image of {width} x {height} has {patches} patches, {limit}")
         return new_height, new_width
 
     def processor_counts(self, height: int, width: int) -> tuple[int, int]:
@@ -84,8 +84,8 @@ class Pooled(Native):
 
     def target(self, height: int, width: int) -> tuple[int, int]:
         pooled = self.images.pooling_kernel_size
-        most = self.images.max_soft_tokens * pooled**2
-        return get_aspect_ratio_preserving_size(height, width, self.images.patch_size, most, pooled)
+        max_patches = self.images.max_soft_tokens * pooled**2
+        return get_aspect_ratio_preserving_size(height, width, self.images.patch_size, max_patches, pooled)
 
     def count(self, height: int, width: int, alone: bool) -> tuple[int, int]:
         tokens, _ = self.processor_counts(height, width)
@@ -111,23 +111,25 @@ class Joined(Pooled):
         return self.images.patch_size * self.images.pooling_kernel_size
 
 
-def refuse_narrow(least: int, most: int) -> None:
+def refuse_narrow(min_tokens: int, max_tokens: int) -> None:
     """Refuse limits of an image's tokens that are too close to each other.
 
     Raises ConfigError if images up to 1:3, scaled up to the fewest tokens, can have more than the most:
     Transformers fails on these.
     """
-    if (needed := most_when_scaled_up(least)) > most:
+    if (needed := most_when_scaled_up(min_tokens)) > max_tokens:
         raise ConfigError(
-            f"image processor: with min_image_tokens {least} a small image, scaled up, has up to {needed} "
-            f"tokens, and max_image_tokens is {most}: such images would be lost; raise max_image_tokens to "
-            f"{needed}, or lower min_image_tokens."
+            f"image processor: with min_image_tokens {min_tokens} a small image, scaled up, has up to "
+            f"{needed} tokens, and max_image_tokens is {max_tokens}: such images would be lost; raise "
+            f"max_image_tokens to {needed}, or lower min_image_tokens."
         )
 
 
-def most_when_scaled_up(least: int, aspect: int = 3) -> int:
+def most_when_scaled_up(min_tokens: int, aspect: int = 3) -> int:
     """The most tokens of an image up to 1:`aspect` that LFM2-VL's processor scales up to `least`: it rounds
     both sides up to whole tokens."""
-    shortest, longest = math.ceil(math.sqrt(least)), math.ceil(math.sqrt(aspect * least))
+    shortest, longest = math.ceil(math.sqrt(min_tokens)), math.ceil(math.sqrt(aspect * min_tokens))
     # just over n - 1 tokens wide become n
-    return max(n * math.ceil(least / max(n - 1, math.sqrt(least))) for n in range(shortest, longest + 1))
+    return max(
+        n * math.ceil(min_tokens / max(n - 1, math.sqrt(min_tokens))) for n in range(shortest, longest + 1)
+    )

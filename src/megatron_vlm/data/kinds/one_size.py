@@ -76,10 +76,8 @@ class Cropped(OneSize):
 
     def frame(self, width: int, height: int, alone: bool) -> Frame:
         height, width = self.target(height, width)
-        left, top = (
-            _before(outer, inner) for outer, inner in zip(self.size[::-1], (width, height), strict=True)
-        )
-        return Frame(*self.size[::-1], left, top, width, height)
+        x, y = (_before(outer, inner) for outer, inner in zip(self.size[::-1], (width, height), strict=True))
+        return Frame(*self.size[::-1], x, y, width, height)
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         self.refuse(*image.shape[:2], alone)

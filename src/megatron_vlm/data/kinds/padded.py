@@ -39,13 +39,13 @@ class Padded(Patches):
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
         grids = self._grids(plan)
-        made = {
+        outputs = {
             "num_chunks_per_video": [len(grids)],
             "video_grid_thw": grids,
             "video_metadata": [VideoMetadata(**plan.metadata)],
         }
         _, rows, columns = grids[0].tolist()
-        return self.processor.replace_video_token(made, 0), (len(plan.times), rows, columns)
+        return self.processor.replace_video_token(outputs, 0), (len(plan.times), rows, columns)
 
     def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """The patches as rows (P, F)."""
@@ -84,6 +84,6 @@ def _sizes(part: Any, height: int, width: int) -> tuple[tuple[int, int], tuple[i
 def _padded(part: Any, pixels: np.ndarray) -> np.ndarray:
     """An image or frames, (..., H, W, 3), resized, with black at the right and bottom."""
     size, padded = _sizes(part, *pixels.shape[-3:-1])
-    missing = [(0, whole - length) for whole, length in zip(padded, size, strict=True)]
+    missing = [(0, padded_length - length) for padded_length, length in zip(padded, size, strict=True)]
     outside = [(0, 0)] * (pixels.ndim - 3)
     return np.pad(resized(pixels, size, part.resample), [*outside, *missing, (0, 0)])

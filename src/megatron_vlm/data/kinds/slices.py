@@ -38,29 +38,31 @@ class Sliced(Patches):
 
     def label(self, number: int, token: str) -> str:
         processor = self.processor
-        wanted = getattr(processor, "use_image_id", None)  # None, or no field up to 5.17: as its images' says
-        if not (processor.default_use_image_id if wanted is None else wanted):
+        has_numbers = getattr(
+            processor, "use_image_id", None
+        )  # None, or no field up to 5.17: as its images' says
+        if not (processor.default_use_image_id if has_numbers is None else has_numbers):
             return ""
         return processor._prepend_local_ids([token * (number + 1)], [""] * (number + 1), token)[-1]
 
     def of_size(self, height: int, width: int) -> tuple[str, int]:
         grid, sizes = self._pieces(self.images, height, width)
-        made = {"grids": [grid], "num_patches_per_image": [len(sizes)], "target_sizes": sizes}
+        outputs = {"grids": [grid], "num_patches_per_image": [len(sizes)], "target_sizes": sizes}
         divisor = self._patches_of_token(self.images)
-        text = self.processor.replace_image_token(made, 0, image_token_divisor=divisor)
+        text = self.processor.replace_image_token(outputs, 0, image_token_divisor=divisor)
         return text, int(sizes.prod(-1).sum())
 
     def of_plan(self, plan: VideoPlan) -> tuple[str, Grid]:
         part = self.processor.video_processor
         frames = len(plan.times)
         grid, sizes = self._pieces(part, plan.size[1], plan.size[0])
-        made = {
+        outputs = {
             "num_frames_per_video": [frames],
             "grids_videos": torch.tensor([grid] * frames),
             "target_sizes_videos": torch.from_numpy(sizes).repeat(frames, 1),
         }
         divisor = self._patches_of_token(part)
-        text = self.processor.replace_video_token(made, 0, video_token_divisor=divisor)
+        text = self.processor.replace_video_token(outputs, 0, video_token_divisor=divisor)
         return text, (frames, int(sizes.prod(-1).sum()), 1)
 
     def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,11 +97,11 @@ class Sliced(Patches):
         """The patches of frames (T, H, W, 3), one after another, and the sizes of one frame's pieces."""
         side = part.patch_size
         (rows, columns), sizes = self._pieces(part, *frames.shape[1:3])
-        whole = sizes[0] * side
+        overview_size = sizes[0] * side
         slice_size = sizes[-1] * side
         patches = []
         for frame in frames:
-            pieces = [resized(frame, tuple(whole.tolist()), part.resample)]
+            pieces = [resized(frame, tuple(overview_size.tolist()), part.resample)]
             if rows:
                 fine = resized(frame, tuple((slice_size * (rows, columns)).tolist()), part.resample)
                 pieces += [*tiles_of(fine, tuple(slice_size.tolist()))]
@@ -110,11 +112,11 @@ class Sliced(Patches):
         """The rows and columns of slices, 0 if there are none, and the patches (pieces, 2) of each piece."""
         size = height, width
         resolution = part.scale_resolution
-        how = {"patch_size": part.patch_size, "downsample_mode": part.downsample_mode}
+        options = {"patch_size": part.patch_size, "downsample_mode": part.downsample_mode}
         grid = part.get_sliced_grid(size, part.max_slice_nums, resolution) if part.slice_mode else None
-        sizes = [part.find_best_resize(size, resolution, allow_upscale=grid is None, **how)]
+        sizes = [part.find_best_resize(size, resolution, allow_upscale=grid is None, **options)]
         if grid is not None:
-            fine = part.get_refine_size(size, grid, resolution, allow_upscale=True, **how)
+            fine = part.get_refine_size(size, grid, resolution, allow_upscale=True, **options)
             sizes += [(fine[0] // grid[0], fine[1] // grid[1])] * (grid[0] * grid[1])
         return grid or [0, 0], np.array(sizes) // part.patch_size
 

@@ -69,8 +69,8 @@ class Squares(Tiles):
         if rows:
             image = self._resized(image, SizeDict(height=rows * side, width=columns * side))
             squares = [tiles_of(image, self.size)]
-        whole = self._resized(image, SizeDict(height=side, width=side))
-        return {"pixel_values": torch.from_numpy(np.concatenate([*squares, whole[None]]))}
+        overview = self._resized(image, SizeDict(height=side, width=side))
+        return {"pixel_values": torch.from_numpy(np.concatenate([*squares, overview[None]]))}
 
     def of_video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
         part = self.processor.video_processor

@@ -49,9 +49,9 @@ class InternVLTiles(Tiles):
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         size = self.size
-        least = self.images.min_patches
-        most = self.images.max_patches
-        columns, rows = get_optimal_tiled_canvas(image.shape[:2], size, least, most)
+        min_tiles = self.images.min_patches
+        max_tiles = self.images.max_patches
+        columns, rows = get_optimal_tiled_canvas(image.shape[:2], size, min_tiles, max_tiles)
         tiles = tiles_of(resized(image, (rows * size[0], columns * size[1]), self.images.resample), size)
         if len(tiles) > 1:
             tiles = np.concatenate([tiles, self.fitted(image)[None]])
@@ -92,9 +92,9 @@ class OneVisionTiles(Tiles):
             return super().frame(width, height, alone)
         # in the middle of a square, which is scaled
         side = max(width, height)
-        shown = self.size[1]
-        left, top = ((side - length) // 2 * shown / side for length in (width, height))
-        return Frame(*self.size[::-1], left, top, width * shown / side, height * shown / side)
+        shown_side = self.size[1]
+        x, y = ((side - length) // 2 * shown_side / side for length in (width, height))
+        return Frame(*self.size[::-1], x, y, width * shown_side / side, height * shown_side / side)
 
     def arranged(self, images: Sequence[Any]) -> Sequence[Any]:
         return [images] if images else images
@@ -174,7 +174,7 @@ def _centred(image: np.ndarray, size: tuple[int, int], colour: Any) -> np.ndarra
     canvas = np.empty((*size, 3), np.uint8)
     canvas[:] = colour
     height, width, _ = image.shape
-    top = (size[0] - height) // 2
-    left = (size[1] - width) // 2
-    canvas[top : top + height, left : left + width] = image
+    y = (size[0] - height) // 2
+    x = (size[1] - width) // 2
+    canvas[y : y + height, x : x + width] = image
     return canvas

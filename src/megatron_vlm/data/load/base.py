@@ -22,7 +22,7 @@ from megatron_vlm.messages import join_lines
 
 def order_settings(data: DataConfig, micro_batch_size: int, seed: int) -> dict:
     """The settings of a loader's fingerprint that decide the order of samples, whatever their source."""
-    shares = [one.rows or one.share for one in sources_of(data.train_data_path)]
+    shares = [source.rows or source.share for source in sources_of(data.train_data_path)]
     return {
         "micro_batch_size": micro_batch_size,
         "seed": seed,
@@ -144,8 +144,8 @@ class ValidLoader(ABC):
     name: str  # what is read, for messages
     _encoder: Any
     _num_workers: int
-    _mine: Any  # this rank's share
-    _all: Any  # the whole split
+    _rank_share: Any  # this rank's share
+    _full_share: Any  # the whole split
     _loader: DataLoader | None = None  # of the current pass
 
     def __init__(self, drops: DropReport, length: int) -> None:
@@ -187,10 +187,10 @@ class ValidLoader(ABC):
             close_loader(loader)
 
     @abstractmethod
-    def _keep(self, source: str) -> None:
+    def _select_source(self, source: str) -> None:
         """Leaves all sources but one out of what is read."""
 
-    def look(self) -> None:
+    def probe_sources(self) -> None:
         """Reads a batch of each source. Raises as `first_batch` for one that has no sample."""
         for source in self.sources or [""]:
             self.first_batch(source)
@@ -203,9 +203,9 @@ class ValidLoader(ABC):
         alone, report = copy.copy(self), DropReport()
         alone._encoder = copy.copy(self._encoder)
         alone._encoder.drops = alone._drops = report
-        alone._mine, alone._num_workers = self._all, 0
+        alone._rank_share, alone._num_workers = self._full_share, 0
         if source:
-            alone._keep(source)
+            alone._select_source(source)
         for batch in alone._checked():
             return batch
         name = f"{self.name}: source {source}" if source else self.name

@@ -53,7 +53,7 @@ from megatron_vlm.data.load.energon_state import (
 )
 from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.template_notes import start_notes
-from megatron_vlm.data.load.workers import notice_the_dead, raise_naming_samples
+from megatron_vlm.data.load.workers import raise_naming_samples, raise_on_dead_worker
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.records.unread import SourceSample, read_sample
@@ -139,12 +139,12 @@ class EnergonProvider:
 
     def _valid_sources(self) -> list[DataSource]:
         data = self._data
-        given = sources_of(data.valid_data_path or data.train_data_path)
-        sources = [replace(one, share=None) for one in given]
+        paths = sources_of(data.valid_data_path or data.train_data_path)
+        sources = [replace(source, share=None) for source in paths]
         if data.valid_data_path is None:
-            for one in sources:
-                check_dataset(one.path)
-            sources = [one for one in sources if "val" in split_names(one.path)]
+            for source in sources:
+                check_dataset(source.path)
+            sources = [source for source in sources if "val" in split_names(source.path)]
         return sources
 
     def _worker_config(self, rank: int, world_size: int, seed: int) -> WorkerConfig:
@@ -169,7 +169,7 @@ class EnergonTrainLoader(TrainLoader):
     ) -> None:
         self._rows_of_an_epoch = rows_of_an_epoch
         guard_readers(dataset)
-        self._loader = _undisturbing(
+        self._loader = _isolate_rng_and_gc(
             get_savable_loader(
                 dataset,
                 checkpoint_every_sec=CHECKPOINT_SECONDS,
@@ -178,7 +178,7 @@ class EnergonTrainLoader(TrainLoader):
         )
         if workers.num_workers > 0:
             self._loader.dataset.get_checkpoint = partial(checkpoint_of_worker, self._loader.dataset)
-            notice_the_dead(self._loader)
+            raise_on_dead_worker(self._loader)
         source = energon_fingerprint(self._loader.config(), workers)
         super().__init__(encoder.drops, source | encoder_settings(encoder) | settings)
 
@@ -218,15 +218,17 @@ class EnergonValidLoader(ValidLoader):
         self.name = _name(read)
         self._read, self._encoder, self._micro_batch_size = read, encoder, micro_batch_size
         self.sources = path_names(read) if len(read) > 1 else []
-        self._mine, self._all = workers, _with_ranks_as_workers(workers, 0)
+        self._rank_share, self._full_share = workers, _with_ranks_as_workers(workers, 0)
         super().__init__(encoder.drops, self._most_batches_of_a_rank())
 
-    def _keep(self, source: str) -> None:
+    def _select_source(self, source: str) -> None:
         self._read = [self._read[self.sources.index(source)]]
 
     def _open(self) -> DataLoader:
-        dataset = self._dataset(self._mine)
-        loader = _undisturbing(get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS))
+        dataset = self._dataset(self._rank_share)
+        loader = _isolate_rng_and_gc(
+            get_loader(dataset, watchdog_initial_timeout_seconds=FIRST_BATCH_SECONDS)
+        )
         loader.dataset.datasets = (_with_rest(loader.dataset.dataset, self._encoder),)
         return loader
 
@@ -245,8 +247,8 @@ class EnergonValidLoader(ValidLoader):
 
     def _most_batches_of_a_rank(self) -> int:
         """The most batches that any rank has: Energon cuts data for one rank with all workers alike."""
-        per_rank, world_size = max(1, self._mine.num_workers), self._mine.world_size
-        dataset = self._dataset(_with_ranks_as_workers(self._mine, per_rank * world_size))
+        per_rank, world_size = max(1, self._rank_share.num_workers), self._rank_share.world_size
+        dataset = self._dataset(_with_ranks_as_workers(self._rank_share, per_rank * world_size))
         lengths = [dataset.len_worker(worker) for worker in range(per_rank * world_size)]
         return max(sum(lengths[rank * per_rank :][:per_rank]) for rank in range(world_size))
 
@@ -262,7 +264,7 @@ class EnergonSamples:
         factories, _, firsts, lasts = zip(*self._parts(os.getpid()), strict=True)
         self._ends = np.cumsum(np.subtract(lasts, firsts))
         alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
-        self.fingerprint = digest(energon_fingerprint([one.config() for one in factories], alone))
+        self.fingerprint = digest(energon_fingerprint([factory.config() for factory in factories], alone))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -286,13 +288,13 @@ class EnergonSamples:
     def _opened(self, process: int) -> list[tuple[Any, Any, int, int]]:
         """(Energon's dataset, its reader, the first sample, the one after the last). Each forked process
         opens its own: processes share the place in an open file."""
-        how = {"training": False, "split_part": self._split, "decoder": self.encoder.decoder}
+        settings = {"training": False, "split_part": self._split, "decoder": self.encoder.decoder}
         alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
         source = checked_source(self._read, self._split)
         with naming_dataset(self._read):
-            loaded = load_dataset(source).get_datasets(worker_config=alone, **how)
+            loaded = load_dataset(source).get_datasets(worker_config=alone, **settings)
         parts = []
-        for factory in [one.dataset for one in loaded.datasets]:
+        for factory in [loaded_dataset.dataset for loaded_dataset in loaded.datasets]:
             dataset = factory.build()
             guard_readers(dataset)
             [inner] = [inner for inner in walk(dataset) if hasattr(inner, "join_readers")]
@@ -308,7 +310,7 @@ def _first_records(source: DataSource, encoder) -> SourceSample:
 
 
 def _name(sources: list[DataSource], split: str = "val") -> str:
-    return f"data: the {split!r} split of {', '.join(one.path for one in sources)}"
+    return f"data: the {split!r} split of {', '.join(source.path for source in sources)}"
 
 
 def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig, path: str) -> tuple[int, int | None]:
@@ -334,9 +336,9 @@ def _samples_of_an_epoch(open_dataset: Callable, workers: WorkerConfig, path: st
 
 def _with_rest(batches: Iterable[Batch], encoder: Any) -> Iterator[Batch | dict]:
     """The batches of a pass as a worker makes them, and then what was dropped since the last."""
-    encoder.taken_drops()  # of a pass that was left before its end, in this same process
+    encoder.pop_drop_counts()  # of a pass that was left before its end, in this same process
     yield from batches
-    yield {DROPPED: encoder.taken_drops()}
+    yield {DROPPED: encoder.pop_drop_counts()}
 
 
 def _raise_with_key(error: Exception, sample: Any, sources: Any = None) -> None:
@@ -357,7 +359,7 @@ def _with_ranks_as_workers(workers: WorkerConfig, num_workers: int) -> WorkerCon
     return alone
 
 
-def _undisturbing(loader):
+def _isolate_rng_and_gc(loader):
     """The loader, which no longer draws from the run's random numbers or warns that it cannot pin memory.
 
     Its workers never collect what was the parent's: Energon would end their `gc.freeze`.

@@ -201,8 +201,8 @@ def checked_source(sources: list[DataSource], split: str) -> str | dict:
     if len(sources) == 1:
         return str(_path(sources[0].path))
     blend = [
-        {"path": str(_path(one.path)), "repetitions": int(one.share or 1), "subflavors": {SOURCE: name}}
-        for one, name in zip(sources, path_names(sources), strict=True)
+        {"path": str(_path(source.path)), "repetitions": int(source.share or 1), "subflavors": {SOURCE: name}}
+        for source, name in zip(sources, path_names(sources), strict=True)
     ]
     description = {"path": EPath("/"), "splits": {split: {"blend_epochized": blend}}}
     return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **description}

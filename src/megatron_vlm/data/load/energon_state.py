@@ -45,10 +45,12 @@ def to_json_data(value: Any) -> Any:
     Everything that is not a list, number, string or None becomes {"$": type, "v": content}.
     Raises TypeError for a type that no loader state holds.
     """
+    # what JSON has stays as it is
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
         return [to_json_data(item) for item in value]
+    # the rest is tagged with its type
     if isinstance(value, tuple):
         return {"$": "tuple", "v": [to_json_data(item) for item in value]}
     if isinstance(value, dict):
@@ -121,8 +123,8 @@ def _shards(config: Any) -> Iterator[tuple[str, int, str]]:
     if isinstance(config, dict):
         for shard in config.get("shards", ()):
             index = Path(str(shard["_path"]) + ".idx")
-            known = index.is_file()
-            content = hashlib.sha256(read_file(index)).hexdigest()[:16] if known else UNKNOWN
+            is_local = index.is_file()
+            content = hashlib.sha256(read_file(index)).hexdigest()[:16] if is_local else UNKNOWN
             yield shard["name"], shard["count"], content
     if isinstance(config, dict | list):
         for item in config.values() if isinstance(config, dict) else config:

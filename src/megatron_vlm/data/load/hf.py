@@ -109,8 +109,9 @@ class HFProvider:
                     f"data.validation_share: {source.path} has a validation split already, {split!r}; drop "
                     "the setting to validate on it."
                 )
-        named = [(one, "train" if "train" in of else None) for one, of in zip(sources, splits, strict=True)]
-        rows = self._rows(named, encoder, self._data.datasets)
+        train_splits = ["train" if "train" in names else None for names in splits]
+        trained = list(zip(sources, train_splits, strict=True))
+        rows = self._rows(trained, encoder, self._data.datasets)
         rows.table = hold_out(rows.table, share, held_out) if share else rows.table
         if self._data.resize_jitter and not held_out:
             rows.table = Resized(rows.table, self._data.resize_jitter, seed)
@@ -128,9 +129,9 @@ class HFProvider:
         if data.packing == "global" or data.group_by_length:
             tokens, patches = measure_dataset(rows, data.lengths_cache, data.num_workers, rank, world_size)
             capacity = rows.encoder.data.seq_length if data.packing == "global" else None
-            most = rows.encoder.data.max_patches
+            max_patches = rows.encoder.data.max_patches
             return BalancedSampler(
-                rows_of, tokens, patches, rank, world_size, micro_batch_size, seed, capacity, most
+                rows_of, tokens, patches, rank, world_size, micro_batch_size, seed, capacity, max_patches
             )
         if data.packing == "none":
             return sampler
@@ -143,9 +144,11 @@ class HFProvider:
     ) -> HFValidLoader | None:
         """A finite loader of `valid_rows` in stored order, several sources in turn: each row on exactly one
         rank, as many batches on every rank. None if there are none."""
-        if (found := self.valid_rows(encoder, seed)) is None:
+        if (named_rows := self.valid_rows(encoder, seed)) is None:
             return None
-        return HFValidLoader(found[0], found[1], rank, world_size, micro_batch_size, self._data.num_workers)
+        return HFValidLoader(
+            named_rows[0], named_rows[1], rank, world_size, micro_batch_size, self._data.num_workers
+        )
 
     @reading("self._data.valid_data_path")
     def valid_rows(self, encoder, seed: int = 0) -> tuple[str, EncodedRows] | None:
@@ -160,14 +163,14 @@ class HFProvider:
         if data.validation_share:
             return "data.validation_share: what is held out", self.train_rows(encoder, seed, held_out=True)
         key = "train_data_path" if data.valid_data_path is None else "valid_data_path"
-        splits = [(one, _validation_split(one)) for one in sources_of(getattr(data, key))]
+        splits = [(source, _validation_split(source)) for source in sources_of(getattr(data, key))]
         if data.valid_data_path is None:  # all rows of the splits, however many rows are trained
-            splits = [(replace(one, rows=None, share=None), split) for one, split in splits if split]
+            splits = [(replace(source, rows=None, share=None), split) for source, split in splits if split]
         if not splits:
             return None
-        named = ", ".join(f"{one.path} ({split})" if split else one.path for one, split in splits)
+        paths = ", ".join(f"{source.path} ({split})" if split else source.path for source, split in splits)
         rows = self._rows(splits, encoder, data.datasets if data.valid_data_path is None else ())
-        return f"data.{key}: {named}", rows
+        return f"data.{key}: {paths}", rows
 
     def _rows(
         self, splits: list[tuple[DataSource, str | None]], encoder, names: Sequence[str]
@@ -191,17 +194,17 @@ class _Measuring(Dataset):
 
     def __call__(self, sampler: ShuffledSampler | StreamSampler) -> Iterator[Measured]:
         self.close()
-        asked, handed_out = itertools.tee(itertools.batched(sampler, MEASURED_AT_ONCE))
+        pieces, handed_out = itertools.tee(itertools.batched(sampler, MEASURED_AT_ONCE))
         self._loader = loader_of(self, handed_out, self._num_workers, self._ahead)
-        return self._check_measures(asked)
+        return self._check_measures(pieces)
 
-    def _check_measures(self, asked: Iterator[tuple[tuple[Position, list[int]], ...]]) -> Iterator[Measured]:
+    def _check_measures(self, pieces: Iterator[tuple[tuple[Position, list[int]], ...]]) -> Iterator[Measured]:
         """The measures of the workers. Raises LostSample if they are not of the rows that were asked for."""
         key = self._rows.table.key
-        for measured, piece in zip(self._loader, asked, strict=True):
-            due = [(place, key(row)) for place, [row] in piece]
-            if [known for known, _ in measured] != due:
-                raise lost_samples([key for _, key in due], "not measured by the worker asked to")
+        for measured, piece in zip(self._loader, pieces, strict=True):
+            expected = [(place, key(row)) for place, [row] in piece]
+            if [position_and_key for position_and_key, _ in measured] != expected:
+                raise lost_samples([key for _, key in expected], "not measured by the worker asked to")
             for (place, [row]), (_, costs) in zip(piece, measured, strict=True):
                 yield place, row, costs
 
@@ -261,10 +264,13 @@ class HFTrainLoader(TrainLoader):
         table = self._rows.table
         flat = iter(table.at([place for places in restore_key for place in places]))
         rows = [list(itertools.islice(flat, len(places))) for places in restore_key]
-        made = [self._rows[None, row] for row in rows]
-        if dropped := [table.key(row[n]) for row, (*_, gone) in zip(rows, made, strict=True) for n in gone]:
+        entries = [self._rows[None, row] for row in rows]
+        numbers = [
+            (row, number) for row, entry in zip(rows, entries, strict=True) for number in entry.dropped
+        ]
+        if dropped := [table.key(row[number]) for row, number in numbers]:
             raise ValueError(f"replay: {dropped}, once trained on, are dropped; the dataset has changed.")
-        return self._rows.batch([sample for _, sample, _ in made])
+        return self._rows.batch([entry.sample for entry in entries])
 
     def close(self) -> None:
         super().close()
@@ -287,24 +293,24 @@ class HFValidLoader(ValidLoader):
         self.name, self._encoder, self._table = name, rows.encoder, rows.table
         self._micro_batch_size = micro_batch_size
         self._num_workers = num_workers
-        self._all = in_turn(rows.table, np.sort(rows.table.rows_of(0, 0))).tolist()
-        self._mine = self._all[rank::world_size]
+        self._full_share = in_turn(rows.table, np.sort(rows.table.rows_of(0, 0))).tolist()
+        self._rank_share = self._full_share[rank::world_size]
         self.sources = sources_of_keys(rows.table)
-        most_rows = -(-len(self._all) // world_size)
+        most_rows = -(-len(self._full_share) // world_size)
         super().__init__(rows.encoder.drops, -(-most_rows // self._micro_batch_size))
 
     def keys(self) -> list[str]:
         """The keys of all rows, over all ranks."""
-        return [self._table.key(row) for row in self._all]
+        return [self._table.key(row) for row in self._full_share]
 
-    def _keep(self, source: str) -> None:
+    def _select_source(self, source: str) -> None:
         ends = np.cumsum([0, *map(len, self._table.parts().values())])
         number = self.sources.index(source)
-        self._mine = [row for row in self._mine if ends[number] <= row < ends[number + 1]]
+        self._rank_share = [row for row in self._rank_share if ends[number] <= row < ends[number + 1]]
 
     def _open(self) -> DataLoader:
         rows = EncodedRows(self._table, self._encoder)
-        order = [(None, [index]) for index in self._mine]
+        order = [(None, [index]) for index in self._rank_share]
         self._row_loader = RowLoader(rows, order, self._num_workers)
         return self._row_loader.workers
 

@@ -45,7 +45,7 @@ class EncodedRows(Dataset):
         encoded, places, dropped = [], [], {}
         for number, index in enumerate(indices):
             try:
-                encoded.append(self._naming(self.encoder.encode_document, index))
+                encoded.append(self._encode_named(self.encoder.encode_document, index))
                 places.append(self.table.place(index))
             except SkipSample as skipped:
                 if not isinstance(bad := skipped.__cause__, BadSample):  # the encoder counts it, and says so
@@ -62,12 +62,12 @@ class EncodedRows(Dataset):
     def measured(self, index: int) -> tuple[int, int] | None:
         """(tokens, patches) of a row's encoding, None for one that will be dropped, and then be counted."""
         try:
-            document = self._naming(self.encoder.documents.measure, index)
+            document = self._encode_named(self.encoder.documents.measure, index)
         except BadSample:
             return None
         return document.length, document.patches
 
-    def _naming(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
+    def _encode_named(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
         try:
             return encode(self.sample(index))
         except (BadSample, SkipSample, TooManyDrops):
@@ -142,8 +142,8 @@ class RowLoader:
                 yield entry.position, self._rows.batch(samples) | {DROPPED: dropped}
                 samples = []
                 dropped = Counter()
-        rest = self._rows.batch(samples) if samples else {}
-        yield None, rest | {DROPPED: dropped}
+        last_batch = self._rows.batch(samples) if samples else {}
+        yield None, last_batch | {DROPPED: dropped}
 
     def entries_of_epochs(self, position: Sequence[int], drops: DropReport) -> Iterator[EncodedEntry]:
         """The entries from `position` on, which begins with an epoch and how much of it is done.
@@ -173,8 +173,8 @@ class RowLoader:
         position, keys = self._expected.popleft() if self._expected else (None, [])
         documents = self._rows.encoder.documents.per_sample
         kept = [key for n, key in enumerate(keys) if n not in entry.dropped for _ in range(documents)]
-        found = [] if entry.sample is None else entry.sample.document_keys
-        if (entry.position, found) != (position, kept):
-            wrong = keys if entry.position != position else sorted(set(kept) ^ set(found)) or kept
-            gave = f"workers gave {found} at {entry.position} where {kept} at {position} were due"
-            raise lost_samples(wrong or found, gave)
+        delivered = [] if entry.sample is None else entry.sample.document_keys
+        if (entry.position, delivered) != (position, kept):
+            wrong = keys if entry.position != position else sorted(set(kept) ^ set(delivered)) or kept
+            gave = f"workers gave {delivered} at {entry.position} where {kept} at {position} were due"
+            raise lost_samples(wrong or delivered, gave)

@@ -82,14 +82,16 @@ class ShuffledSampler(Sampler):
         rows_before = self._rows_before(epoch)
         while True:
             rows = self._epoch(epoch)
-            mine = rows[(self.rank - rows_before) % self.world_size :: self.world_size]
-            for done in range(rows_done + 1, len(mine) + 1):
-                yield (epoch, done), [int(mine[done - 1])]
+            of_rank = rows[(self.rank - rows_before) % self.world_size :: self.world_size]
+            for done in range(rows_done + 1, len(of_rank) + 1):
+                yield (epoch, done), [int(of_rank[done - 1])]
             rows_before, epoch, rows_done = rows_before + len(rows), epoch + 1, 0
 
-    def reshard(self, positions: Sequence[Position], left: Sequence[Sequence[Position]] = ()) -> None:
-        """See the module. `left`: for each rank, the positions after rows that it passed over without use."""
-        ranks = [[position, *more] for position, more in itertools.zip_longest(positions, left, fillvalue=())]
+    def reshard(self, positions: Sequence[Position], unused: Sequence[Sequence[Position]] = ()) -> None:
+        """See the module. `unused`: for each rank, the positions after rows that it passed over."""
+        ranks = [
+            [position, *more] for position, more in itertools.zip_longest(positions, unused, fillvalue=())
+        ]
         self.reshards = [*self.reshards, ranks]
         self.position = min(epoch for rank in ranks for epoch, _ in rank), 0
 
@@ -98,15 +100,15 @@ class ShuffledSampler(Sampler):
         if not self.reshards:
             return np.random.default_rng([self.seed, epoch]).permutation(self.rows_of(epoch))
         # Deal what the ranks before had not used: of a rank's share all after `done` in the epoch that it had
-        # reached, nothing of earlier epochs, all of later ones, and in any epoch the rows in `left`.
+        # reached, nothing of earlier epochs, all of later ones, and in any epoch the rows in `unused`.
         ranks = self.reshards[-1]
         before = replace(self, world_size=len(ranks), reshards=self.reshards[:-1])
         order, rows_before = before._epoch(epoch), before._rows_before(epoch)
         still = np.zeros(len(order), bool)
-        for rank, ((reached, done), *left) in enumerate(ranks):
-            mine = still[(rank - rows_before) % len(ranks) :: len(ranks)]
-            mine[done if epoch == reached else 0 if epoch > reached else len(mine) :] = True
-            mine[[number - 1 for at, number in left if at == epoch]] = True
+        for rank, ((reached, done), *unused) in enumerate(ranks):
+            of_rank = still[(rank - rows_before) % len(ranks) :: len(ranks)]
+            of_rank[done if epoch == reached else 0 if epoch > reached else len(of_rank) :] = True
+            of_rank[[number - 1 for at, number in unused if at == epoch]] = True
         return order[still]
 
     def _size(self, epoch: int) -> int:
@@ -172,8 +174,8 @@ class StreamSampler(Sampler):
         count = self.table.stream.num_shards
         shards = np.random.default_rng([self.seed, epoch]).permutation(count).tolist()
         share = count % self.world_size == 0
-        mine = shards[self.rank :: self.world_size] if share else shards
-        for done, shard in enumerate(mine[shards_done:], start=shards_done):
+        of_rank = shards[self.rank :: self.world_size] if share else shards
+        for done, shard in enumerate(of_rank[shards_done:], start=shards_done):
             read = 0
             for read, record in enumerate(self.table.records(shard), start=1):
                 if read <= rows_done or not (share or (read + shard) % self.world_size == self.rank):

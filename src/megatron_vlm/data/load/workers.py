@@ -68,13 +68,13 @@ def worker_death(workers: Iterable[BaseProcess]) -> str:
     return killed_message(who, number)
 
 
-def notice_the_dead(loader: DataLoader) -> None:
+def raise_on_dead_worker(loader: DataLoader) -> None:
     """Makes a loader of Energon raise where it would wait without end for the answer of a dead worker."""
 
     def answer(worker: int, answers: Queue, get: Callable[[], Any]) -> Any:
-        asked = workers_of(loader)[worker]
-        if answers._reader not in wait([answers._reader, asked.sentinel]):
-            raise RuntimeError(worker_death([asked]))
+        process = workers_of(loader)[worker]
+        if answers._reader not in wait([answers._reader, process.sentinel]):
+            raise RuntimeError(worker_death([process]))
         return get()
 
     for worker, answers in enumerate(loader.result_queues):

@@ -168,10 +168,10 @@ def _plan(source, options: RecordSource, splits: Mapping[str, float] | None, see
             rows = _rows(only, seed)
             return [_Part(only, rows, _draw_splits(len(rows), splits or DEFAULT_SPLITS, seed))]
     parts = []
-    for name, one in sources.items():
+    for name, split_source in sources.items():
         _check_split_name(name)
-        rows = _rows(one, seed)
-        parts.append(_Part(one, rows, {name: np.arange(len(rows))}))
+        rows = _rows(split_source, seed)
+        parts.append(_Part(split_source, rows, {name: np.arange(len(rows))}))
     return parts
 
 
@@ -231,8 +231,10 @@ def _shard_jobs(parts: list[_Part], folder: Path, samples_per_shard: int) -> Ite
             for shard, start in enumerate(range(0, len(places), samples_per_shard)):
                 chosen = places[start : start + samples_per_shard].tolist()
                 rows = part.rows[chosen].tolist()
-                named = part.source.kind == "meta"  # by the place; else by the record's number in its file
-                numbers = chosen if named else [table.origin(row)[1] for row in rows]
+                has_row_numbers = (
+                    part.source.kind == "meta"
+                )  # by the place; else by the record's number in its file
+                numbers = chosen if has_row_numbers else [table.origin(row)[1] for row in rows]
                 path = folder / f"{split}-{shard:05d}.tar"
                 items = list(zip(numbers, rows, strict=True))
                 yield ShardJob(next(order), split, path, part.source, items)
@@ -249,25 +251,25 @@ def _finish(
     skipped_lines = [line for result in results for line in result.skipped_lines]
     if skipped_lines:
         write_whole(folder / "skipped.jsonl", skipped_lines)
-    written = [result for result in results if result.samples]
-    if not written:
+    results_with_samples = [result for result in results if result.samples]
+    if not results_with_samples:
         examples = [line.decode().rstrip() for line in skipped_lines[:3]]
-        what = (
+        outcome = (
             f"skipped {dict(skipped)} of the source's records, such as" if skipped else "it has no records."
         )
         remedies = [f"{reason}: {REASONS[reason]}" for reason in skipped]
-        raise ValueError(join_lines([f"prepare: nothing to write; {what}", *examples, *remedies, *notes]))
+        raise ValueError(join_lines([f"prepare: nothing to write; {outcome}", *examples, *remedies, *notes]))
     for result in results:  # Energon would count a shard without samples
         if not result.samples:
             result.path.unlink()
-    shards = {split: [r.path.name for r in written if r.split == split] for split in splits}
+    shards = {split: [r.path.name for r in results_with_samples if r.split == split] for split in splits}
     _write_index(folder, shards)
     return PrepareSummary(
         output=output,
-        samples={split: sum(r.samples for r in written if r.split == split) for split in splits},
+        samples={split: sum(r.samples for r in results_with_samples if r.split == split) for split in splits},
         shards={split: len(names) for split, names in shards.items()},
-        images=sum(result.images for result in written),
-        total_bytes=sum(result.path.stat().st_size for result in written),
+        images=sum(result.images for result in results_with_samples),
+        total_bytes=sum(result.path.stat().st_size for result in results_with_samples),
         skipped=dict(skipped),
         seconds=0.0,
         notes=notes,

@@ -68,7 +68,7 @@ class Boxes:
         words = Words(
             lambda shape: convention.shape(numbers(shape)),
             convention.label.format,
-            lambda rest: convention.answer([(numbers(shape), shape.kind, label) for shape, label in rest]),
+            lambda pairs: convention.answer([(numbers(shape), shape.kind, label) for shape, label in pairs]),
         )
         return with_objects(messages, objects, words, some)
 
@@ -77,16 +77,16 @@ class Boxes:
         text: str,
         size: tuple[int, int],
         alone: bool = True,
-        most: int | None = None,
-        least: int | None = None,
+        max_pixels: int | None = None,
+        min_pixels: int | None = None,
     ) -> list[Found]:
         """The shapes in an answer about an image of `size` (width, height), in pixels of that image.
 
-        `alone`: it is its conversation's only one. `most` and `least` are the limits of its pixels when the
+        `alone`: it is its conversation's only one. `max_pixels` and `min_pixels` are its limits when the
         model saw it. What a model wrote may lie outside the image. Raises BadSample if there is no
         convention, or if the processor cannot take such an image.
         """
-        limited = size if self._kind.makes_one_size else target_size(size, most, least)
+        limited = size if self._kind.makes_one_size else target_size(size, max_pixels, min_pixels)
         frame = self._frame(limited, alone)
         starts = (frame.left, frame.top)
         lengths = (frame.image_width, frame.image_height)
@@ -94,11 +94,11 @@ class Boxes:
         def on_image(shares: list[float]) -> list[float]:
             axes = cycle(zip(frame[:2], starts, lengths, size, strict=True))  # of x, of y
             return [
-                (share * whole - start) / length * side
-                for share, (whole, start, length, side) in zip(shares, axes, strict=False)
+                (share * picture_side - start) / length * side
+                for share, (picture_side, start, length, side) in zip(shares, axes, strict=False)
             ]
 
-        return [Found(on_image(found.numbers), found.label) for found in self.seen(text, frame[:2])]
+        return [Found(on_image(shape.numbers), shape.label) for shape in self.seen(text, frame[:2])]
 
     def seen(self, text: str, picture: tuple[int, int]) -> list[Found]:
         """The shapes in a text, in shares of the picture (width, height) that the model sees of an image."""
@@ -122,15 +122,17 @@ class Boxes:
     def _axes(self, image: SizedImage, alone: bool, objects: Objects) -> tuple["_Axis", "_Axis"]:
         size = in_time(self._seconds, image_size, image.data)
         if objects.size and objects.size != [*size]:
-            said, real = (" x ".join(map(str, sides)) for sides in (objects.size, size))
-            raise BadSample(REASON, f"the boxes are of an image of {said}, and its file has {real}")
+            record_size, file_size = (" x ".join(map(str, sides)) for sides in (objects.size, size))
+            raise BadSample(
+                REASON, f"the boxes are of an image of {record_size}, and its file has {file_size}"
+            )
         frame = self._frame(image.scale(size), alone)
         width, height = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[objects.unit]
-        what = f"the {width} x {height}, in bbox_type {objects.unit}, of"
+        image_name = f"the {width} x {height}, in bbox_type {objects.unit}, of"
         ends = frame[:2] if self._convention().unit is None else (self._convention().unit,) * 2
         return (
-            _Axis(width, frame.left / frame.width, frame.image_width / frame.width, ends[0], what),
-            _Axis(height, frame.top / frame.height, frame.image_height / frame.height, ends[1], what),
+            _Axis(width, frame.left / frame.width, frame.image_width / frame.width, ends[0], image_name),
+            _Axis(height, frame.top / frame.height, frame.image_height / frame.height, ends[1], image_name),
         )
 
     def _frame(self, size: tuple[int, int], alone: bool) -> Frame:
@@ -164,9 +166,9 @@ class _Axis:
         return share * self.written_end
 
 
-def _inside(share: float, whole: str, shape: Shape) -> float:
+def _inside(share: float, image_name: str, shape: Shape) -> float:
     if not -ROUNDING <= share <= 1 + ROUNDING:
-        raise BadSample(REASON, f"{shape.numbers} is not inside {whole} image {shape.image}")
+        raise BadSample(REASON, f"{shape.numbers} is not inside {image_name} image {shape.image}")
     return min(max(share, 0.0), 1.0)
 
 
@@ -180,12 +182,12 @@ def draw(picture: Image.Image, shapes: Iterable[Found]) -> Image.Image:
         colour = COLOURS[number % len(COLOURS)]
         numbers = [min(max(number, -far), far) for number in shape.numbers]  # a model may write any
         corners = list(zip(numbers[::2], numbers[1::2], strict=True))
-        (x, y), *others = corners
-        if not others:
+        (x, y), *other_corners = corners
+        if not other_corners:
             pen.ellipse((x - 2 * width, y - 2 * width, x + 2 * width, y + 2 * width), fill=colour)
         elif len(corners) == 2:
-            (left, right), (top, bottom) = (sorted(axis) for axis in zip(*corners, strict=True))
-            pen.rectangle((left, top, right, bottom), outline=colour, width=width)
+            (x_min, x_max), (y_min, y_max) = (sorted(axis) for axis in zip(*corners, strict=True))
+            pen.rectangle((x_min, y_min, x_max, y_max), outline=colour, width=width)
         else:
             pen.polygon(corners, outline=colour, width=width)
         if shape.label:

@@ -60,7 +60,7 @@ class Convention:
             return f"```json\n[{inside}]\n```"
         has_tags = self.label != "{}"
         texts = []
-        for label, group in groupby(objects, key=lambda each: each[2]):
+        for label, group in groupby(objects, key=lambda entry: entry[2]):
             shapes = [self.corners(numbers) for numbers, *_ in group]
             text = self.one.format(shapes[0])
             if len(shapes) > 1:
@@ -70,8 +70,8 @@ class Convention:
         return ("" if has_tags else "\n").join(texts)
 
     def _entry(self, numbers: list[float], kind: str, label: str | None) -> str:
-        named = "" if label is None else f', "label": {_IN_JSON(label)}'
-        return f'{self.indent}{{"{self.keys[kind]}": [{self.corners(numbers)}]{named}}}'
+        label_text = "" if label is None else f', "label": {_IN_JSON(label)}'
+        return f'{self.indent}{{"{self.keys[kind]}": [{self.corners(numbers)}]{label_text}}}'
 
     # -- back
 
@@ -89,10 +89,10 @@ class Convention:
     def _in_json(self, text: str) -> Iterator[tuple[str, str | None]]:
         end = 0  # of the object before
         for entry in _OBJECT.finditer(text):
-            yield from ((found[1], None) for found in COORDINATES.finditer(text, end, entry.start()))
+            yield from ((match[1], None) for match in COORDINATES.finditer(text, end, entry.start()))
             yield from self._of_object(entry[0])
             end = entry.end()
-        yield from ((found[1], None) for found in COORDINATES.finditer(text, end))
+        yield from ((match[1], None) for match in COORDINATES.finditer(text, end))
 
     def _of_object(self, entry: str) -> Iterator[tuple[str, str | None]]:
         label = _LABEL.search(entry)
@@ -107,11 +107,11 @@ class Convention:
         before, after = (re.escape(tag) for tag in self.label.split("{}"))
         pattern = f"{before}(?P<label>.{{,1000}}?){after}|{boxes}" if before else boxes
         label = None
-        for found in re.finditer(pattern, text, re.DOTALL):
-            if before and found["label"] is not None:
-                label = found["label"]
+        for match in re.finditer(pattern, text, re.DOTALL):
+            if before and match["label"] is not None:
+                label = match["label"]
             else:
-                for coordinates in COORDINATES.finditer(found["boxes"]):
+                for coordinates in COORDINATES.finditer(match["boxes"]):
                     yield coordinates[1], label
 
 

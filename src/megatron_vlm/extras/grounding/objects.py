@@ -47,34 +47,35 @@ class Objects:
     size: list[int] | None = None  # (width, height) of its images, where the record says it
 
 
-def objects_of(written: Any, messages: list[dict], images: int, some: bool) -> Objects | None:
+def objects_of(value: Any, messages: list[dict], images: int, some: bool) -> Objects | None:
     """Return the objects that placeholders of the messages stand for; None if there is nothing to write.
 
     Raises BadSample as `read_objects` and `with_objects`.
     """
-    objects = read_objects(written, images)
+    objects = read_objects(value, images)
     filled = with_objects(messages, objects, NO_WORDS, some)
     return objects if objects.shapes or filled != messages or some else None
 
 
-def read_objects(written: Any, images: int) -> Objects:
+def read_objects(fields: Any, images: int) -> Objects:
     """The objects of a record with so many images. Raises BadSample for what cannot be in any image."""
-    own: list[str | None] = []
-    if isinstance(written, list):
-        written, own = _by_field(written)
-    if not isinstance(written, dict) or not isinstance(written.get("bbox") or [], list):
+    own_labels: list[str | None] = []
+    if isinstance(fields, list):
+        fields, own_labels = _by_field(fields)
+    if not isinstance(fields, dict) or not isinstance(fields.get("bbox") or [], list):
         raise BadSample(REASON, "objects is neither a list of objects nor an object with a list `bbox`")
-    _check_keys(written, OF_ALL)
-    unit = written.get("bbox_type") or "real"
+    _check_keys(fields, OF_ALL)
+    unit = fields.get("bbox_type") or "real"
     if unit not in UNITS:
         raise BadSample(REASON, f"bbox_type is {unit!r:.60}, not one of {', '.join(UNITS)}")
-    size = written.get("size")
+    size = fields.get("size")
     if size is not None and not (isinstance(size, list) and [type(side) for side in size] == [int, int]):
         raise BadSample(REASON, f"size is {size!r:.60}, not [width, height]")
-    shapes = written.get("bbox") or []
-    labels = written.get("ref") or []
-    owners = written.get("image_id") or [0] * len(shapes)
-    names = written.get("name") or [None] * len(shapes)
+    # lists of one length: the shape, image and name of each object; labels are of their own
+    shapes = fields.get("bbox") or []
+    labels = fields.get("ref") or []
+    owners = fields.get("image_id") or [0] * len(shapes)
+    names = fields.get("name") or [None] * len(shapes)
     for name, values in (("image_id", owners), ("name", names)):
         if not isinstance(values, list) or len(values) != len(shapes):
             raise BadSample(REASON, f"{name} is no list of {len(shapes)}, one for each bbox")
@@ -83,16 +84,17 @@ def read_objects(written: Any, images: int) -> Objects:
     texts = [name for name in names if name is not None]
     if not all(isinstance(name, str) for name in texts) or len({*texts}) != len(texts):
         raise BadSample(REASON, "name is no list of texts that differ")
+    # each shape has its numbers, lies in an image that there is, and is not in a unit that nobody named
     for number, (shape, image) in enumerate(zip(shapes, owners, strict=True)):
         _check_shape(shape, f"bbox {number}")
         if type(image) is not int or not 0 <= image < images:
             besides = "; a box of a video is not read: give its frame as an image" if not images else ""
             raise BadSample(REASON, f"bbox {number} is in image {image!r:.60} of {images}{besides}")
-    if written.get("bbox_type") is None and _are_shares(shapes):
+    if fields.get("bbox_type") is None and _are_shares(shapes):
         detail = f"its numbers are all from 0 to 1, such as {shapes[0]!r:.60}, without a bbox_type"
         raise BadSample(REASON, f"{detail}; give norm1 for shares of width and height, or real for pixels")
-    found = map(Shape, shapes, owners, names, own or [None] * len(shapes))
-    return Objects(list(found), labels, unit, size)
+    all_shapes = map(Shape, shapes, owners, names, own_labels or [None] * len(shapes))
+    return Objects(list(all_shapes), labels, unit, size)
 
 
 def _are_shares(shapes: list[list[float]]) -> bool:
@@ -102,38 +104,38 @@ def _are_shares(shapes: list[list[float]]) -> bool:
     return is_within_one and any(len(shape) > POINT or shape != [*map(int, shape)] for shape in shapes)
 
 
-def _check_keys(written: dict, known: set[str]) -> None:
+def _check_keys(fields: dict, known_keys: set[str]) -> None:
     """An unknown key may say a unit, an image, or a label."""
-    for key, value in written.items():
-        if key not in known and value is not None:
-            raise BadSample(REASON, f"{key!r:.60} is unknown; there are {', '.join(sorted(known))}")
+    for key, value in fields.items():
+        if key not in known_keys and value is not None:
+            raise BadSample(REASON, f"{key!r:.60} is unknown; there are {', '.join(sorted(known_keys))}")
 
 
 def _by_field(items: list) -> tuple[dict[str, Any], list[str | None]]:
     """A list of objects as the lists of their fields, and the label of each object."""
     fields: dict[str, Any] = {"bbox": [], "image_id": [], "name": []}
-    own: list[str | None] = []
+    own_labels: list[str | None] = []
     units: list[Any] = []
     for item in items:
-        named = [word for word in SHAPES if item.get(word) is not None] if isinstance(item, dict) else []
-        if len(named) != 1:
+        shape_keys = [word for word in SHAPES if item.get(word) is not None] if isinstance(item, dict) else []
+        if len(shape_keys) != 1:
             raise BadSample(REASON, f"an object has one of {', '.join(SHAPES)}, this is {item!r:.100}")
         _check_keys(item, OF_AN_OBJECT)
-        (word,) = named
+        (word,) = shape_keys
         numbers = item[word]
         if word != "bbox" and isinstance(numbers, list) and Shape(numbers).kind != word:
             raise BadSample(REASON, f"{word} is {numbers!r:.100}")
         fields["bbox"].append(numbers)
         fields["image_id"].append(next((item[key] for key in ("image", "image_id") if item.get(key)), 0))
         fields["name"].append(item.get("name"))
-        own.append(next((item[key] for key in LABELS if item.get(key) is not None), None))
+        own_labels.append(next((item[key] for key in LABELS if item.get(key) is not None), None))
         units.append(item.get("bbox_type"))
     if any(unit != units[0] for unit in units):
         raise BadSample(REASON, f"bbox_type is not the same everywhere: {units!r:.100}")
     return fields | {
-        "ref": [label for label in own if label is not None],
+        "ref": [label for label in own_labels if label is not None],
         "bbox_type": units[0] if units else None,
-    }, own
+    }, own_labels
 
 
 def _check_shape(numbers: Any, place: str) -> None:
@@ -233,7 +235,7 @@ class _Filling:
         return list(zip(shapes, labels or [None] * len(shapes), strict=True))
 
 
-def _next(left: list, placeholder: re.Match[str]) -> Any:
-    if not left:
+def _next(waiting: list, placeholder: re.Match[str]) -> Any:
+    if not waiting:
         raise BadSample(REASON, f"nothing in objects is left for {placeholder[0]}")
-    return left.pop(0)
+    return waiting.pop(0)
