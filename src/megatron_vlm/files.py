@@ -81,7 +81,7 @@ def open_to_write(path: str | Path, mode: str = "wb", buffering: int = -1) -> Bi
     if os.path.lexists(path):
         _check_kind(path, os.lstat(path))
     flags = os.O_CREAT | os.O_NOFOLLOW
-    return open(path, mode, buffering, opener=lambda name, given: _open_at_once(name, given | flags))
+    return open(path, mode, buffering, opener=lambda name, of_mode: _open_at_once(name, of_mode | flags))
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:
@@ -119,7 +119,7 @@ def folder_aside(output: str | Path) -> Iterator[Path]:
     OSError that names the path and the remedy.
     """
     output = Path(output)
-    made = [folder for folder in output.parents if not folder.exists()]
+    new_parents = [folder for folder in output.parents if not folder.exists()]
     with naming(output):
         refuse_existing(output)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def folder_aside(output: str | Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
             with contextlib.suppress(OSError):  # they hold the output, or another's
-                for folder in made:
+                for folder in new_parents:
                     folder.rmdir()
 
 
@@ -237,7 +237,7 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
 
 
-def _check_kind(path: str | Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+def _check_kind(path: str | Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise NotAFile(f"{path} is {kind}, not a file; give a file in its place.")

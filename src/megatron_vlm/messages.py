@@ -1,16 +1,10 @@
-"""Text for messages: foreign text that no terminal obeys, suggestions of what may have been meant, and what
-was being read when an error came."""
+"""Text for messages: foreign text that no terminal obeys, lists, tables, and what may have been meant."""
 
 import difflib
-import functools
-import inspect
 import logging
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Iterable, Sequence
 
 LONGEST = 2_000  # characters of a line that are shown
 
@@ -30,12 +24,12 @@ def printable(text: object, longest: int = LONGEST) -> PrintableText:
     """
     if isinstance(text, PrintableText):
         return text
-    shown = "".join(map(_escape, shorten(mask_addresses(text), longest)))
-    return PrintableText(shorten(shown, 3 * longest))  # an escape takes up to ten characters
+    escaped = "".join(map(_escape, shorten(mask_addresses(text), longest)))
+    return PrintableText(shorten(escaped, 3 * longest))  # an escape takes up to ten characters
 
 
 def join_lines(texts: Iterable[object]) -> PrintableText:
-    """Return a message of several lines, of which no text can make more than its own."""
+    """Return a message with a line for each text; no text can make a second one."""
     return PrintableText("\n".join(map(printable, texts)))
 
 
@@ -64,8 +58,8 @@ def _without_query(word: re.Match[str]) -> str:
 
 def has_keys(address: object) -> bool:
     """Return whether an address, or any in a list of them, has what `mask_addresses` leaves out."""
-    found = re.findall(r"(?i)\b(?:s3|msc|gs|az|abfss?|hf|https?|ftp):/+[^\s,\]]*", str(address))
-    return any(mask_addresses(one) != one for one in found)
+    addresses = re.findall(r"(?i)\b(?:s3|msc|gs|az|abfss?|hf|https?|ftp):/+[^\s,\]]*", str(address))
+    return any(mask_addresses(text) != text for text in addresses)
 
 
 class PrintableRecord(logging.LogRecord):
@@ -75,10 +69,10 @@ class PrintableRecord(logging.LogRecord):
         return printable_lines(re.sub(r"\x1b\[[\d;]*m", "", super().getMessage()))
 
 
-def listed(texts: Sequence[str], most: int = 20, comma: str = ", ") -> str:
-    """The first texts, and how many more there are."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return comma.join(texts[:most]) + more
+def listed(texts: Sequence[str], count: int = 20, comma: str = ", ") -> str:
+    """Return the first texts, and how many more there are."""
+    more = f" and {len(texts) - count} more" if len(texts) > count else ""
+    return comma.join(texts[:count]) + more
 
 
 def aligned(rows: Sequence[Sequence[str]], side: str = "<") -> list[str]:
@@ -91,49 +85,6 @@ def aligned(rows: Sequence[Sequence[str]], side: str = "<") -> list[str]:
 def readable_size(size: int) -> str:
     """A number of bytes in a readable unit: `12.3 GB`, `4.5 MB`."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-
-def check_number(name: str, value: Any, holds: Callable[[Any], bool], wanted: str) -> None:
-    """Raises ValueError, which says what is `wanted`, unless `value` is a number that passes `holds`."""
-    try:
-        right = holds(value)
-    except TypeError:  # a text, None
-        right = False
-    if not right:
-        raise ValueError(f"{name} is {value!r}; give {wanted}.")
-
-
-def odd_fields(
-    content: Mapping[str, Any], types: Mapping[str, Any], positive: Iterable[str] = ()
-) -> Iterator[str]:
-    """A message for each field that is there and not of its type, such as `dict[str, int | None]`.
-
-    One of the `positive` fields may neither be nor, as a list, hold a number of zero or less."""
-    for name in positive:
-        value = content.get(name)
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int | float) and not number > 0:
-                yield f"{name} is {shorten(repr(value))}, expected more than 0"
-                break
-    for name, hint in types.items():
-        if name in content and not _is_of(content[name], hint):
-            wanted = hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint
-            wanted = str(wanted).replace("typing.", "")
-            yield f"{name} is {shorten(repr(content[name]))}, expected {wanted}"
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    inner = get_args(hint)
-    kind = get_origin(hint) or hint
-    if kind is Literal:
-        return value in inner
-    if kind is UnionType:
-        return any(_is_of(value, each) for each in inner)
-    if isinstance(value, bool) and kind is not bool or not isinstance(value, kind or NoneType):
-        return False
-    if isinstance(value, dict) and inner:
-        return all(_is_of(key, inner[0]) and _is_of(item, inner[1]) for key, item in value.items())
-    return not inner or all(_is_of(item, inner[0]) for item in value)
 
 
 def _escape(character: str) -> str:
@@ -154,34 +105,8 @@ def shorten(text: str, longest: int = 60) -> str:
     return f"{text[: longest - 1 - half]}…{text[len(text) - half :]}"
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or the known words if none is close."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}."
-
-
-def reading(what: str) -> Callable[[Callable], Callable]:
-    """Decorates a function that reads what a user gave: an error from inside is then about that, and no bug.
-
-    `what` is an argument of the function or an attribute of one (`self.path`), or else it is said as it is.
-    The innermost of such functions knows best. `job.errors.explain` reads the mark.
-    """
-    name, _, attributes = what.partition(".")
-
-    def decorated(function: Callable) -> Callable:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def reads(*args, **kwargs):
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                if getattr(error, "reading", None) is None:
-                    given = signature.bind(*args, **kwargs).arguments.get(name, what)
-                    error.reading = attrgetter(attributes)(given) if attributes else given
-                raise
-
-        return reads
-
-    return decorated
+def suggestion(word: str, names: Iterable[str]) -> str:
+    """Return `; did you mean X?`, or all names if none is close."""
+    names = list(names)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(names)}."

@@ -11,8 +11,8 @@ import torch
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.load.workers import close_loader, loader_of, raise_naming_samples
 from megatron_vlm.imports import load_object
+from megatron_vlm.inputs import reading
 from megatron_vlm.job.errors import explain
-from megatron_vlm.messages import reading
 from megatron_vlm.stores import StoreError
 
 TRACEBACK = Path("errors/rank0.txt")

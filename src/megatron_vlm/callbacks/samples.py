@@ -14,8 +14,9 @@ from typing import Any
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.callbacks.run_log import keep_rows_before, read_rows
 from megatron_vlm.files import open_to_write
+from megatron_vlm.inputs import reading
 from megatron_vlm.job.errors import is_anothers_end, is_worker_death
-from megatron_vlm.messages import listed, reading
+from megatron_vlm.messages import listed
 
 FOLDER = "batches"
 

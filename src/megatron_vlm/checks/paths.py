@@ -1,6 +1,6 @@
 """Checks what a command names on disk before torch is imported: paths exist, and are of the right kind.
 
-Everything else is said by the library that reads a file, with its path; see `messages.reading`.
+Everything else is said by the library that reads a file, with its path; see `inputs.reading`.
 """
 
 import json
@@ -147,7 +147,7 @@ def model_problems(config: RunConfig, needs_start: bool = False) -> Iterator[str
         try:
             with_peft_settings(AdapterConfig(start=start))
         except ConfigError as error:
-            yield str(error)
+            yield from str(error).splitlines()
 
 
 def run_problems(run_dir: Path) -> Iterator[str]:

@@ -190,7 +190,8 @@ def config_of_model(given: str, settings: Sequence[str] = (), nproc: int | None 
     try:
         validate_model(config)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("model.hf_path: ", "")) from error
+        lines = [line.removeprefix("model.hf_path: ") for line in str(error).splitlines()]
+        raise ConfigError(join_lines(lines)) from error
     return config
 
 

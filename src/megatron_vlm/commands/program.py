@@ -103,7 +103,7 @@ def start_ranks(
     flags = []
     for name, value in options.items():
         values = value if isinstance(value, list) else [value]
-        flags += [f"--{name}={each}" for each in values if each is not None]
+        flags += [f"--{name}={item}" for item in values if item is not None]
     return torchrun(nproc, [command, *flags, *(settings or ())], restarts=restarts)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.config_rules.adapters import adapter_problems
 from megatron_vlm.files import read_file
-from megatron_vlm.messages import join_lines, odd_fields
+from megatron_vlm.inputs import odd_fields
+from megatron_vlm.messages import join_lines
 from megatron_vlm.overrides import apply_overrides
 
 CONFIG = "adapter_config.json"

@@ -14,7 +14,8 @@ from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import image_options
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import read_text
-from megatron_vlm.messages import listed, reading
+from megatron_vlm.inputs import reading
+from megatron_vlm.messages import listed
 from megatron_vlm.supported import GENERATION_FILE
 
 MOST_LISTED = 5  # tokens that a message names

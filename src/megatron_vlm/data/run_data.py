@@ -11,7 +11,7 @@ from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder, VLMTaskEncoder
-from megatron_vlm.messages import reading
+from megatron_vlm.inputs import reading
 from megatron_vlm.objectives import objective_of
 
 # dataset_type -> class that takes a DataConfig and has `train_loader(...)` and `valid_loader(...)`

@@ -23,8 +23,8 @@ from megatron_vlm.batch import Prompt
 from megatron_vlm.generation.cache import bytes_per_row
 from megatron_vlm.generation.rows import AnswerRows, Piece, Request
 from megatron_vlm.generation.sampling import Sampling
+from megatron_vlm.inputs import check_number
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import check_number
 from megatron_vlm.models.head import output_logits
 from megatron_vlm.models.schedule import in_evaluation, run_schedule
 from megatron_vlm.models.stream import Stream

@@ -148,11 +148,11 @@ def killed_message(who: str, number: int) -> str:
 def explain(error: BaseException, file: Path) -> tuple[int, PrintableText]:
     """Return (exit code, message for the user) for an error; `file` holds its traceback.
 
-    An error that came while something was read that a user gave is about that (see `messages.reading`), and
+    An error that came while something was read that a user gave is about that (see `inputs.reading`), and
     a bug is what remains.
     """
     notes = getattr(error, "__notes__", [])
-    what = _what_was_read(error)
+    source = _what_was_read(error)
     # first what says all itself: our own texts, and what the disk and the memory say
     if is_worker_death(error) or is_for_users(error):
         return USERS_CODE, join_lines([_text_of(error), *notes])
@@ -161,15 +161,15 @@ def explain(error: BaseException, file: Path) -> tuple[int, PrintableText]:
         remedy = "make room (`df -h`)" if error.errno == errno.ENOSPC else "look at that path"
         return USERS_CODE, printable(f"{': '.join([error.strerror, *paths])}; {remedy}, then {AGAIN}.")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        fact = f"out of memory{f' while reading {what}' if what else ''}: {str(error).partition('\n')[0]}"
+        fact = f"out of memory{f' while reading {source}' if source else ''}: {str(error).partition('\n')[0]}"
         less = "lower train.micro_batch_size, data.seq_length or data.max_pixels"
         return USERS_CODE, join_lines([f"{fact}; {less}, or set model.recompute=full.", *notes])
     # then what a library says: of something that was read, of a user's code, or else it is a bug
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f"; in {frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in last)
     fact, code = f"{named(error)}{place}", USERS_CODE
-    if what:
-        fact = f"{what} cannot be read: {fact}"
+    if source:
+        fact = f"{source} cannot be read: {fact}"
         remedy = "It is damaged, or of a kind that is not known: replace it"
     elif _raising_package(error).startswith("users_"):  # so `imports.load_object` names a user's file
         remedy = "Correct that file"
@@ -187,11 +187,11 @@ def is_for_users(error: BaseException) -> bool:
 
 
 def _what_was_read(error: BaseException) -> str:
-    """The input of the user that was being read, as `messages.reading` notes it; empty if none was."""
-    what = getattr(error, "reading", None)
-    if what is None:  # what no library says of anything else
+    """The input of the user that was being read, as `inputs.reading` notes it; empty if none was."""
+    source = getattr(error, "reading", None)
+    if source is None:  # what no library says of anything else
         return "a file" if isinstance(error, OSError | EOFError) else ""
-    return ", ".join(map(str, what)) if isinstance(what, list) else str(what)
+    return ", ".join(map(str, source)) if isinstance(source, list) else str(source)
 
 
 def is_anothers_end(error: BaseException) -> bool:
@@ -231,8 +231,8 @@ def named(error: BaseException) -> PrintableText:
 
 def _text_of(error: BaseException) -> PrintableText:
     """The error's message; only one that `join_lines` made has several lines."""
-    given = error.args[0] if error.args else None
-    return given if isinstance(given, PrintableText) else printable(without_traceback(str(error)))
+    message = error.args[0] if error.args else None
+    return message if isinstance(message, PrintableText) else printable(without_traceback(str(error)))
 
 
 def _raised_by_us(error: BaseException) -> bool:

@@ -88,7 +88,7 @@ def _run(config: api.LaunchConfig, entrypoint: str, words: list[str], folder: st
     except SignalException as stop:
         code = 128 + stop.sigval
         text = f"megatron-vlm: stopped by {SIGNALS.get(code, f'signal {stop.sigval}')}."
-        return next((each for each in _reports(folder) if each.code == code), Reason(1, 0, code, text))
+        return next((reason for reason in _reports(folder) if reason.code == code), Reason(1, 0, code, text))
     except ChildFailedError as failed:
         return _first_reason(folder, failed.failures)
     except (RendezvousError, DistError):

@@ -17,7 +17,8 @@ from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.encode.chat_template import set_chat_template
 from megatron_vlm.data.kinds import kind_of
 from megatron_vlm.data.kinds.base import set_image_options
-from megatron_vlm.messages import join_lines, reading
+from megatron_vlm.inputs import reading
+from megatron_vlm.messages import join_lines
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.ties import are_tied
 from megatron_vlm.overrides import read_template

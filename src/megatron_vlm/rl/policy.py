@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.messages import check_number
+from megatron_vlm.inputs import check_number
 from megatron_vlm.models.adapters.model import adapter_tensors, with_adapters
 from megatron_vlm.models.head import of_all_context_ranks, output_scores
 from megatron_vlm.models.hf import Source, open_source

@@ -149,16 +149,18 @@ def check_folder(run_dir: str | Path) -> None:
     refuse_links(run_dir)
     names = os.listdir(run_dir) if Path(run_dir).is_dir() else []
     is_runs = "config.yaml" in names or complete_checkpoints(run_dir) or run_lock.is_there(run_dir)
-    own = {*FOLDERS, *FILES} if is_runs else set()
-    foreign = sorted(name for name in {*names} - own if not name.startswith(".") and not name.endswith(NOTES))
+    run_files = {*FOLDERS, *FILES} if is_runs else set()
+    foreign = sorted(
+        name for name in {*names} - run_files if not name.startswith(".") and not name.endswith(NOTES)
+    )
     inside = os.listdir(checkpoints(run_dir)) if checkpoints(run_dir).is_dir() else []
     foreign += [f"checkpoints/{name}" for name in inside if not _OF_CHECKPOINTS.fullmatch(name)]
-    found = [f"{OTHERS[name]} ({name})" for name in names if name in OTHERS]
+    contents = [f"{OTHERS[name]} ({name})" for name in names if name in OTHERS]
     if foreign and not ("config.yaml" in names and is_used(Path(run_dir))):
-        found.append(f"other things, such as {foreign[0]}")
-    if found:
+        contents.append(f"other things, such as {foreign[0]}")
+    if contents:
         raise ConfigError(
-            f"run_dir: {run_dir} holds {found[0]} and no run; give a folder that is new or empty."
+            f"run_dir: {run_dir} holds {contents[0]} and no run; give a folder that is new or empty."
         )
 
 
@@ -186,15 +188,15 @@ def check_model(setting: str, place: str | Path, content: bytes, hf_path: str, i
     if not text.strip():
         return
     try:
-        theirs = str(load_yaml(text)["model"]["hf_path"])
+        saved_path = str(load_yaml(text)["model"]["hf_path"])
     except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{setting}: {file} is not the configuration of a run; give another {setting}, or "
             "move that file away."
         ) from error
-    if is_used and theirs != hf_path and _absolute(theirs) != _absolute(hf_path):
+    if is_used and saved_path != hf_path and _absolute(saved_path) != _absolute(hf_path):
         raise ConfigError(
-            f"{setting}: {place} holds a run of {theirs}, and model.hf_path is "
+            f"{setting}: {place} holds a run of {saved_path}, and model.hf_path is "
             f"{hf_path}. Give another {setting}; or, where the same model only moved, write its "
             f"new path into {file}."
         )
@@ -282,8 +284,8 @@ def best_checkpoint(run_dir: str | Path) -> str | None:
             ratings[name] = best.get("by"), best["last"] if is_rated else None
     newest = ratings[max(ratings)][0] if ratings else None
     alike = {name: rated for name, (by, rated) in ratings.items() if by == newest and rated is not None}
-    known = {name: rated for name, rated in alike.items() if isfinite(rated)}
-    return min(known, key=known.__getitem__, default=None)
+    finite = {name: rated for name, rated in alike.items() if isfinite(rated)}
+    return min(finite, key=finite.__getitem__, default=None)
 
 
 def tidy(run_dir: str | Path) -> None:
@@ -352,8 +354,8 @@ def damaged(path: Path, problems: list[str]) -> str:
     if not path.exists():
         return f"checkpoint: {path} was removed while it was read; start again, to read a newer one."
     more = f", and {len(problems) - 1} more of its files are not as saved" if len(problems) > 1 else ""
-    others = [name for name in complete_checkpoints(path.parent.parent) if name != path.name]
+    other_names = [name for name in complete_checkpoints(path.parent.parent) if name != path.name]
     fact = f"checkpoint: {problems[0]}{more}. Restore it from a copy, or"
-    if not others:
+    if not other_names:
         return f"{fact} begin in another run_dir: no other checkpoint here is complete."
-    return f"{fact} go on from another complete one: {_choose(path.parent, others, path.name)}"
+    return f"{fact} go on from another complete one: {_choose(path.parent, other_names, path.name)}"

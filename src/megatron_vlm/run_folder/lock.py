@@ -111,9 +111,9 @@ def _lock(
 
 def _holder(file: BinaryIO) -> int | None:
     """The id of a process that holds the lock, on its own host; None if none does, or none can be asked."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, question))
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -27,8 +27,8 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig, all_settings
 from megatron_vlm.files import read_text
+from megatron_vlm.inputs import reading
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import reading
 from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank

@@ -58,7 +58,7 @@ from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.records.unread import SourceSample, read_sample
 from megatron_vlm.data.shard_format import cook_record, read_parts
-from megatron_vlm.messages import reading
+from megatron_vlm.inputs import reading
 
 CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
 FIRST_RECORDS = 16  # of each source, looked at before the start; they come with their media

@@ -40,7 +40,7 @@ from megatron_vlm.data.records.blends import Resized, hold_out, in_turn, sources
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
 from megatron_vlm.data.records.unread import sample_sources
-from megatron_vlm.messages import reading
+from megatron_vlm.inputs import reading
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over

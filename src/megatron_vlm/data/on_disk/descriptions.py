@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.files import NotAFile, open_file
-from megatron_vlm.messages import odd_fields
+from megatron_vlm.inputs import odd_fields
 from megatron_vlm.signatures import explain_file
 
 RESTORE = "restore the file or prepare the dataset again"

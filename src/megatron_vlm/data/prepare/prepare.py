@@ -32,7 +32,8 @@ from megatron_vlm import stores
 from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.data.prepare.write import ENGINES, RecordSource, ShardJob, ShardResult
 from megatron_vlm.files import folder_aside, refuse_existing, write_whole
-from megatron_vlm.messages import join_lines, reading
+from megatron_vlm.inputs import reading
+from megatron_vlm.messages import join_lines
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
 FEW_RECORDS = 3000  # for fewer, worker processes cost more to start than they save

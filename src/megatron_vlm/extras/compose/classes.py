@@ -21,7 +21,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.data.kinds.native import refuse_narrow
 from megatron_vlm.extras.compose.sources import Choices, Component
 from megatron_vlm.extras.compose.tokens import RoleToken
-from megatron_vlm.messages import reading
+from megatron_vlm.inputs import reading
 from megatron_vlm.models.hf import as_hf_config
 
 MERGED = 2  # patches along each side of a visual token, where a projector merges them

@@ -31,7 +31,8 @@ from megatron_vlm.extras.compose.tokens import (
     to_backend,
 )
 from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
-from megatron_vlm.messages import aligned, readable_size, reading
+from megatron_vlm.inputs import reading
+from megatron_vlm.messages import aligned, readable_size
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.supported import GENERATION_FILE
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, TokenizersBacke
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text
-from megatron_vlm.messages import reading
+from megatron_vlm.inputs import reading
 
 # Spellings of published tokenizers: Qwen's, Llama's, Mistral's, LFM2's, and those that other models took over
 KNOWN = {

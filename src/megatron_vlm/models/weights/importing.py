@@ -11,8 +11,8 @@ from torch import Tensor
 from torch import distributed as dist
 from tqdm import tqdm
 
+from megatron_vlm.inputs import reading
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import reading
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
