@@ -84,7 +84,7 @@ REASONS = {
     "megatron_vlm/training/evaluate.py validation_loss": Reason(
         "figures by source, in one read at the end of a validation", 1
     ),
-    "megatron_vlm/generation/generate.py told_by_last_stage": Reason(
+    "megatron_vlm/generation/generate.py broadcast_from_last_stage": Reason(
         "the tokens that were chosen: once a step of all rows", NEW_TOKENS
     ),
     "megatron_vlm/generation/generate.py _any_runs": Reason(

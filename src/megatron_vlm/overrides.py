@@ -120,12 +120,12 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _set(config: RunConfig, key: str, value: Any) -> None:
-    known = setting_types()
-    name = next((name for name in known if f"{key}.".startswith(f"{name}.")), None)
-    inside = [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]
+    types = setting_types()
+    name = next((name for name in types if f"{key}.".startswith(f"{name}.")), None)
+    inside = [name.removeprefix(f"{key}.") for name in types if name.startswith(f"{key}.")]
     if inside:
         raise ConfigError(f"{key}: a group of settings ({', '.join(inside)}); set one of them.")
-    if name is None or (name != key and get_origin(known[name]) is not dict):
+    if name is None or (name != key and get_origin(types[name]) is not dict):
         raise ConfigError(f"{key}: no such setting{_suggest_key(key)}")
     value = checked(name, value if name == key else {key.removeprefix(f"{name}."): value})
     group, _, attribute = name.rpartition(".")
@@ -246,6 +246,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def _suggest_key(key: str) -> str:
-    known = setting_types()
-    same_name = [path for path in known if path.split(".")[-1] == key.split(".")[-1]]
-    return f"; did you mean {same_name[0]}?" if same_name else suggestion(key, known)
+    types = setting_types()
+    same_name = [path for path in types if path.split(".")[-1] == key.split(".")[-1]]
+    return f"; did you mean {same_name[0]}?" if same_name else suggestion(key, types)

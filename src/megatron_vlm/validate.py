@@ -96,17 +96,17 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
         counted.append("train.epochs")
     for key in counted:
         if data.streaming or data.packing == "stream":
-            why = "a stream" if data.streaming else "rows packed from a buffer (data.packing=stream)"
+            kind = "a stream" if data.streaming else "rows packed from a buffer (data.packing=stream)"
             instead = "" if data.streaming or data.dataset_type == "energon" else ", or data.packing=global"
-            yield f"{key}: only its end tells how many rows an epoch of {why} has; count steps{instead}."
+            yield f"{key}: only its end tells how many rows an epoch of {kind} has; count steps{instead}."
 
 
 def _part_problems(config: RunConfig) -> Iterator[str]:
     for name, values in config.optimizer.by_part.items():
         for part in values:
             key = f"{name}: {part}"
-            if why := pattern_problem(part):
-                yield f"{key} is no part of the model and no pattern of Python's re ({why}); correct it."
+            if problem := pattern_problem(part):
+                yield f"{key} is no part of the model and no pattern of Python's re ({problem}); correct it."
             if part == "adapters" and not config.adapter.used:
                 yield f"{key}: the run has none, as adapter.r is 0; drop it, or set adapter.r=16."
             if part in config.model.freeze:
@@ -139,8 +139,8 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Iterator[str]:
-    named = [(source.path, source.subset) for source in sources]
-    for path in {path for path, subset in named if named.count((path, subset)) > 1}:
+    paths = [(source.path, source.subset) for source in sources]
+    for path in {path for path, subset in paths if paths.count((path, subset)) > 1}:
         yield f"{key}: {path} is given twice; give it once, as {path}*2."
     names = [source.name for source in sources if source.name is not None]
     for name in dict.fromkeys(names):
@@ -164,11 +164,13 @@ def _item_problems(data: DataConfig, key: str, sources: list[DataSource]) -> Ite
 
 def _packing_problems(data: DataConfig) -> Iterator[str]:
     if data.streaming or data.dataset_type == "energon":
-        why = "needs all lengths at once, which a stream and an energon dataset have not; use packing=stream."
+        reason = (
+            "needs all lengths at once, which a stream and an energon dataset have not; use packing=stream."
+        )
         if data.packing == "global":
-            yield f"data.packing: global {why}"
+            yield f"data.packing: global {reason}"
         if data.group_by_length:
-            yield f"data.group_by_length: {why}"
+            yield f"data.group_by_length: {reason}"
     if data.packing != "none" and data.group_by_length:
         yield f"data.group_by_length: is for unpacked rows, packing is {data.packing}; set one of them."
     if data.packing == "none" and data.max_patches is not None:
@@ -180,8 +182,8 @@ def _batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     parallel = config.parallel
     data_parallel = (world_size or fewest_processes(parallel)) // parallel.model_size
     rows = train.micro_batch_size * data_parallel
-    micro_batches, rest = divmod(train.global_batch_size, rows)
-    if rest:
+    micro_batches, remainder = divmod(train.global_batch_size, rows)
+    if remainder:
         start = f"{micro_batches * rows} or {(micro_batches + 1) * rows}" if micro_batches else f"{rows}"
         yield (
             f"train.global_batch_size: {train.global_batch_size} is not divisible by micro_batch_size "
@@ -253,6 +255,7 @@ def misfit(parallel: ParallelConfig, sizes: Mapping[str, Any]) -> str | None:
             f"parallel: pp {parallel.pp} would cut a model whose layers take keys and values or inputs from "
             "earlier stages, which is not implemented; use pp 1, with tp, cp or recomputation."
         )
+    # what is cut over tensor- or expert-parallel ranks must be divisible
     groups = {heads.groups for heads in layer_heads} or {sizes.get("num_query_groups")}
     delta_heads = sizes.get("delta_heads")
     divisors = [
@@ -282,8 +285,8 @@ def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:
     size = prod(sizes.values())
     if world_size % size == 0:
         return
-    named = " · ".join(f"{name} {value}" for name, value in sizes.items())
+    sizes_text = " · ".join(f"{name} {value}" for name, value in sizes.items())
     below = world_size // size * size
     start = f"{below} or {below + size}" if below else f"{size}"
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
-    yield f"parallel: {named} = {size} does not divide {processes}; change one size or start {start}."
+    yield f"parallel: {sizes_text} = {size} does not divide {processes}; change one size or start {start}."

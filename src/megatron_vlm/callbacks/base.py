@@ -55,13 +55,13 @@ class Run:
     step_loss: StepLoss = None
     figures: StepFigures = None
 
-    def stop(self, why: str) -> None:
+    def stop(self, reason: str) -> None:
         """End the run after this step as if it were its last; after the next if that has begun already.
 
-        The run then validates, scores, saves and exports as at its end, and `why` is its last line.
+        The run then validates, scores, saves and exports as at its end, and `reason` is its last line.
         """
         last = self.step + self.milestones.goes_on_after(self.step)
-        self.milestones = self.milestones.ending(last, why)
+        self.milestones = self.milestones.ending(last, reason)
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write a row to metrics.jsonl and to trackers; of this step, unless an earlier one is given."""
@@ -237,12 +237,12 @@ def _close(callback: Callback) -> None:
 def callback_class(name: str) -> Callable[[], Callback]:
     """Return what makes the callback `FILE.py:CLASS`. Raises ConfigError that says what is wrong."""
     place = f"train.callbacks: {name}"
-    found = load_object(place, name)
-    if not (isinstance(found, type) and issubclass(found, Callback)):
+    loaded = load_object(place, name)
+    if not (isinstance(loaded, type) and issubclass(loaded, Callback)):
         raise ConfigError(f"{place} is no subclass of Callback in that file; see docs/reports.md.")
 
     def made() -> Callback:
         with calling(place, name):
-            return found()
+            return loaded()
 
     return made

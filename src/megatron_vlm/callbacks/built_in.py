@@ -17,23 +17,26 @@ from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.parallel import setup
 
 
-def callbacks_of(config: RunConfig, own: Sequence[Callback] = ()) -> Callbacks:
+def callbacks_of(config: RunConfig, user_callbacks: Sequence[Callback] = ()) -> Callbacks:
     """The callbacks of the package that the configuration asks for, and the user's.
 
     What changes the metrics of a step, or ends the run, comes before what writes and validates: the last
     step is then known. `on_save` comes when the exports of its step are there, too.
     """
     train = config.train
+    # these change the metrics of a step, or end the run
     callbacks: list[Callback] = [Heartbeat(), Samples()]
     if train.on_spike is not None:
         callbacks.append(Spikes(train.on_spike))
     callbacks.append(Preemption(train.stop_after))
-    callbacks += [*own, *(callback_class(name)() for name in items_of(train.callbacks))]
+    callbacks += [*user_callbacks, *(callback_class(name)() for name in items_of(train.callbacks))]
+    # these write what is known of the step by now
     callbacks.append(RunLog(config))
     if setup.is_first_rank():
         callbacks += trackers_of(config)
         if config.logging.report:
             callbacks.append(_extra("report.live", "LivePage")())
+    # these decide about checkpoints, and write them
     callbacks += [Best(train), Validation()]
     if train.score_every or (train.keep_best and train.best_is_score):
         callbacks.append(_extra("evaluate.in_training", "Scoring")())

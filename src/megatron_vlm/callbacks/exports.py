@@ -86,9 +86,9 @@ class Exports(Callback):
             self._log_ended()
             states = setup.from_all_ranks((list(self.commands), stops.stop_flags()))
             waiting_steps = states[0][0]
-            asked = [any(flags) for flags in zip(*(flags for _, flags in states), strict=True)]
-            if not waiting_steps or any(asked):
-                return list(compress(stops.WAYS, asked)) if waiting_steps else []
+            flags_of_any = [any(flags) for flags in zip(*(flags for _, flags in states), strict=True)]
+            if not waiting_steps or any(flags_of_any):
+                return list(compress(stops.WAYS, flags_of_any)) if waiting_steps else []
             watchdog.beat(f"waiting for train.on_export of step {waiting_steps[0]}")
             for process in list(self.commands.values())[:1]:
                 with suppress(subprocess.TimeoutExpired):
@@ -97,8 +97,8 @@ class Exports(Callback):
     def _start_due(self) -> None:
         if not (self._run.config.train.on_export and self._run.is_first_rank):
             return
-        due = running(self._run.config.run_dir, 0).parent.glob("step_*.running")
-        for exported in sorted(int(file.stem[5:]) for file in due):
+        markers = running(self._run.config.run_dir, 0).parent.glob("step_*.running")
+        for exported in sorted(int(file.stem[5:]) for file in markers):
             if exported <= self._run.step and exported not in self.commands:
                 self._start(exported)
 
@@ -106,13 +106,15 @@ class Exports(Callback):
         output = running(self._run.config.run_dir, step)
         folder = Path(self._run.config.run_dir, "exports", output.stem).resolve()
         words = f"{self._run.config.train.on_export} {shlex.quote(str(folder))}"
-        how = {"stdin": subprocess.PIPE, "start_new_session": True}
-        mine = {name for name in os.environ if name in OF_RANKS or name.startswith("TORCHELASTIC_")}
-        how["env"] = {name: value for name, value in os.environ.items() if name not in mine}
+        process_options = {"stdin": subprocess.PIPE, "start_new_session": True}
+        rank_variables = {name for name in os.environ if name in OF_RANKS or name.startswith("TORCHELASTIC_")}
+        process_options["env"] = {
+            name: value for name, value in os.environ.items() if name not in rank_variables
+        }
         try:
             with open_to_write(output) as file:
                 self.commands[step] = subprocess.Popen(
-                    ["sh", "-c", _ENDS_WITH_US, words], stdout=file, stderr=file, **how
+                    ["sh", "-c", _ENDS_WITH_US, words], stdout=file, stderr=file, **process_options
                 )
         except (OSError, ValueError) as error:
             self._tell(words, str(error))

@@ -89,12 +89,12 @@ class Profiler(Callback):
 
 def name_ranges(chunks: list[torch.nn.Module]) -> list[Any]:
     """Hooks that name what modules do in the forward pass; each has `remove`."""
-    named = []
+    modules = []
     for module in (module for chunk in chunks for module in chunk.modules()):
-        named += [(module, name) for kind, name in MODULES.items() if isinstance(module, kind)]
+        modules += [(module, name) for kind, name in MODULES.items() if isinstance(module, kind)]
         if isinstance(module, VLMModel) and module.pre_process:
-            named.append((module.vision, "tower"))
-    return [hook for module, name in named for hook in _named(module, name)]
+            modules.append((module.vision, "tower"))
+    return [hook for module, name in modules for hook in _named(module, name)]
 
 
 def _named(module: torch.nn.Module, name: str) -> tuple[Any, Any]:
@@ -125,6 +125,7 @@ def seconds_by_part(events: list[FunctionEvent]) -> dict[str, float]:
         at = bisect(starts, event.time_range.start) - 1
         return at >= 0 and event.time_range.start <= steps[at][1]
 
+    # only events within a recorded step count, on the thread that trains or on its kernels
     part_of = _parts(on_host)
     trains = {e.thread for e in on_host if e.name == "step"}
     seconds: dict[str, float] = defaultdict(float)
@@ -133,6 +134,7 @@ def seconds_by_part(events: list[FunctionEvent]) -> dict[str, float]:
             seconds[part_of[id(event)]] += event.self_device_time_total / 1e6
         elif event.thread in trains:
             seconds[part_of[id(event)]] += event.self_cpu_time_total / 1e6
+    # what is left of the whole is time in which the device waits
     seconds["all"] = sum(stop - start for start, stop, _ in steps) / 1e6
     if torch.cuda.is_available():
         seconds["data"] = sum(stop - start for start, stop, name in steps if name == "data") / 1e6
@@ -157,9 +159,9 @@ def _own_part(event: FunctionEvent, forward: dict, part_of: dict[int, str]) -> s
     """The part of an event, None if the event around it has it. Only backward nodes have a forward thread."""
     if event.name in PARTS:
         return event.name
-    named = (part for name, part in OPERATIONS.items() if event.name.startswith(name))
+    operations = (part for name, part in OPERATIONS.items() if event.name.startswith(name))
     origin = forward.get((event.fwd_thread, event.sequence_nr)) if event.fwd_thread else None
-    return next(named, part_of.get(id(origin)))
+    return next(operations, part_of.get(id(origin)))
 
 
 def _busy(events: Any) -> float:
@@ -175,7 +177,7 @@ def _busy(events: Any) -> float:
 def table(seconds: dict[str, float], steps: int) -> str:
     """Milliseconds of a step by part, the longest first."""
     total = seconds["all"]
-    parts = sorted(((name, s) for name, s in seconds.items() if name != "all"), key=lambda named: -named[1])
+    parts = sorted(((name, s) for name, s in seconds.items() if name != "all"), key=lambda entry: -entry[1])
     lines = [f"{'part':<16}{'ms a step':>12}{'share':>8}"]
     for name, seconds_of_part in [*parts, ("all", total)]:
         lines.append(f"{name:<16}{1000 * seconds_of_part / steps:>12.1f}{seconds_of_part / total:>8.1%}")

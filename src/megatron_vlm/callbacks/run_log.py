@@ -145,8 +145,8 @@ class RunLog(Callback):
             return
         if run.step % max(1, steps // PLAIN_LINES) == 0 or run.step in (self._first_step, steps):
             per_step = (time.monotonic() - self._started) / (run.step - self._first_step + 1)
-            left = tqdm.format_interval(per_step * (steps - run.step))
-            run.message(f"step {run.step}/{steps} · {text} · {left} left")
+            time_left = tqdm.format_interval(per_step * (steps - run.step))
+            run.message(f"step {run.step}/{steps} · {text} · {time_left} left")
 
 
 def note_start(run_dir: str | Path, first_step: int, total_steps: int) -> None:
@@ -235,8 +235,8 @@ def _is_shown(name: str) -> bool:
 
 def _in_words(figures: Mapping[str, float], formats: Mapping[str, str | None]) -> list[str]:
     rates = [f"{name} {figures[name]:.2e}" for name in figures if name.startswith("lr_")]
-    shown = [words.format(figures[name]) for name, words in formats.items() if words and name in figures]
-    return rates + shown
+    texts = [words.format(figures[name]) for name, words in formats.items() if words and name in figures]
+    return rates + texts
 
 
 def _short(number: float) -> str:

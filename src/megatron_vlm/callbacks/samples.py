@@ -83,8 +83,8 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
         row["keys"] = [[*map(str, keys)] for keys in row["keys"]]
     if not of_step:
         steps = [row["step"] for row in rows]
-        known = f"it holds steps {min(steps)} to {max(steps)}" if steps else "it holds no step"
-        raise ValueError(f"{run_dir}: no batch of step {step} in {FOLDER}/; {known}.")
+        range_text = f"it holds steps {min(steps)} to {max(steps)}" if steps else "it holds no step"
+        raise ValueError(f"{run_dir}: no batch of step {step} in {FOLDER}/; {range_text}.")
     return of_step
 
 
@@ -100,8 +100,8 @@ def note_samples(
         return
     numbers = getattr(error, "micro_batches", range(len(micro_batches)))
     keys = keys_of([micro_batches[number] for number in numbers])
-    here = f", on this rank with {named(keys)}" if keys else ""
-    error.add_note(f"step {step}{here}; {how_to_look(run_dir, step)}")
+    keys_text = f", on this rank with {named(keys)}" if keys else ""
+    error.add_note(f"step {step}{keys_text}; {how_to_look(run_dir, step)}")
 
 
 def keys_of(micro_batches: list[dict[str, Any]]) -> list[str]:

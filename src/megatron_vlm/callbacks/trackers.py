@@ -81,8 +81,8 @@ class MLflow(Tracker):
             self._client.update_run(self._run, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megatron-vlm")
-        known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(name)
         self._run = self._client.create_run(experiment, run_name=config.name).info.run_id
         settings = flatten(load_yaml(to_yaml(config)))
         params = [mlflow.entities.Param(key, str(value)[:6000]) for key, value in settings.items()]
@@ -96,8 +96,8 @@ class MLflow(Tracker):
         now = int(time.time() * 1000)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         # a store of files cannot hold both valid_loss and valid_loss/a
-        named = [Metric(name.replace("/", "."), value, now, step) for name, value in finite.items()]
-        self._client.log_batch(self._run, named)
+        metric_rows = [Metric(name.replace("/", "."), value, now, step) for name, value in finite.items()]
+        self._client.log_batch(self._run, metric_rows)
 
     def close(self) -> None:
         self._client.set_terminated(self._run, "FAILED" if sys.exception() else "FINISHED")

@@ -59,7 +59,11 @@ class Best(Callback):
         it is none of them.
         """
         name, more_is_better = self._train.best_figure
-        alike = [one for one in logged if one.startswith(SCORE if self._train.best_is_score else VALID)]
+        alike = [
+            logged_name
+            for logged_name in logged
+            if logged_name.startswith(SCORE if self._train.best_is_score else VALID)
+        ]
         if not alike:
             return None
         if name not in alike:
@@ -99,5 +103,5 @@ class Validation(Callback):
         loss, by_source = validation_loss(run.config, run.model, run.step_loss, batches, sources)
         if loss is None:  # there is no validation data
             return
-        found = {f"valid_{name}": number for name, number in by_source.items()}
-        run.callbacks.on_validation_end(run, {"valid_loss": loss, **found})
+        figures = {f"valid_{name}": number for name, number in by_source.items()}
+        run.callbacks.on_validation_end(run, {"valid_loss": loss, **figures})

@@ -78,8 +78,8 @@ class KeyValueCache:
         """Row i becomes a copy of what was row `rows[i]`."""
         self.starts = self.starts[rows]
         for layer, both in self._held.items():
-            taken = on_device(rows, both[0].device)
-            self._held[layer] = tuple(held[taken] for held in both)
+            kept_rows = on_device(rows, both[0].device)
+            self._held[layer] = tuple(tensor[kept_rows] for tensor in both)
 
 
 class Prefill:
@@ -104,8 +104,8 @@ class Prefill:
 
     def __call__(self, layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan):
         tokens, rows, slots = self._places[layer.window]
-        for held, new in zip(self._cache.of(layer, key), (key, value), strict=True):
-            held[rows, :, slots] = new.index_select(0, tokens)
+        for cached, new in zip(self._cache.of(layer, key), (key, value), strict=True):
+            cached[rows, :, slots] = new.index_select(0, tokens)
         return layer.attend(query, key, value, plan)
 
     def recur(self, net: GatedDeltaNet, mixed_TGX: Tensor, plan: AttentionPlan) -> Tensor:

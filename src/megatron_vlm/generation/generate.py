@@ -157,6 +157,7 @@ def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) ->
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     lanes = group.size() * stages
+    # a piece is some answers to one prompt, few enough for the cache and for all lanes to get one
     at_once = max(1, min(cache_bytes // bytes_per_row(model.config, request.longest), ROWS_AT_ONCE))
     size = min(answers, at_once, -(-len(request.prompts) * answers // lanes))
     order = np.argsort([len(prompt["input_ids"]) for prompt in request.prompts], kind="stable").tolist()
@@ -165,10 +166,11 @@ def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) ->
         for prompt in order
         for start in range(0, answers, size)
     ]
-    each = -(-len(pieces) // lanes)
-    pieces += [pieces[i % len(pieces)] for i in range(each * lanes - len(pieces))]
+    # lanes are filled up with the first pieces, so that all ranks make the same calls
+    lane_size = -(-len(pieces) // lanes)
+    pieces += [pieces[i % len(pieces)] for i in range(lane_size * lanes - len(pieces))]
     per_wave = at_once // size
-    for start in range(0, each, per_wave):
+    for start in range(0, lane_size, per_wave):
         yield [
             AnswerRows(request, pieces[lane::lanes][start : start + per_wave], model)
             for lane in range(group.rank() * stages, (group.rank() + 1) * stages)
@@ -210,7 +212,7 @@ def _choose(lanes: list[AnswerRows], logits: list[Tensor]) -> None:
     chosen = torch.zeros(3, sum(counts), dtype=torch.float64, device=setup.device())
     if logits:
         chosen = torch.cat([lane.choose(x) for lane, x in zip(lanes, logits, strict=True)], dim=1)
-    for lane, part in zip(lanes, told_by_last_stage(chosen).split(counts, dim=1), strict=True):
+    for lane, part in zip(lanes, broadcast_from_last_stage(chosen).split(counts, dim=1), strict=True):
         lane.take(part.numpy())
 
 
@@ -245,10 +247,10 @@ def _reported(stream: Stream, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     return logits_NV.new_zeros(()), logits_NV
 
 
-def told_by_last_stage(said: Tensor) -> Tensor:
+def broadcast_from_last_stage(values: Tensor) -> Tensor:
     """The tensor of the last stage's first rank, on every rank that shares the model, on the host."""
     group = parallel_state.get_model_parallel_group()
     if group.size() > 1:
         tp = parallel_state.get_tensor_model_parallel_world_size()
-        dist.broadcast(said, group=group, group_src=group.size() - tp)
-    return said.cpu()
+        dist.broadcast(values, group=group, group_src=group.size() - tp)
+    return values.cpu()

@@ -47,15 +47,15 @@ class Request:
     def check(self, model: VLMModel) -> None:
         """Raises ValueError, as every rank does, for tokens, places or media that the model does not take."""
         last = max(prompt["position_ids"].max().item() for prompt in self.prompts)
-        most = model.config.most_positions
-        check_positions(last + self.max_new_tokens - 1, most, "a prompt with its answer")
+        most_positions = model.config.most_positions
+        check_positions(last + self.max_new_tokens - 1, most_positions, "a prompt with its answer")
         for number, prompt in enumerate(self.prompts):
             ids = prompt["input_ids"].numpy()
             check_tokens(ids, model.visual_kinds(ids), model.config.vocab_size)
-            if why := model.misfit(prompt["input_ids"], prompt["visual_inputs"]):
+            if problem := model.misfit(prompt["input_ids"], prompt["visual_inputs"]):
                 raise ValueError(
-                    f"prompt {number}: {why}; give all that the model's processor makes, and input_ids that "
-                    "are not cut."
+                    f"prompt {number}: {problem}; give all that the model's processor makes, and "
+                    "input_ids that are not cut."
                 )
 
 
@@ -87,8 +87,8 @@ class AnswerRows:
 
     def layout_of_prompts(self, first: int, count: int) -> StreamLayout:
         """The prompts of `count` pieces as a stream to be, for `prompt_stream`."""
-        asked = [self.request.prompts[piece.prompt] for piece in self.pieces[first : first + count]]
-        return self.model.layout(batch_of(asked), ranks=1)
+        prompts = [self.request.prompts[piece.prompt] for piece in self.pieces[first : first + count]]
+        return self.model.layout(batch_of(prompts), ranks=1)
 
     def prompt_stream(self, layout: StreamLayout, first: int, length: int) -> Stream:
         """Prompts whose last tokens' logits are wanted and whose keys go into the cache."""
@@ -108,21 +108,21 @@ class AnswerRows:
 
     def token_stream(self, length: int) -> Stream:
         """The last token of each row that is held; its key goes into the cache."""
-        rows, here = len(self.held), device()
+        rows, row_device = len(self.held), device()
 
         def padded(values_B: np.ndarray) -> Tensor:
-            return on_device(np.pad(values_B, (0, length - rows)), here)[None]
+            return on_device(np.pad(values_B, (0, length - rows)), row_device)[None]
 
         axes = self.request.prompts[0]["position_ids"].dim() - 1
         position_ids = padded(self.positions[self.held])
-        order = torch.arange(length, device=here)
+        order = torch.arange(length, device=row_device)
         # rows that are held come first; what follows is padding, which no expert and no logit is for
         place = self.longest + self.steps - 1
         dtype = self.model.config.params_dtype
         return Stream(
             input_ids=padded(self.taken[0, self.held, self.steps - 1].astype(np.int64)),
             position_ids=position_ids.expand(3, 1, -1) if axes else position_ids,
-            plan=DecodePlan(self.cache, place, self.windows, dtype, here),
+            plan=DecodePlan(self.cache, place, self.windows, dtype, row_device),
             visual_inputs=None,
             feature_ranks=NOTHING,
             feature_rows=NOTHING,

@@ -65,12 +65,14 @@ class BatchBroadcaster:
 
     def _agree(self, failure: ReadFailed | None, counts: DropReport | None) -> None:
         """Raises on all ranks if one failed; else the others would wait for it in the model's collectives."""
-        told = counts.to_tell() if counts is not None else [0, 0, 0]
-        total = torch.tensor([failure is not None, *told], dtype=torch.int64)
+        counts_here = counts.to_tell() if counts is not None else [0, 0, 0]
+        total = torch.tensor([failure is not None, *counts_here], dtype=torch.int64)
         dist.all_reduce(total, group=self._all)
         failures, *everywhere = total.tolist()
         if counts is not None:
-            counts.tell_others([total - own for total, own in zip(everywhere, told, strict=True)])
+            counts.tell_others(
+                [total - count_here for total, count_here in zip(everywhere, counts_here, strict=True)]
+            )
         if not failures:
             return
         texts = from_all_ranks(failure and str(failure), self._all)
@@ -90,8 +92,8 @@ class BatchBroadcaster:
                 batch = next(iterator, {})
                 header = _header(batch) if batch else None
             except Exception as error:
-                why = named(error).removeprefix("data: ")
-                text = PrintableText(f"data: rank {self._source} could not read a batch: {why}")
+                reason = named(error).removeprefix("data: ")
+                text = PrintableText(f"data: rank {self._source} could not read a batch: {reason}")
                 self._exchange_header({"error": text})
                 raise ReadFailed(text) from error
         header = self._exchange_header(header)
@@ -115,9 +117,11 @@ class BatchBroadcaster:
         visual = received.get("visual_inputs")
         received["visual_inputs"] = None
         if visual is not None and self._first_stage:
-            mine = batch.get("visual_inputs")
+            visual_inputs = batch.get("visual_inputs")
             pixels = {
-                name: self._broadcast(getattr(mine, name, None), empty, self._stage_group, self._pins)
+                name: self._broadcast(
+                    getattr(visual_inputs, name, None), empty, self._stage_group, self._pins
+                )
                 for name, empty in visual.as_model_kwargs().items()
                 if empty.is_meta
             }
@@ -138,7 +142,7 @@ class BatchBroadcaster:
 def _group_of(key: Any) -> dist.ProcessGroup:
     """A new group on the host of all ranks with the same `key`."""
     keys = from_all_ranks(key)
-    members = [[rank for rank, theirs in enumerate(keys) if theirs == one] for one in sorted(set(keys))]
+    members = [[rank for rank, rank_key in enumerate(keys) if rank_key == one] for one in sorted(set(keys))]
     return dist.new_subgroups_by_enumeration(members, timeout=collective_timeout(), backend="gloo")[0]
 
 

@@ -56,7 +56,7 @@ def _dealt(lengths: Sequence[int], ranks: int, most_work: float) -> list[list[Pi
     load = [0.0] * ranks
     limit = most_work * sum(work(0, length) for length in lengths) / ranks
     placement: list[list[Piece]] = [[] for _ in range(ranks)]
-    rest: list[Piece] = []
+    remaining: list[Piece] = []
 
     def give(rank: int, document: int, start: int, stop: int) -> int:
         """Give the rank as much as it has room for; return the end."""
@@ -85,9 +85,9 @@ def _dealt(lengths: Sequence[int], ranks: int, most_work: float) -> list[list[Pi
         for i, (start, stop) in enumerate(itertools.pairwise(edges)):
             reached = give(chosen[min(i, runs - 1 - i)], document, start, stop) if chosen else start
             if reached < stop:
-                rest.append((document, reached, stop))
+                remaining.append((document, reached, stop))
     # now only numbers of tokens must come out even, whatever the work
-    for document, start, stop in rest:
+    for document, start, stop in remaining:
         while start < stop:
             start = give(max(range(ranks), key=room.__getitem__), document, start, stop)
     return placement

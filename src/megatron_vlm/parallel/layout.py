@@ -41,17 +41,17 @@ def pipeline_layout(layers: int, first: float, last: float, parallel: ParallelCo
     the busiest rank has as little work as layers of equal work allow. There are no more stages than layers.
     """
     stages = parallel.pp * parallel.vpp
-    held, extra = [1] * stages, [first] + [0.0] * (stages - 2) + [last]
+    layer_counts, extra = [1] * stages, [first] + [0.0] * (stages - 2) + [last]
 
     def work(stage: int) -> tuple[float, float]:
         of_rank = range(stage % parallel.pp, stages, parallel.pp)
-        return sum(held[s] + extra[s] for s in of_rank), held[stage] + extra[stage]
+        return sum(layer_counts[s] + extra[s] for s in of_rank), layer_counts[stage] + extra[stage]
 
     if stages == 1:
-        held = [layers]
-    for _ in range(layers - sum(held)):
-        held[min(range(stages), key=work)] += 1
-    layout = [["decoder"] * count for count in held]
+        layer_counts = [layers]
+    for _ in range(layers - sum(layer_counts)):
+        layer_counts[min(range(stages), key=work)] += 1
+    layout = [["decoder"] * count for count in layer_counts]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return layout

@@ -89,11 +89,11 @@ def grouped_product(rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor) -> Ten
     if out % ALIGNED or width % ALIGNED:
         weights_XOI = pad(weights_XOI, (0, -width % ALIGNED, 0, -out % ALIGNED))
         return grouped_product(pad(rows_ZI, (0, -width % ALIGNED)), weights_XOI, ends_X)[:, :out]
-    most = MOST_NUMBERS // max(out, width)
-    if not torch.is_grad_enabled() and len(rows_ZI) <= most:
+    rows_at_once = MOST_NUMBERS // max(out, width)
+    if not torch.is_grad_enabled() and len(rows_ZI) <= rows_at_once:
         return grouped_mm(rows_ZI, weights_XOI.mT, offs=ends_X)
     parts = []
-    for start, rows in zip(range(0, len(rows_ZI), most), rows_ZI.split(most), strict=True):
+    for start, rows in zip(range(0, len(rows_ZI), rows_at_once), rows_ZI.split(rows_at_once), strict=True):
         ends = ends_X if len(rows) == len(rows_ZI) else (ends_X - start).clamp(0, len(rows))
         parts.append(grouped_mm(rows, ZeroWithoutRows.apply(weights_XOI, ends).mT, offs=ends))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

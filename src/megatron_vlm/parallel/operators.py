@@ -11,10 +11,14 @@ def difference(operators: dict[str, str], library: Any = torch.ops.aten) -> str 
     for name, arguments in operators.items():
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(library, packet, None), overload or "default", None)
-        given = arguments.split()
-        known = operator._schema.arguments if operator else ()
-        theirs = [each.name for each in known if each.name in given or not each.has_default_value()]
-        for ours, other in zip_longest(given, theirs, fillvalue="nothing"):
+        expected_names = arguments.split()
+        schema_arguments = operator._schema.arguments if operator else ()
+        actual_names = [
+            argument.name
+            for argument in schema_arguments
+            if argument.name in expected_names or not argument.has_default_value()
+        ]
+        for ours, other in zip_longest(expected_names, actual_names, fillvalue="nothing"):
             if ours != other:
                 where = f"{library.name}.{name} of torch {torch.__version__}"
                 return f"{where} has {other} where {ours} is given"

@@ -47,16 +47,18 @@ def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = 
         timeout = collective_timeout()
         store, rank, processes = next(dist.rendezvous("env://", timeout=timeout))
         # a second run in these processes would find the addresses of the first one's groups in the store
-        own = dist.PrefixStore(f"run {next(_runs)}", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=processes, timeout=timeout)
+        run_store = dist.PrefixStore(f"run {next(_runs)}", store)
+        dist.init_process_group(backend, store=run_store, rank=rank, world_size=processes, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if watchdog.has_several_machines():
         watched = watchdog.watch()
         compared = vars(parallel) | {"seed": seed, "run_dir": watched and watched.run_dir}
         of_ranks = from_all_ranks({f"{name}={value}" for name, value in compared.items()})
-        if others := sorted({each for theirs in of_ranks for each in theirs ^ of_ranks[0]}):
-            raise ConfigError(f"the machines differ in {', '.join(others)}; start the same command on each.")
+        if differing := sorted({item for of_rank in of_ranks for item in of_rank ^ of_ranks[0]}):
+            raise ConfigError(
+                f"the machines differ in {', '.join(differing)}; start the same command on each."
+            )
     _make_groups(parallel)
     seed_all(seed)
 
@@ -214,8 +216,10 @@ def _make_groups(parallel: ParallelConfig) -> None:
 
 def _destroy_groups() -> None:
     """Ends the groups' threads and sockets; `destroy_model_parallel` only forgets the groups."""
-    held = vars(parallel_state).values()
-    groups = {group for group in held if isinstance(group, dist.ProcessGroup)} - {dist.group.WORLD}
+    globals_of_megatron = vars(parallel_state).values()
+    groups = {group for group in globals_of_megatron if isinstance(group, dist.ProcessGroup)} - {
+        dist.group.WORLD
+    }
     dist.barrier()
     for group in sorted(groups, key=lambda group: group.group_name):
         dist.destroy_process_group(group)

@@ -48,23 +48,30 @@ def compose(
     Raises ConfigError on an unknown recipe, argument or setting, on a value of the wrong type, and on a
     setting that is given under two names with two values.
     """
-    written = _read_run_file(file) if file else {}
-    given = {**as_settings(assumed or {}), **read_settings(settings, arguments or {})}
-    if written and recipe and written.get("recipe") != recipe:
-        held = f"is of the recipe {written['recipe']}" if "recipe" in written else "is a whole configuration"
-        raise ConfigError(f"{file}: {held}, and --recipe says {recipe}; give one of them.")
-    if "recipe" in written or recipe:
-        overrides = flatten(written.get("overrides", {}))
-        known = merged(written.get("args", {}), as_arguments(overrides), as_arguments(given))
-        config = load_recipe(recipe or written["recipe"])(**known)
+    file_content = _read_run_file(file) if file else {}
+    command_settings = {**as_settings(assumed or {}), **read_settings(settings, arguments or {})}
+    if file_content and recipe and file_content.get("recipe") != recipe:
+        file_kind = (
+            f"is of the recipe {file_content['recipe']}"
+            if "recipe" in file_content
+            else "is a whole configuration"
+        )
+        raise ConfigError(f"{file}: {file_kind}, and --recipe says {recipe}; give one of them.")
+    # a recipe sees all arguments that it knows; what it returns is then overridden
+    if "recipe" in file_content or recipe:
+        overrides = flatten(file_content.get("overrides", {}))
+        recipe_arguments = merged(
+            file_content.get("args", {}), as_arguments(overrides), as_arguments(command_settings)
+        )
+        config = load_recipe(recipe or file_content["recipe"])(**recipe_arguments)
         config = apply_overrides(config, overrides)
-    elif written:
-        config = apply_overrides(RunConfig(), written)
+    elif file_content:
+        config = apply_overrides(RunConfig(), file_content)
     else:
         raise ConfigError(
             "give --recipe NAME or --config FILE, or --model and --data; `megatron-vlm recipes` lists them."
         )
-    return apply_overrides(config, given)
+    return apply_overrides(config, command_settings)
 
 
 def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | None:
@@ -73,7 +80,7 @@ def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | No
     model_type = read_config(hf_path)["model_type"]
     if name is None or (of_recipe := RECIPES[name].model_type) in (model_type, *OF_PARTS):
         return None
-    fitting = [one.name for one in RECIPES.values() if one.model_type == model_type]
+    fitting = [entry.name for entry in RECIPES.values() if entry.model_type == model_type]
     return (
         f"recipe {name} is for {of_recipe}, and {hf_path} is {model_type}: its layout, "
         f"lengths and rates are taken all the same; recipes for {model_type}: {listed(fitting, 4)}"
@@ -83,11 +90,11 @@ def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | No
 def read_settings(settings: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a command line, by dotted key. Raises ConfigError if it gives a setting two values."""
     pairs = dict(split_override(text) for text in settings)
-    written = [(f"--{name} {value}", name, value) for name, value in arguments.items()]
-    written += [(f"{name}={value}", name, value) for name, value in pairs.items()]
+    entries = [(f"--{name} {value}", name, value) for name, value in arguments.items()]
+    entries += [(f"{name}={value}", name, value) for name, value in pairs.items()]
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}
-    for text, name, value in written:
+    for text, name, value in entries:
         (key,) = [name] if "." in name else as_settings({name: value})
         if str(values.setdefault(key, value)) != str(value):
             raise ConfigError(f"{texts[key]} and {text} both set {key}; give one of them.")
@@ -97,20 +104,20 @@ def read_settings(settings: Iterable[str], arguments: Mapping[str, Any]) -> dict
 
 def _read_run_file(file: Path) -> dict[str, Any]:
     try:
-        written = load_yaml(read_text(file), place=str(file))
+        content = load_yaml(read_text(file), place=str(file))
     except OSError as error:
         raise ConfigError(f"{file}: not readable ({error.strerror}); give a file of recipes/.") from error
-    if "recipe" not in written:
-        if entries := [name for name in ("args", "overrides") if name in written]:
+    if "recipe" not in content:
+        if entries := [name for name in ("args", "overrides") if name in content]:
             raise ConfigError(
                 f"{file}: has {entries[0]} and no recipe; add `recipe: NAME`, "
                 "`megatron-vlm recipes` lists them."
             )
-        return written
-    for key in written:
+        return content
+    for key in content:
         if key not in RUN_FILE:
             raise ConfigError(f"{file}: {key}: no such entry{suggestion(key, RUN_FILE)}")
-    for problem in odd_fields(written, RUN_FILE):
+    for problem in odd_fields(content, RUN_FILE):
         raise ConfigError(f"{file}: {problem}; correct it: `megatron-vlm recipes` lists the recipes.")
-    arguments = {str(name): value for name, value in (written.get("args") or {}).items()}
-    return {"recipe": written["recipe"], "args": arguments, "overrides": written.get("overrides") or {}}
+    arguments = {str(name): value for name, value in (content.get("args") or {}).items()}
+    return {"recipe": content["recipe"], "args": arguments, "overrides": content.get("overrides") or {}}

@@ -56,11 +56,11 @@ def as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe's arguments; a layer replaces what those before it set, and `steps` replaces `epochs`, too."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for layer in layers:
-        gone = {"steps", "epochs"} if {"steps", "epochs"} & layer.keys() else ()
-        found = {name: value for name, value in found.items() if name not in gone} | layer
-    return found
+        replaced = {"steps", "epochs"} if {"steps", "epochs"} & layer.keys() else ()
+        arguments = {name: value for name, value in arguments.items() if name not in replaced} | layer
+    return arguments
 
 
 def build(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> RunConfig:

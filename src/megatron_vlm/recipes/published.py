@@ -262,7 +262,7 @@ def shipped_config(hf_path: str) -> Path | None:
     """The package's own copy of config.json, of a checkpoint that a recipe names and that is not here."""
     from huggingface_hub import try_to_load_from_cache
 
-    names = [one.name for one in RECIPES.values() if one.defaults.get("hf_path") == hf_path]
+    names = [recipe.name for recipe in RECIPES.values() if recipe.defaults.get("hf_path") == hf_path]
     if not names or Path(hf_path).exists():
         return None
     with suppress(ValueError):  # "./NAME" is no name of the hub

@@ -16,7 +16,7 @@ from megatron_vlm.parallel.setup import from_all_ranks
 from megatron_vlm.rl.micro_batches import Document, MicroBatch
 
 
-class Given(NamedTuple):
+class CallInputs(NamedTuple):
     """The input of a rank to a call: `rows` of micro batches, and a checksum of its samples."""
 
     rows: int
@@ -26,7 +26,7 @@ class Given(NamedTuple):
     model: int
 
     @classmethod
-    def of(cls, documents: Sequence[Document], rows: int, normalizer: float) -> Given:
+    def of(cls, documents: Sequence[Document], rows: int, normalizer: float) -> CallInputs:
         checksum = 0
         for document in documents:
             for tensor in (document.input_ids, document.scored):
@@ -35,12 +35,12 @@ class Given(NamedTuple):
         return cls(max(1, rows), float(normalizer), len(documents), checksum, model)
 
 
-def gather(own: Any, error: Exception | None = None) -> list[Any]:
+def gather(value_here: Any, error: Exception | None = None) -> list[Any]:
     """Lists what each rank has, by rank. Collective.
 
     If a rank has an error, it raises that, and the others ValueError that quotes it.
     """
-    every = from_all_ranks((own, None if error is None else f"{type(error).__name__}: {error}"))
+    every = from_all_ranks((value_here, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
     for rank, (_, problem) in enumerate(every):
@@ -49,28 +49,29 @@ def gather(own: Any, error: Exception | None = None) -> list[Any]:
     return [value for value, _ in every]
 
 
-def most_rows(given: Given | None, error: Exception | None) -> int:
+def most_rows(call_inputs: CallInputs | None, error: Exception | None) -> int:
     """The most rows that a rank has. Collective.
 
     Raises an error of any rank as `gather` does, and ValueError on every rank if the normalizers differ, or
     the samples of ranks that share a model.
     """
-    every = gather(given, error)
-    if len(normalizers := sorted({each.normalizer for each in every})) > 1:
-        shown = ", ".join(f"{each:g}" for each in normalizers)
+    every = gather(call_inputs, error)
+    if len(normalizers := sorted({inputs.normalizer for inputs in every})) > 1:
+        shown_normalizers = ", ".join(f"{number:g}" for number in normalizers)
         raise ValueError(
-            f"normalizer: ranks give {shown}; give one on all ranks, such as the number of samples, or of "
-            "trained tokens, of the whole step."
+            f"normalizer: ranks give {shown_normalizers}; give one on all ranks, such as the "
+            "number of samples, or of trained tokens, of the whole step."
         )
-    models = [each.model for each in every]
-    for rank, each in enumerate(every):
-        first = models.index(each.model)
-        if (each.samples, each.checksum) != (every[first].samples, every[first].checksum):
+    models = [inputs.model for inputs in every]
+    for rank, inputs in enumerate(every):
+        first = models.index(inputs.model)
+        if (inputs.samples, inputs.checksum) != (every[first].samples, every[first].checksum):
             raise ValueError(
                 f"samples: ranks {first} and {rank} share a model, but give {every[first].samples} and "
-                f"{each.samples} samples that differ; give the same on all ranks of one tp, cp and pp group."
+                f"{inputs.samples} samples that differ; give the same on all ranks of one tp, cp and pp "
+                "group."
             )
-    return max(each.rows for each in every)
+    return max(inputs.rows for inputs in every)
 
 
 def means(

@@ -127,7 +127,7 @@ class TensorList(Batched):
     @staticmethod
     def cat(lists: Iterable[TensorList]) -> TensorList:
         """The entries of all lists, in order."""
-        return TensorList(tensor for each in lists for tensor in each.tensors)
+        return TensorList(tensor for tensor_list in lists for tensor in tensor_list.tensors)
 
     def to(self, *args, **kwargs) -> TensorList:
         """`Tensor.to` of each entry."""
@@ -175,7 +175,7 @@ class TensorBatch(Batched, UserDict[str, Field]):
         sample may lack visual fields (VISUAL_FIELDS) or have None there: it gets an entry of zero rows.
         Raises ValueError for any other key that a sample lacks.
         """
-        rows = [{key: value for key, value in each.items() if value is not None} for each in samples]
+        rows = [{key: value for key, value in sample.items() if value is not None} for sample in samples]
         keys = dict.fromkeys(key for row in rows for key in row)
         return cls({key: _field_of_samples(key, [row.get(key) for row in rows]) for key in keys})
 
@@ -260,8 +260,10 @@ class TensorBatch(Batched, UserDict[str, Field]):
         return _restored_batch, ({k: _packed(f) if isinstance(f, Tensor) else f for k, f in self.items()},)
 
     def __repr__(self) -> str:
-        shown = {k: f if isinstance(f, TensorList) else (tuple(f.shape), f.dtype) for k, f in self.items()}
-        return f"TensorBatch({shown})"
+        field_shapes = {
+            k: f if isinstance(f, TensorList) else (tuple(f.shape), f.dtype) for k, f in self.items()
+        }
+        return f"TensorBatch({field_shapes})"
 
 
 def _field(key: str, value: object) -> Field:
@@ -293,7 +295,7 @@ def _cat(key: str, batches: list[TensorBatch]) -> Field:
     fields = [batch.get(key) for batch in batches]
     if not all(isinstance(field, Tensor) for field in fields):
         rows = [[None] * b.batch_size if f is None else f for b, f in zip(batches, fields, strict=True)]
-        return _filled(key, [tensor for each in rows for tensor in each])
+        return _filled(key, [tensor for row in rows for tensor in row])
     _field(key, fields)  # raises if dtypes or devices differ
     if len(shapes := {tuple(field.shape[1:]) for field in fields}) > 1:
         raise ValueError(

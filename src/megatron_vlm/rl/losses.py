@@ -20,17 +20,19 @@ LARGEST_LOG_RATIO = 20.0  # so that exp of it is finite, as in verl's core_algos
 SMALLEST_DEVIATION = 1e-6  # added to a group's standard deviation, as in verl's core_algos.py
 
 
-def checked(found: object) -> Loss:
+def checked(result: object) -> Loss:
     """Returns what a loss function returned. Raises ValueError unless it is a `Loss` of the shapes above."""
-    named = {**found.logs, "total": found.total} if isinstance(found, Loss) else {type(found).__name__: None}
-    shapes = {name: tuple(each.shape) for name, each in named.items() if isinstance(each, Tensor)}
-    if shapes != {name: (2,) for name in named} | {"total": ()} or not found.total.requires_grad:
+    tensors = (
+        {**result.logs, "total": result.total} if isinstance(result, Loss) else {type(result).__name__: None}
+    )
+    shapes = {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, Tensor)}
+    if shapes != {name: (2,) for name in tensors} | {"total": ()} or not result.total.requires_grad:
         raise ValueError(
-            f"a loss function returned {', '.join(named)} of shapes {shapes}; return losses.Loss(total, "
+            f"a loss function returned {', '.join(tensors)} of shapes {shapes}; return losses.Loss(total, "
             "logs): a total without axes, made of the log-probabilities, and logs of shape (2,), a sum and a "
             "count."
         )
-    return found
+    return result
 
 
 def policy_gradient(log_probs: Tensor, advantages: Tensor, weights: Tensor | None = None) -> Loss:
@@ -64,12 +66,14 @@ def ppo_clip(
     weights, log_probs, old_log_probs, advantages = _counted(
         weights, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
     )
+    # the smaller objective of the two is pessimistic: it bounds how far a step may go
     advantages, log_ratio = advantages.detach(), _log_ratio(log_probs, old_log_probs.detach())
     ratio = log_ratio.exp()
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + high) * advantages
     objective = torch.minimum(unclipped, clipped)
     logs = {"ratio": ratio, "clip_share": clipped < unclipped, "old_kl": ratio - 1 - log_ratio}
     if dual_clip is not None:
+        # without it a large ratio makes a bad token's objective as low as it likes
         floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
         logs["dual_clip_share"] = objective < floor
         objective = torch.maximum(objective, floor)
@@ -91,6 +95,7 @@ def kl_penalty(
     k3's is the gradient of KL(p_reference || p) (arXiv 2506.09477).
     """
     weights, log_probs, reference = _counted(weights, log_probs=log_probs, reference=reference_log_probs)
+    # per token, of the tokens that were sampled
     log_ratio = _log_ratio(reference.detach(), log_probs)
     match estimator:
         case "k1":

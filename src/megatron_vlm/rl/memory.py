@@ -32,13 +32,13 @@ class Memory:
             return
         self._away[kind] = moved = []
         for storage in self._storages(kind):
-            size, here = storage.nbytes(), _bytes(storage)
+            size, storage_bytes = storage.nbytes(), _bytes(storage)
             host = None
-            if kind != GRADS or here.any():
+            if kind != GRADS or storage_bytes.any():
                 pins = storage.device.type == "cuda"
                 host = [
                     torch.empty(len(part), dtype=torch.uint8, pin_memory=pins).copy_(part)
-                    for part in here.split(pieces(size))
+                    for part in storage_bytes.split(pieces(size))
                 ]
             storage.resize_(0)
             moved.append((storage, size, host))
@@ -55,11 +55,11 @@ class Memory:
             for part, kept in zip(_bytes(storage).split(pieces(size)), host, strict=True):
                 part.copy_(kept, non_blocking=True)
 
-    def need(self, what: str, *kinds: str) -> None:
+    def need(self, caller: str, *kinds: str) -> None:
         """Raises ValueError if one of these is away."""
         if away := [kind for kind in kinds if kind in self._away]:
             raise ValueError(
-                f"{what}: the policy is offloaded ({', '.join(away)}); first call "
+                f"{caller}: the policy is offloaded ({', '.join(away)}); first call "
                 f"policy.to('cuda', {', '.join(f'{kind}={kind in away}' for kind in KINDS)})."
             )
 

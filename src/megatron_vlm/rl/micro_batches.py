@@ -45,9 +45,11 @@ class Document:
         # what was made under `inference_mode` cannot be kept for a backward pass
         seen = {key: value.clone() if value.is_inference() else value for key, value in seen.items()}
         outputs = self.needs.of_processor({k: v for k, v in seen.items() if len(v)})
-        wanted = {key: outputs[key] for key in self.needs.visual_keys if outputs.get(key) is not None}
-        wanted = {key: value.cpu() if key in HOST_FIELDS else value for key, value in wanted.items()}
-        return GenericVisualInputs(**wanted) if wanted else None
+        visual_fields = {key: outputs[key] for key in self.needs.visual_keys if outputs.get(key) is not None}
+        visual_fields = {
+            key: value.cpu() if key in HOST_FIELDS else value for key, value in visual_fields.items()
+        }
+        return GenericVisualInputs(**visual_fields) if visual_fields else None
 
     @cached_property
     def scored(self) -> Tensor:
@@ -158,17 +160,18 @@ def check_tokens(documents: list[Document], source: Source) -> None:
             raise ValueError(
                 f"{place} attention_mask has {padding} zeros; give its tokens and fields without padding."
             )
-        if why := needs.misfit(ids, document.visual):
+        if problem := needs.misfit(ids, document.visual):
             raise ValueError(
-                f"{place} {why}; give all that the processor made of them, and input_ids that are not cut."
+                f"{place} {problem}; give all that the processor made of them, and input_ids that "
+                "are not cut."
             )
 
 
 def micro_batches(documents: list[Document], max_tokens: int) -> list[MicroBatch]:
     """The documents in rows of at most `max_tokens`; a longer one has a row for itself. The same documents
     have the same rows."""
-    documents = sorted(documents, key=lambda each: -len(each.input_ids))
-    lengths = [len(each.input_ids) for each in documents]
+    documents = sorted(documents, key=lambda document: -len(document.input_ids))
+    lengths = [len(document.input_ids) for document in documents]
     room = min(max_tokens, sum(lengths))  # `pack` takes memory for each token of a row
     rows = pack([min(length, room) for length in lengths], room)
     return [_packed([documents[number] for number in row]) for row in rows]
@@ -217,7 +220,7 @@ class Difference:
 def by_sample(reports: list[dict[str, Tensor]], documents: list[Document], kinds: int) -> list[Tensor]:
     """The scores (kinds, T - 1) of each sample, 0 where none was wanted; `reports` have the last stage's, of
     rows that hold these documents. Collective over pipeline stages."""
-    counts = [int(each.scored.sum()) for each in documents]
+    counts = [int(document.scored.sum()) for document in documents]
     scores = torch.zeros(kinds, sum(counts), device=setup.device())
     if reports:
         scores = torch.cat([report["scores"] for report in reports], dim=1)
@@ -225,10 +228,10 @@ def by_sample(reports: list[dict[str, Tensor]], documents: list[Document], kinds
     if group.size() > 1:
         dist.broadcast(scores, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     placed: list[Tensor] = [torch.empty(0)] * len(documents)
-    for each, of_document in zip(documents, scores.split(counts, dim=1), strict=True):
-        places = on_device(each.scored[1:].nonzero().flatten(), scores.device)
-        zeros = scores.new_zeros(kinds, len(each.input_ids) - 1)
-        placed[each.number] = zeros.index_copy_(1, places, of_document)
+    for document, of_document in zip(documents, scores.split(counts, dim=1), strict=True):
+        places = on_device(document.scored[1:].nonzero().flatten(), scores.device)
+        zeros = scores.new_zeros(kinds, len(document.input_ids) - 1)
+        placed[document.number] = zeros.index_copy_(1, places, of_document)
     return placed
 
 
@@ -238,10 +241,10 @@ def differences(
     """See `Policy.compare`; `scores` (T - 1,) are the policy's."""
     compared = []
     for document, ours, engine_scores in zip(documents, scores, rollout, strict=True):
-        wanted = document.scored[1:]
-        theirs = document.of_scored("rollout", torch.as_tensor(engine_scores).cpu().float())
-        seen = (torch.as_tensor(kinds(document.input_ids)) != 0).cumsum(0)[1:][wanted] > 0
-        compared.append((document.number, (ours.cpu()[wanted] - theirs).abs(), seen))
+        is_scored = document.scored[1:]
+        rollout_scores = document.of_scored("rollout", torch.as_tensor(engine_scores).cpu().float())
+        seen = (torch.as_tensor(kinds(document.input_ids)) != 0).cumsum(0)[1:][is_scored] > 0
+        compared.append((document.number, (ours.cpu()[is_scored] - rollout_scores).abs(), seen))
     return {
         name: _difference([(number, off[seen == after]) for number, off, seen in compared])
         for name, after in (("text", False), ("after image", True))

@@ -26,7 +26,7 @@ from megatron_vlm.models.stream import Stream, check_positions
 from megatron_vlm.models.weights.by_part import parameters_by_part
 from megatron_vlm.models.weights.exporting import from_every_stage, hf_weights
 from megatron_vlm.parallel import setup
-from megatron_vlm.rl.agreement import Given, means, most_rows
+from megatron_vlm.rl.agreement import CallInputs, means, most_rows
 from megatron_vlm.rl.losses import Loss, checked
 from megatron_vlm.rl.memory import GRADS, KINDS, MODEL, Memory
 from megatron_vlm.rl.micro_batches import (
@@ -127,10 +127,10 @@ class Policy:
         with in_evaluation(self.chunks), recording as chosen:
             streams = streams_of(self.chunks, [row.batch for row in rows])
             reports = run_schedule(self.chunks, streams, _reported, head, forward_only=True)
-            placed = by_sample(reports, [each for row in rows for each in row.documents], 1 + entropy)
+            placed = by_sample(reports, [item for row in rows for item in row.documents], 1 + entropy)
             return Scores(
-                [each[0] for each in placed],
-                [each[1] for each in placed] if entropy else None,
+                [item[0] for item in placed],
+                [item[1] for item in placed] if entropy else None,
                 of_samples(chosen, rows, self.chunks) if routes else None,
             )
 
@@ -155,11 +155,11 @@ class Policy:
         self.memory.need("forward_backward", MODEL, GRADS)
         head = self._scores_head(temperature, entropy)
         rows = self._rows(samples, fields, normalizer)
-        left = iter(rows)  # the last stage asks for losses in the order of the rows
+        remaining_rows = iter(rows)  # the last stage asks for losses in the order of the rows
         failed: list[Exception] = []
 
         def loss(stream: Stream, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            row, scores = next(left), of_all_context_ranks(output, stream, dim=1)
+            row, scores = next(remaining_rows), of_all_context_ranks(output, stream, dim=1)
             if not row.documents:
                 return scores.sum(), {}
             try:
@@ -205,8 +205,8 @@ class Policy:
         """
         if device not in ("cpu", "cuda"):
             raise ValueError(f'device is {device!r}; give "cpu" to offload, or "cuda" to bring back.')
-        for kind, asked in zip(KINDS, (model, optimizer, grads), strict=True):
-            if asked:
+        for kind, is_on_device in zip(KINDS, (model, optimizer, grads), strict=True):
+            if is_on_device:
                 self.memory.offload(kind) if device == "cpu" else self.memory.onload(kind)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -252,8 +252,8 @@ class Policy:
         self.optimizer.zero_grad()
 
     def _scores_head(self, temperature: float, entropy: bool) -> Callable[..., Tensor]:
-        wanted = f"one from {SMALLEST_TEMPERATURE:g} upwards"
-        check_number("temperature", temperature, lambda t: SMALLEST_TEMPERATURE <= t < math.inf, wanted)
+        expectation = f"one from {SMALLEST_TEMPERATURE:g} upwards"
+        check_number("temperature", temperature, lambda t: SMALLEST_TEMPERATURE <= t < math.inf, expectation)
         return partial(output_scores, temperature, entropy)
 
     def _rows(
@@ -262,26 +262,26 @@ class Policy:
         """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
         needs = self.source.needs
         rows: list[MicroBatch] = []
-        given = error = None
+        call_inputs = error = None
         try:
-            wanted = "a number above 0, the same on all ranks"
-            check_number("normalizer", normalizer, lambda n: 0 < n < math.inf, wanted)
+            expectation = "a number above 0, the same on all ranks"
+            check_number("normalizer", normalizer, lambda n: 0 < n < math.inf, expectation)
             if isinstance(fields, str):
                 raise ValueError(f"fields is {fields!r}; give a list of names.")
             documents = documents_of(samples, needs)
             check_tokens(documents, self.source)
-            most = get_model_config(self.chunks[0]).most_positions
-            for each in documents:
-                check_positions(int(each.position_ids.max()), most, f"sample {each.number}")
+            most_positions = get_model_config(self.chunks[0]).most_positions
+            for document in documents:
+                check_positions(int(document.position_ids.max()), most_positions, f"sample {document.number}")
             rows = micro_batches(documents, self.max_tokens)
             add_routes(rows, self.chunks)
             for row in rows:
                 row.given = row.fields(fields, setup.device())
-            given = Given.of(documents, len(rows), normalizer)
+            call_inputs = CallInputs.of(documents, len(rows), normalizer)
         except Exception as problem:  # noqa: BLE001 - all ranks raise it; now they wait for this one
             error = problem
         pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
-        missing = -(-most_rows(given, error) // pp) * pp - len(rows)
+        missing = -(-most_rows(call_inputs, error) // pp) * pp - len(rows)
         return rows + [blank(needs, self.source.description.visual_kinds)] * missing
 
 

@@ -103,7 +103,10 @@ class OwnEngine:
         )
         self.seed += 1
         answered = [
-            [Answered(one.tokens, one.logprobs, one.finish_reason == "stop") for one in of_prompt]
+            [
+                Answered(generation.tokens, generation.logprobs, generation.finish_reason == "stop")
+                for generation in of_prompt
+            ]
             for of_prompt in generated
         ]
         return samples_of(policy, prompts, answered)
@@ -124,6 +127,7 @@ def samples_of(
         visual = prompt.inputs["visual_inputs"]
         for tokens, log_probs, ended in answers:
             answer = torch.tensor(tokens, dtype=torch.long)
+            # an image token in an answer has no image: the answer ends before it
             placeholders = (torch.as_tensor(kinds(answer)) != 0).nonzero()
             length = int(placeholders[0]) if len(placeholders) else len(answer)
             ids = torch.cat([prompt_ids, answer[:length]])

@@ -49,8 +49,10 @@ def _routes(document: Document, config) -> Tensor:
             f"{place} are {routes.dtype} {tuple(routes.shape)} for {tokens} tokens; give whole numbers "
             f"(tokens, layers, experts of each), here ({tokens}, {shape[0]}, {shape[1]}), or one token less."
         )
+    # layers without experts keep FREE_ROUTE, and so does a last token that was left out
     with_experts = torch.tensor(config.moe_layer_freq, dtype=torch.bool)
     routes_TLJ[: len(routes), with_experts] = routes.long()[:, with_experts].clamp(-1, 2**15 - 1).short()
+    # sorted, equal experts are neighbours and a negative one comes first
     ordered = routes_TLJ.sort(-1).values
     free = ordered[..., -1] < 0
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
@@ -104,8 +106,8 @@ def of_samples(chosen: Chosen, rows: list[MicroBatch], chunks: list[nn.Module]) 
         tokens = layout(row.batch).placement.tokens[parallel_state.get_context_parallel_rank()]
         for layer, of_rows in chosen.items():
             experts = of_rows[number]
-            mine = tokens[rank * len(experts) :][: len(experts)] if cut else tokens
-            routes_TLJ[on_device(mine, device), layer - 1] = experts[: len(mine)].int()
+            rank_tokens = tokens[rank * len(experts) :][: len(experts)] if cut else tokens
+            routes_TLJ[on_device(rank_tokens, device), layer - 1] = experts[: len(rank_tokens)].int()
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(routes_TLJ, op=dist.ReduceOp.MAX, group=group)

@@ -118,11 +118,13 @@ def begin_save(
     if on_first_rank(run_folder.is_latest, final):
         return lambda group: final
     watchdog.beat(f"saving step {step} in {run_dir}", files=True)
+    # all ranks must know the bytes before any is written: a full disk is refused now
     ranks = from_all_ranks(_rank_state(loader_state))
     tensors = sharded_state(model_chunks, optimizer, loading=False)
     needed = sum(from_all_ranks(bytes_to_write(tensors)))
     partial = on_first_rank(run_folder.begin, run_dir, step, needed)
     copied = copies.take(partial, tensors)
+    # the rest is small, and rank 0 writes it when all tensors are on disk
     state = {"step": step, "layout": layout(), "schedule": dict(scheduler.state_dict())}
     state["tied"] = unwrap_model(model_chunks[0]).share_embeddings_and_output_weights
     state |= {"config": _config_values(model_chunks), "adapters": _adapters(model_chunks)}
@@ -131,12 +133,14 @@ def begin_save(
     def write(group: dist.ProcessGroup | None) -> Path:
         write_tensors(partial, copied, needed, group)
         with run_folder.naming(partial):
-            mine = checkpoint_files.checksums(partial, _files_of_rank(os.listdir(partial)))
-            known = from_all_ranks(mine, group)
-        return on_first_rank(finish, known, group=group)
+            rank_checksums = checkpoint_files.checksums(partial, _files_of_rank(os.listdir(partial)))
+            checksums_of_ranks = from_all_ranks(rank_checksums, group)
+        return on_first_rank(finish, checksums_of_ranks, group=group)
 
-    def finish(known: list[dict[str, list]]) -> Path:
-        files = {name: size_and_checksum for rank in known for name, size_and_checksum in rank.items()}
+    def finish(checksums_of_ranks: list[dict[str, list]]) -> Path:
+        files = {
+            name: size_and_checksum for rank in checksums_of_ranks for name, size_and_checksum in rank.items()
+        }
         final = run_folder.complete(partial, {**state, "files": files})
         run_folder.prune(run_dir, final.name, keep, keep_best)
         return final
@@ -239,9 +243,9 @@ def _checked_state(path: Path) -> dict[str, Any]:
     state = on_first_rank(_state, path)
     problems = on_first_rank(checkpoint_files.size_problems, path, state["files"])
     if not problems:
-        mine = {name: state["files"][name] for name in _files_of_rank(state["files"])}
-        found = checkpoint_files.checksum_problems(path, mine)
-        problems = [text for rank in from_all_ranks(found) for text in rank]
+        rank_files = {name: state["files"][name] for name in _files_of_rank(state["files"])}
+        local_problems = checkpoint_files.checksum_problems(path, rank_files)
+        problems = [text for rank in from_all_ranks(local_problems) for text in rank]
     if problems:
         raise ConfigError(run_folder.damaged(path, problems))
     return state

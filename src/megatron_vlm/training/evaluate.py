@@ -55,12 +55,12 @@ def validation_loss(
 
 @torch.no_grad()
 def logits_of(
-    chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None = None
+    chunks: list[torch.nn.Module], micro_batches: list[Batch], positions: list[np.ndarray] | None = None
 ) -> list[Tensor]:
     """The logits (n, V) of each micro batch's `wanted` tokens, indices into B * S.
     None: of all tokens, with zeros for padding. An empty list but on the last pipeline stage. Collective."""
-    wanted = wanted or [np.arange(batch["input_ids"].numel()) for batch in micro_batches]
-    streams = streams_of(chunks, micro_batches, wanted)
+    positions = positions or [np.arange(batch["input_ids"].numel()) for batch in micro_batches]
+    streams = streams_of(chunks, micro_batches, positions)
     return run_schedule(chunks, streams, _reported, output_logits, forward_only=True)
 
 

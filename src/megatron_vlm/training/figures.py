@@ -99,9 +99,9 @@ class StepFigures:
         done, ranks = Work(*self.sums[: len(Work._fields)]), dist.get_world_size()
         sizes = [len(stops.WAYS), 1, ranks, self._expert_tokens.numel()]
         parts = np.split(np.array(self.sums[len(done) :]), np.cumsum(sizes))
-        asked, saving, memory, experts, by_source = parts
+        stop_counts, saving, memory, experts, by_source = parts
         self.any_rank_saves = bool(saving.any())
-        self.asked_to_stop = [way for way, number in zip(stops.WAYS, asked, strict=True) if number]
+        self.asked_to_stop = [way for way, number in zip(stops.WAYS, stop_counts, strict=True) if number]
         device_seconds = max(seconds, 1e-9) * ranks
         figures = {
             "mfu": done.flops / device_seconds / self._peak if self._peak else None,
@@ -144,7 +144,7 @@ class BySource:
         if not self._names:
             return
         device, number = self._losses.device, len(self._names)
-        each = torch.arange(number, device=device)[:, None]
+        row_numbers = torch.arange(number, device=device)[:, None]
         losses = reports if _speaks() else []
         for index, batch in enumerate(micro_batches):
             samples, tokens, weights = self.sources_of(batch)
@@ -153,7 +153,7 @@ class BySource:
                 self._others += [np.bincount(of, by, minlength=number) for of, by in counted]
             for report in losses[index : index + 1]:
                 of_loss = on_device(tokens, device)[report["places"]]
-                self._losses += ((of_loss == each) * report["losses"].double()).sum(1)
+                self._losses += ((of_loss == row_numbers) * report["losses"].double()).sum(1)
 
     def sources_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The numbers of the sources of each sample, of each trained token, and these tokens' weights."""

@@ -67,7 +67,7 @@ def step_in_flight(step: Callable[[], Taken], chunks: list[DistributedDataParall
     try:
         done = step()
         for chunk in chunks:
-            for buckets in dict.fromkeys(each for _, needed in _first_uses(chunk) for each in needed):
+            for buckets in dict.fromkeys(bucket for _, needed in _first_uses(chunk) for bucket in needed):
                 buckets.start_param_sync()
     finally:
         settings.overlap_param_gather = False
@@ -80,7 +80,7 @@ def step_if(optimizer: MegatronOptimizer, takes: Callable[[float], bool] = math.
     says no, nothing has changed but the gradients. `optimizer.step()` (0.19) takes the norm too late."""
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if taken := takes(norm):
+    if is_taken := takes(norm):
         for part in optimizer.chained_optimizers:
             # as clip_grad_by_total_norm_fp32 of Megatron, which asks each gradient for its CUDA type
             factor = part.config.clip_grad / (norm + 1e-6)
@@ -88,7 +88,7 @@ def step_if(optimizer: MegatronOptimizer, takes: Callable[[float], bool] = math.
             if 0 < factor < 1 and gradients:
                 torch._foreach_mul_(gradients, factor)
         optimizer.step_with_ready_grads()
-    return taken, norm, None
+    return is_taken, norm, None
 
 
 def _first_uses(chunk: DistributedDataParallel) -> list[tuple[nn.Module, list[Buckets]]]:
@@ -104,9 +104,12 @@ def _first_uses(chunk: DistributedDataParallel) -> list[tuple[nn.Module, list[Bu
         uses.append((head[0], [param for module in head for param in module.parameters()]))
     later = {param for _, params in uses for param in params}
     uses.insert(0, (model, [param for param in model.parameters() if param not in later]))
-    held = chunk.param_to_bucket_group  # of trained parameters
+    groups_of_params = chunk.param_to_bucket_group  # of trained parameters
     return [
-        (module, list(dict.fromkeys(held[param] for param in params if param in held)))
+        (
+            module,
+            list(dict.fromkeys(groups_of_params[param] for param in params if param in groups_of_params)),
+        )
         for module, params in uses
     ]
 

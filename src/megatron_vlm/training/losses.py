@@ -161,8 +161,8 @@ class Pairs:
     def __init__(self, batch: Batch):
         rows, places = np.nonzero(batch["labels"].numpy() != IGNORE_INDEX)
         documents = batch["attention_mask"].numpy()[rows, places] - 1
-        most = int(batch["attention_mask"].max()) // 2 + 1
-        _, numbers = np.unique(rows * most + documents // 2, return_inverse=True)
+        most_pairs = int(batch["attention_mask"].max()) // 2 + 1
+        _, numbers = np.unique(rows * most_pairs + documents // 2, return_inverse=True)
         self.answers = 2 * numbers + documents % 2
         self.count = int(numbers.max(initial=-1)) + 1
         if (np.bincount(self.answers, minlength=2 * self.count) == 0).any():

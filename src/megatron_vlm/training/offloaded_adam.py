@@ -70,14 +70,14 @@ class OffloadedAdam(torch.optim.AdamW):
     def _step_of(self, main: Tensor, group: dict[str, Any], piece: slice) -> None:
         state = self.state[main]
         kept = {name: state[name][piece] for name in KEPT if name in state}
-        here = {name: t.to(main.device, non_blocking=True, copy=True) for name, t in kept.items()}
-        param = here.get("param", main[piece])
+        on_device = {name: t.to(main.device, non_blocking=True, copy=True) for name, t in kept.items()}
+        param = on_device.get("param", main[piece])
         settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
         torch._fused_adamw_(
             [param],
             [main.grad[piece]],
-            [here["exp_avg"]],
-            [here["exp_avg_sq"]],
+            [on_device["exp_avg"]],
+            [on_device["exp_avg_sq"]],
             [],
             [state["step"] + 1],
             beta1=group["betas"][0],
@@ -85,7 +85,7 @@ class OffloadedAdam(torch.optim.AdamW):
             **settings,
         )
         for name, tensor in kept.items():
-            tensor.copy_(here[name], non_blocking=True)
+            tensor.copy_(on_device[name], non_blocking=True)
         if main.model is not None:
             main.model[piece].copy_(param)
 

@@ -101,7 +101,7 @@ def _factors(config: RunConfig) -> dict[str, float]:
     return {key: rate / config.optimizer.lr for key, rate in config.optimizer.lr_by_part.items()}
 
 
-def _overrides(config: RunConfig, own: ByPart) -> dict[ParamKey, dict[str, float]]:
+def _overrides(config: RunConfig, by_part: ByPart) -> dict[ParamKey, dict[str, float]]:
     """The settings that groups of parameters have in place of the optimizer's own."""
     decays = config.optimizer.weight_decay_by_part.items()
     settings = {
@@ -109,7 +109,7 @@ def _overrides(config: RunConfig, own: ByPart) -> dict[ParamKey, dict[str, float
         "optimizer.weight_decay_by_part": {key: {"start_wd": wd, "end_wd": wd} for key, wd in decays},
     }
     overrides = {}
-    for setting, by_key in own.items():
+    for setting, by_key in by_part.items():
         for key, parameters in by_key.items():
             chosen = frozenset(map(id, parameters))
             is_chosen = ParamWithNamePredicate(f"{setting} {key}", lambda p, _, ids=chosen: id(p) in ids)

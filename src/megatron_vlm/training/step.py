@@ -64,8 +64,8 @@ def train_step(
         scheduler.step(increment=1)
     loss, tokens = judged or mean_loss(reports, figures)
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
-        what = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
-        raise_not_finite(what, reports)
+        problem = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
+        raise_not_finite(problem, reports)
     return loss, tokens if updated or not judged else 0, grad_norm
 
 
@@ -88,16 +88,16 @@ def mean_loss(reports: Reports, figures: StepFigures | None = None) -> tuple[flo
     return (loss_sum / weight if weight else float("nan")), int(count)
 
 
-def raise_not_finite(what: str, reports: Reports) -> NoReturn:
+def raise_not_finite(problem: str, reports: Reports) -> NoReturn:
     """Raises NotFinite on the first rank with such losses, else (only gradients) on rank 0. Collective."""
     guilty = [n for n, report in enumerate(reports) if not report["sums"].isfinite().all()]
     ranks = dist.get_world_size()
     first = torch.tensor(dist.get_rank() if guilty else ranks, device=setup.device())
     dist.all_reduce(first, dist.ReduceOp.MIN)
     if (speaker := first.item() % ranks) != dist.get_rank():
-        raise AnotherRankFailed(f"training: {what}, as rank {speaker} says")
+        raise AnotherRankFailed(f"training: {problem}, as rank {speaker} says")
     raise NotFinite(
-        f"training: {what}"
+        f"training: {problem}"
         + (f"; not finite are the losses of this rank's micro batches {guilty}" if guilty else "")
         + ". Start again with a lower optimizer.lr or without these samples.",
         guilty,

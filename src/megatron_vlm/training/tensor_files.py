@@ -151,11 +151,11 @@ def read_tensors(path: Path, model_chunks: list, optimizer) -> None:
         _check_metadata(path / ".metadata")
     except ValueError as error:
         raise ConfigError(run_folder.damaged(path, [str(error)])) from error
-    wanted = sharded_state(model_chunks, optimizer, loading=True)
+    target_state = sharded_state(model_chunks, optimizer, loading=True)
     try:
         with _weights_only():
             loaded = dist_checkpointing.load(
-                wanted,
+                target_state,
                 str(path),
                 FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas()),
             )
@@ -175,7 +175,7 @@ def read_tensors(path: Path, model_chunks: list, optimizer) -> None:
 
 def _reasons(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {_reasons(why[0])}" for rank, why in error.failures.items())
+        return "; ".join(f"rank {rank}: {_reasons(failure[0])}" for rank, failure in error.failures.items())
     return f"{type(error).__name__}: {error}"
 
 

@@ -82,6 +82,7 @@ def open_questions(
     data = of_any_length(data)
     encoder = HFEncoderVLMTaskEncoder(source.processor, data, source.needs)
     encoder.documents = QuestionEncoder(source.processor, data, source.needs)
+    # Energon gives samples by restore key, a map-style dataset by index
     is_energon = data.dataset_type == "energon"
     if is_energon:
         rows = EnergonProvider(data).valid_samples(encoder)
@@ -95,9 +96,10 @@ def open_questions(
     places = np.arange(len(rows)) if is_energon else np.sort(rows.table.rows_of(0, 0))
     if samples is not None and samples < len(places):
         places = np.sort(np.random.default_rng(seed).choice(places, samples, replace=False))
-    most = source.description.architecture.get("most_positions")
+    # a prompt must leave room for its answer
+    most_positions = source.description.architecture.get("most_positions")
     name = rows.name if is_energon else name
-    return Questions(rows, places.tolist(), name, most and most - max_new_tokens + 1)
+    return Questions(rows, places.tolist(), name, most_positions and most_positions - max_new_tokens + 1)
 
 
 def answers(
@@ -116,19 +118,22 @@ def answers(
     ranks = dist.get_world_size()
     stop = stop_tokens(source.folder, source.description.hf_config)
     places = range(first, len(questions))
-    wanted = AT_ONCE * setup.data_parallel_place()[1]
-    at_once = -(-wanted // ranks) * ranks
+    # a round has as many questions for each rank, so that all encode alike
+    question_count = AT_ONCE * setup.data_parallel_place()[1]
+    at_once = -(-question_count // ranks) * ranks
     loader = loader_of(questions, places[rank::ranks], num_workers)
     encoded = iter(loader)
     try:
         for some in batched(places, at_once):
             watchdog.beat(f"answering question {some[0]} of {len(questions)}")
+            # each rank encodes its share, then all generate together
             shares = setup.from_all_ranks([next(encoded) for _ in some[rank::ranks]])
-            asked = [shares[n % ranks][n // ranks] for n in range(len(some))]
-            prompts = [question.prompt for question in asked if isinstance(question, Question)]
+            questions_in_order = [shares[n % ranks][n // ranks] for n in range(len(some))]
+            prompts = [question.prompt for question in questions_in_order if isinstance(question, Question)]
             replies = iter(generate(chunks, prompts, max_new_tokens, stop=stop))
             records = []
-            for question in asked:
+            # a question that could not be encoded is a record already
+            for question in questions_in_order:
                 if not isinstance(question, Question):
                     records.append(question)
                     continue
@@ -143,8 +148,8 @@ def answers(
 
 def record_of(question: Question, answer: str) -> Record:
     """The beginning of a record: a question and any answer to it."""
-    asked = {"key": question.key, "question": question.text}
-    return asked | {"answer": answer, "references": question.references}
+    record = {"key": question.key, "question": question.text}
+    return record | {"answer": answer, "references": question.references}
 
 
 @dataclass

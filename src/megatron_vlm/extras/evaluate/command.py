@@ -38,6 +38,7 @@ def evaluate(
     Writes into --output: answers.jsonl, as they come, so that a killed evaluation goes on; scores.json; and
     answers.html, a page of the worst answers with their images.
     """
+    # DATA may be left out: then the first word may be a setting already
     if data and data.partition("=")[0] in {*setting_types(), *arguments.recipe_table.ARGUMENTS}:
         settings = [data, *(settings or ())]
         data = None
@@ -51,6 +52,7 @@ def evaluate(
     if names - {"errors", "lock"} and "settings.json" not in names:
         raise ConfigError(f"--output: {output} holds no evaluation; give a new folder.")
     arguments.prepare_cuda(config.parallel)
+    # with --nproc this process only starts the ranks, which run the same command
     if nproc:
         flags = {"output": output, "samples": samples, "max-new-tokens": max_new_tokens}
         flags["metric"] = list(metrics)

@@ -92,16 +92,19 @@ def _begin(folder: Path, settings: dict[str, Any], locks: list[BinaryIO]) -> lis
     write_whole(kept, text)
     file = folder / "answers.jsonl"
     lines = read_file(file).splitlines(keepends=True) if file.exists() else []
-    whole = [line for line in lines if line.endswith(b"\n")]
-    write_whole(file, whole)
-    return [json.loads(line) for line in whole]
+    complete_lines = [line for line in lines if line.endswith(b"\n")]
+    write_whole(file, complete_lines)
+    return [json.loads(line) for line in complete_lines]
 
 
 def _write(
     output: Path, title: str, questions: Questions, source: Source, records: list[Record], result: Scored
 ) -> None:
     """Write scores.json and answers.html."""
-    samples = [{"key": record["key"], **own} for record, own in zip(records, result.of_records, strict=True)]
+    samples = [
+        {"key": record["key"], **record_scores}
+        for record, record_scores in zip(records, result.of_records, strict=True)
+    ]
     scores = {name: asdict(score) for name, score in result.scores.items()}
     content = {"scores": scores, "unscored": result.unscored, "samples": samples}
     write_whole(output / "scores.json", json.dumps(content, indent=1) + "\n")

@@ -33,8 +33,8 @@ class Scoring(Callback):
         self._metrics = {name: metric_of(name) for name in items_of(config.train.score_metric)}
         data, train = config.data, config.train
         if data.score_path is not None:
-            own = {"validation_share": 0.0, "streaming": False, "datasets": []}
-            data = replace(data, dataset_type="hf", valid_data_path=data.score_path, **own)
+            overrides = {"validation_share": 0.0, "streaming": False, "datasets": []}
+            data = replace(data, dataset_type="hf", valid_data_path=data.score_path, **overrides)
         self._questions = open_questions(
             data, run.source, train.score_tokens, train.score_samples, train.seed
         )
@@ -59,9 +59,9 @@ class Scoring(Callback):
             scores: dict[str, Score] = {}
             while not scores and len(records) < len(self._questions):
                 watchdog.beat(f"looking at question {len(records)} to be scored")
-                asked = self._questions[len(records)]
-                is_question = isinstance(asked, Question)
-                records.append(record_of(asked, asked.references[0]) if is_question else asked)
+                question = self._questions[len(records)]
+                is_question = isinstance(question, Question)
+                records.append(record_of(question, question.references[0]) if is_question else question)
                 scores = scored(records[-1:], {name: metric}, self._questions.boxes).scores
             if not scores:
                 reasons = "; ".join(scored(records, {name: metric}, self._questions.boxes).lines())
@@ -78,8 +78,8 @@ class Scoring(Callback):
         watchdog.beat(f"scoring answers after step {step}")
         longest = self._config.train.score_tokens
         workers = self._config.data.num_workers
-        asked = answers(model, self._source, self._questions, longest, num_workers=workers)
-        records: list[Record] = [record for some in asked for record in some]
+        answered = answers(model, self._source, self._questions, longest, num_workers=workers)
+        records: list[Record] = [record for some in answered for record in some]
         return setup.on_first_rank(self._judged, records, step)  # a user's metric may differ by process
 
     def _judged(self, records: list[Record], step: int) -> dict[str, Score]:

@@ -60,18 +60,20 @@ class MegatronVLM(lmms):
         """The answers, in order. Raises ValueError, on every rank, for settings of a task that cannot be
         heeded, and for a document that cannot be asked."""
         ranks = dist.get_world_size()
-        most = max(setup.from_all_ranks(len(requests)))
+        most_requests = max(setup.from_all_ranks(len(requests)))
         texts: dict[int, str] = {}
-        for first in tqdm(range(0, most, self._at_once), disable=not setup.is_first_rank()):
-            own = [self._read_request(request) for request in requests[first : first + self._at_once]]
+        for first in tqdm(range(0, most_requests, self._at_once), disable=not setup.is_first_rank()):
+            prompts_here = [
+                self._read_request(request) for request in requests[first : first + self._at_once]
+            ]
             prompts: dict[str, dict[int, Prompt]] = {}  # by generation_kwargs as JSON, then by number
-            for rank, share in enumerate(setup.from_all_ranks(own)):
-                for n, (how, prompt) in enumerate(share, start=first):
+            for rank, share in enumerate(setup.from_all_ranks(prompts_here)):
+                for n, (sampling, prompt) in enumerate(share, start=first):
                     if prompt is None:
-                        raise ValueError(how)
-                    prompts.setdefault(how, {})[n * ranks + rank] = prompt
-            for how, of_task in sorted(prompts.items()):
-                texts |= self._answers(json.loads(how), of_task)
+                        raise ValueError(sampling)
+                    prompts.setdefault(sampling, {})[n * ranks + rank] = prompt
+            for sampling, of_task in sorted(prompts.items()):
+                texts |= self._answers(json.loads(sampling), of_task)
         return [texts[n * ranks + dist.get_rank()] for n in range(len(requests))]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:

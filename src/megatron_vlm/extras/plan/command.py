@@ -44,15 +44,15 @@ def plan(
     from megatron_vlm.models.hf import look_at
 
     description, assumed = look_at(shipped or config.model.hf_path)
-    made = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
+    run_plan = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
     capacity = gpu_memory * 1e9
-    for line in describe.describe(made, capacity):
+    for line in describe.describe(run_plan, capacity):
         typer.echo(line)
     if shipped:
         typer.echo(f"Read for {config.model.hf_path}: the copy of its config.json in this package.")
     if assumed:
         typer.echo(assumed)
-    for line in describe.rehearsed(made, rank) if rehearse else ():
+    for line in describe.rehearsed(run_plan, rank) if rehearse else ():
         typer.echo(line)
-    for line in describe.searched(made, capacity) if search else ():
+    for line in describe.searched(run_plan, capacity) if search else ():
         typer.echo(line)

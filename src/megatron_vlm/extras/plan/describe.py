@@ -16,6 +16,7 @@ def describe(plan: MemoryPlan, capacity: float) -> Iterator[str]:
     parallel = config.parallel
     sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
     layout = " · ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "tp")
+    # the layout, a line for each stage, then what was assumed
     numbers = derived(config, plan.gpus)
     yield (
         f"{config.name} on {_gpus(plan)}: {layout} · dp {numbers['data_parallel']}; "
@@ -35,6 +36,7 @@ def describe(plan: MemoryPlan, capacity: float) -> Iterator[str]:
     if config.optimizer.offload:
         offloaded = max(stage.offloaded for stage in plan.stages)
         yield f"Adam keeps {offloaded / 1e9:.1f} GB for each rank in its host's memory."
+    # the last line says whether it fits and, if not, what to change
     need = (
         f"the fullest rank, of stage {plan.fullest}, needs {plan.memory / 1e9:.0f} of {capacity / 1e9:.0f} GB"
     )

@@ -48,18 +48,18 @@ def measure_pieces(config: RunConfig, description: Description) -> Pieces:
         [model] = model_on_shapes(config, description)
         layers: list[Parameters] = [Counter() for _ in range(model.config.num_layers)]
         kinds: list[list[Hashable]] = [[] for _ in layers]
-        others: dict[str, Parameters] = defaultdict(Counter)
+        other_parts: dict[str, Parameters] = defaultdict(Counter)
         for name, parameter in _named_parameters(model):
             if name.startswith(LAYERS):
                 number, _, part = name.removeprefix(LAYERS).partition(".")
                 layers[int(number)] += _count(name, parameter)
                 kinds[int(number)].append((part, parameter.shape, parameter.requires_grad))
             else:
-                others[_place(name)] += _count(name, parameter)
+                other_parts[_place(name)] += _count(name, parameter)
         saved = _saved_by_layers(config, description, model, [tuple(kind) for kind in kinds])
-    tied_outputs = others["embedding"] if model.config.tie_embeddings else Counter()
-    inputs = others["embedding"] + others["inputs"]
-    return Pieces(layers, saved, others["vision"], inputs, others["outputs"], tied_outputs)
+    tied_outputs = other_parts["embedding"] if model.config.tie_embeddings else Counter()
+    inputs = other_parts["embedding"] + other_parts["inputs"]
+    return Pieces(layers, saved, other_parts["vision"], inputs, other_parts["outputs"], tied_outputs)
 
 
 def _named_parameters(model: VLMModel) -> Iterator[tuple[str, nn.Parameter]]:

@@ -52,6 +52,7 @@ def recipe_for(
             "--model and --data make a recipe for one machine; write it there, with --dry-run, and give it "
             "to torchrun's processes as --config FILE."
         )
+    # torch is not imported for this: the driver's own program tells of a GPU
     has_gpu = shutil.which("nvidia-smi") is not None
     config = propose(model, data, read_settings(settings, arguments), nproc or 1, has_gpu)
     check(config, nproc)
@@ -84,6 +85,7 @@ def propose(
         "train.save_every": STEPS_BETWEEN_SAVES,
         "optimizer.warmup_steps": None,
     }
+    # a CPU has no kernels for bf16; on GPUs the user's own layout is left alone
     if not has_gpu:
         settings["model.dtype"] = "fp32"
     elif not any(key.startswith(LAYOUT) for key in chosen):
@@ -91,6 +93,7 @@ def propose(
         settings |= {"model.recompute": "full", "parallel.ep": math.gcd(experts, processes)}
     if not {"train.steps", "train.epochs"} & set(chosen):
         settings |= {"train.steps": None, "train.epochs": 1}
+    # adapters learn at a higher rate, and validation needs rows that are held out
     if apply_overrides(RunConfig(), chosen).adapter.used:
         settings["optimizer.lr"] = LR_OF_ADAPTERS
     if {"data.valid_data_path", "data.validation_share"} & set(chosen):

@@ -89,9 +89,9 @@ class Recorder(TensorMemory):
             return self._exchanging_product(func, args, kwargs)
         if torch.is_inference_mode_enabled():  # what is made of other operations comes whole
             with self:
-                made = func.decompose(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
         read = on_device((args, kwargs))
         if read and (func is aten._local_scalar_dense.default or is_copy_to_host(func, kwargs)):
             return self._answer(args[0], scalar=func is aten._local_scalar_dense.default)

@@ -197,6 +197,7 @@ def shapes_only() -> Iterator[None]:
         *((dist, name) for name in ("all_gather_object", "broadcast_object_list")),
         *((Fused, name) for name in ("compiles_on", "compiled")),
     )
+    # all of these are put back at the end, whatever happens
     before = [getattr_static(owner, name) for owner, name in changed]
     on_host = torch.tensor
 
@@ -231,7 +232,7 @@ def _dropped(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 def _numbers(data: Any) -> Any:
     if isinstance(data, list):
-        return [_numbers(one) for one in data]
+        return [_numbers(item) for item in data]
     return data.item() if isinstance(data, Tensor) and data.is_meta else data
 
 
@@ -302,9 +303,9 @@ def _images(config: RunConfig, description: Description) -> tuple[list[GenericVi
     largest, tokens = image(pixels)
     room = config.data.seq_length - 1  # of which each image takes one token more than it has
     number = min(int(config.data.visual_share * config.data.seq_length) // tokens, room // (tokens + 1))
-    rest = int(config.data.visual_share * config.data.seq_length) - number * tokens
+    remaining_tokens = int(config.data.visual_share * config.data.seq_length) - number * tokens
     images = [(largest, tokens)] * number
-    last, tokens_of_last = image(pixels * rest / tokens)
-    if tokens_of_last <= min(rest, room - number * (tokens + 1)):
+    last, tokens_of_last = image(pixels * remaining_tokens / tokens)
+    if tokens_of_last <= min(remaining_tokens, room - number * (tokens + 1)):
         images.append((last, tokens_of_last))
     return [visual for visual, _ in images], [count for _, count in images]

@@ -51,12 +51,12 @@ def planned_layouts(
     They are in the order of an estimated step's time. tp stays inside a node, the batches as they are. Each
     layout comes with the first of the changes `to_fit` with which it fits.
     """
-    known = KnownCosts()
+    known_costs = KnownCosts()
     fitting = []
     for layout in _layouts(config, description, gpus):
         for settings in ((*layout, *change) for change in to_fit):
             try:
-                plan = make_plan(apply_overrides(config, settings), description, gpus, known)
+                plan = make_plan(apply_overrides(config, settings), description, gpus, known_costs)
             except ValueError:
                 continue  # it does not divide GPUs, model or batch
             if plan.memory <= capacity:
@@ -84,10 +84,10 @@ def estimated_seconds(plan: MemoryPlan) -> float:
     images = config.train.micro_batch_size * costs.images_per_tower(config, plan.image)
     work[0] += (TOWER - 1) * costs.vision_passes(config, plan.image) * images * plan.image.flops
     busiest = plan.stages[work.index(max(work))]
-    one = max(work) / PRODUCTS + _exchanging(plan, sum(map(len, busiest.layers)))
+    micro_batch_seconds = max(work) / PRODUCTS + _exchanging(plan, sum(map(len, busiest.layers)))
     micro_batches = derived(config, plan.gpus)["micro_batches_per_step"]
     waiting = (config.parallel.pp - 1) / config.parallel.vpp  # micro batches; arXiv 2104.04473
-    return one * (micro_batches + waiting) + _once(plan, busiest)
+    return micro_batch_seconds * (micro_batches + waiting) + _once(plan, busiest)
 
 
 def _exchanging(plan: MemoryPlan, layers: int) -> float:

@@ -75,12 +75,12 @@ class RowReader:
         beside = places == list(range(places[0], places[-1] + 1)) if places else False
         if not self._boxes.tells or not beside or (len(places) > 1 and self._kind.whole == 0):
             return runs
-        shown = places[self._kind.whole]  # an image in tiles has a run for each
-        pictures = list(runs[shown].pictures)
+        first_run = places[self._kind.whole]  # an image in tiles has a run for each
+        pictures = list(runs[first_run].pictures)
         picture = pictures[self._kind.whole]
-        found = self._boxes.seen("".join(run.text for run in runs), picture.size)
-        pictures[self._kind.whole] = with_shapes(picture, found)
-        runs[shown] = replace(runs[shown], pictures=tuple(pictures))
+        boxes = self._boxes.seen("".join(run.text for run in runs), picture.size)
+        pictures[self._kind.whole] = with_shapes(picture, boxes)
+        runs[first_run] = replace(runs[first_run], pictures=tuple(pictures))
         return runs
 
     def _marks(self, batch: Batch) -> tuple[Tensor, list[tuple[Image.Image, ...]]]:
@@ -99,8 +99,8 @@ class RowReader:
         pictures = []
         for item, count in zip(visual.items(), self._description.visual_tokens(visual), strict=True):
             kind = 1 if item.pixel_values is not None else 2
-            taken = [next(places[kind]) for _ in range(count)]
-            marks_BS.view(-1)[taken[0] : taken[-1] + 1] = len(pictures) + 2
+            next_places = [next(places[kind]) for _ in range(count)]
+            marks_BS.view(-1)[next_places[0] : next_places[-1] + 1] = len(pictures) + 2
             pictures.append(tuple(pictures_of(item, self._kind)))
         return marks_BS, pictures
 

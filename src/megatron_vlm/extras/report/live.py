@@ -35,8 +35,8 @@ class LivePage(Callback):
 
     def close(self) -> None:
         error = sys.exception()  # what the run ends by, see `job.errors.closing`
-        said = printable(f"{type(error).__name__}: {error}") if error else ""
-        self._write(running=False, ended_by=said)
+        problem = printable(f"{type(error).__name__}: {error}") if error else ""
+        self._write(running=False, ended_by=problem)
 
     def _write(self, running: bool, ended_by: str = "") -> None:
         began = time.monotonic()

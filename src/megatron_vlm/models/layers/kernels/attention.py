@@ -192,11 +192,11 @@ def _parts(segments: Segments, scores_like: Tensor) -> Iterator[Part]:
 
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
     """FlashAttention 2 in torch, for CUDA, in 16 bits. It has not run on a GPU yet."""
-    found = flash_kernel(
+    outputs = flash_kernel(
         *(query, key, value, *segments.bounds, *segments.longest, 0.0, segments.is_causal, False),
         **_options(segments, scale),
     )
-    return found[0], found[1]
+    return outputs[0], outputs[1]
 
 
 def flash_backward(
@@ -227,12 +227,12 @@ def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
         raise NotImplementedError(NO_CUDNN)
     if not segments.is_plain:
         return flash_forward(query, key, value, segments, scale)
-    found = cudnn_kernel(
+    outputs = cudnn_kernel(
         *(_rounded(query), _rounded(key), _rounded(value), None, *segments.rounded),
         *(True, 0.0, segments.is_causal, False),
         scale=scale,
     )
-    return found[0][: len(query)], found[1][:, : len(query)].contiguous()
+    return outputs[0][: len(query)], outputs[1][:, : len(query)].contiguous()
 
 
 def cudnn_backward(

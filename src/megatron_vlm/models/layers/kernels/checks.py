@@ -49,13 +49,13 @@ def attention_backends(
     windows = megatron_config.layer_windows or (None,) * megatron_config.num_layers
     heads_of_all = (megatron_config.kv_channels, megatron_config.num_query_groups)
     heads_of_layers = [heads[:2] for heads in megatron_config.layer_heads] or [heads_of_all] * len(windows)
-    named = model.attention
-    if named == "auto" and device.type != "cuda":
-        named = "documents"
-    elif named == "auto" and model.dtype == "fp32":  # the kernels are for 16 bits
-        named = "dense"
-    backends = {channels: named for channels, _ in heads_of_layers}
-    if device.type != "cuda" or named == "dense":
+    backend = model.attention
+    if backend == "auto" and device.type != "cuda":
+        backend = "documents"
+    elif backend == "auto" and model.dtype == "fp32":  # the kernels are for 16 bits
+        backend = "dense"
+    backends = {channels: backend for channels, _ in heads_of_layers}
+    if device.type != "cuda" or backend == "dense":
         return backends
     windows_of_heads: dict[tuple[int, int], set[int | None]] = {}
     for window, heads_of_layer in zip(windows, heads_of_layers, strict=True):
@@ -65,7 +65,7 @@ def attention_backends(
     dtype = megatron_config.params_dtype
     for (channels, groups), of_layers in windows_of_heads.items():
         sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
-        names = FOR_CUDA if named == "auto" else (named,)
+        names = FOR_CUDA if backend == "auto" else (backend,)
         plan = AttentionPlan(Placement(DOCUMENTS, BLOCKS, 1), 0, sum(DOCUMENTS), of_layers, device)
         problems = {name: disagreement(name, sizes, dtype, plan, plan.views) for name in names}
         measured = AttentionPlan(Placement(MEASURED, [], 1), 0, sum(MEASURED), of_layers, device)
@@ -116,10 +116,14 @@ def _fastest(
 
 def fall_back(part: str, model: ModelConfig, problem: str) -> None:
     """Warns of what takes a kernel's place if `model.fallbacks` names its part. Else raises ConfigError."""
-    named = part in model.fallbacks
-    goes_on = "The run goes on" if named else f"model.fallbacks=[{','.join([*model.fallbacks, part])}] trains"
+    may_fall_back = part in model.fallbacks
+    goes_on = (
+        "The run goes on"
+        if may_fall_back
+        else f"model.fallbacks=[{','.join([*model.fallbacks, part])}] trains"
+    )
     message = f"{part}, {problem}. {goes_on} with {SLOWER[part]}."
-    if not named:
+    if not may_fall_back:
         raise ConfigError(message)
     warnings.warn(message, stacklevel=2)
 
@@ -162,15 +166,15 @@ def disagreement(
     for window, view in views.items():
         layers = f" in layers of window {window}" if window else ""
         try:
-            found = _with_gradients(
+            results = _with_gradients(
                 tensors, lambda q, k, v, on=view: Attend.apply(q, k, v, on, KERNELS[name], scale)
             )
         except (RuntimeError, NotImplementedError) as error:
             return f"{name} does not run here ({str(error).splitlines()[0]}){layers}"
         expected = _with_gradients(wide, partial(dense, plan=plan, view=plan.views[window], scale=scale))
-        for what, ours, theirs in zip(("context", "dq", "dk", "dv"), found, expected, strict=True):
+        for tensor_name, ours, theirs in zip(("context", "dq", "dk", "dv"), results, expected, strict=True):
             if not (error := _difference(ours, theirs)) <= LARGEST[dtype]:
-                return f"{name} has a {what} that differs by {error:.1e}{layers}"
+                return f"{name} has a {tensor_name} that differs by {error:.1e}{layers}"
     return None
 
 
@@ -192,8 +196,8 @@ def _seconds(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, view: V
 
 def _random(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     """A function of lengths that makes tensors, the same numbers at every start."""
-    made = torch.Generator(device).manual_seed(0)
-    return lambda *shape: torch.randn(shape, generator=made, device=device).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
 def _with_gradients(tensors: list[Tensor], function: Callable[..., Tensor]) -> list[Tensor]:
@@ -204,9 +208,9 @@ def _with_gradients(tensors: list[Tensor], function: Callable[..., Tensor]) -> l
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
+def _difference(ours: Tensor, expected: Tensor) -> float:
     """The largest, of the largest number expected."""
-    return ((ours.float() - theirs).abs().max() / theirs.abs().max()).item()
+    return ((ours.float() - expected).abs().max() / expected.abs().max()).item()
 
 
 # --- norms, rotary embeddings and gates -------------------------------------------------------------------
@@ -221,8 +225,8 @@ def fused_disagreement(megatron_config: TransformerConfig, device: torch.device)
             except (RuntimeError, OSError, subprocess.SubprocessError) as error:
                 return f"torch.compile fails here ({' '.join(str(error).split())[:300]})"
             with compiled_on(None):
-                written = _with_gradients([x.float() for x in tensors], function)
-            error = max(map(_difference, compiled, written))
+                reference = _with_gradients([x.float() for x in tensors], function)
+            error = max(map(_difference, compiled, reference))
             if not error <= LARGEST[megatron_config.params_dtype]:
                 return f"{name}, compiled, differs by {error:.1e} for {tokens} tokens"
     return None
@@ -282,17 +286,17 @@ def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> st
     """Says to the user what is wrong with the sum of two micro batches' gradients on this device; None if
     nothing is. Products of two numbers of 16 bits are exact in fp32, so only the order of sums may differ."""
     random = _random(device, dtype)
-    found = torch.zeros(96, 64, device=device)
+    gradient_sum = torch.zeros(96, 64, device=device)
     expected = 0
     for _ in range(2):
         x = random(300, 64)
         grad = random(300, 96)
         try:
-            wgrad_gemm_accum_fp32(x, grad, found)
+            wgrad_gemm_accum_fp32(x, grad, gradient_sum)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             return f"torch has no product that adds here ({str(error).splitlines()[0]})"
         expected += grad.t().double() @ x.double()
-    error = _difference(found, expected)
+    error = _difference(gradient_sum, expected)
     return None if error <= LARGEST[torch.float32] else f"they differ by {error:.1e}"
 
 
@@ -325,25 +329,25 @@ def overlap_error(group: dist.ProcessGroup, width: int, device: torch.device, dt
         back = random(width, 256)
         of_all = random(group.size() * rows, 1, width)
         gradient = random(group.size() * rows, 1, 256)
-        mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
-        found = _with_gradients(
-            [of_all[mine], weight, gradient], lambda x, w: GatheredProduct.apply(x, w, group)
+        rank_rows = slice(group.rank() * rows, (group.rank() + 1) * rows)
+        results = _with_gradients(
+            [of_all[rank_rows], weight, gradient], lambda x, w: GatheredProduct.apply(x, w, group)
         )
-        found += _with_gradients(
-            [gradient, back, of_all[mine]], lambda x, w: ScatteredProduct.apply(x, w, group)
+        results += _with_gradients(
+            [gradient, back, of_all[rank_rows]], lambda x, w: ScatteredProduct.apply(x, w, group)
         )
         wide = [x.float() for x in (of_all, weight, back, gradient)]
-        expected = _without_exchange(*wide, mine, group.size())
-        error = max(error, *map(_difference, found, expected))
+        expected = _without_exchange(*wide, rank_rows, group.size())
+        error = max(error, *map(_difference, results, expected))
     return error
 
 
 def _without_exchange(
-    of_all: Tensor, weight: Tensor, back: Tensor, gradient: Tensor, mine: slice, ranks: int
+    of_all: Tensor, weight: Tensor, back: Tensor, gradient: Tensor, rank_rows: slice, ranks: int
 ) -> list[Tensor]:
     """The numbers that `overlap_error` expects. All ranks have the same, so sums over ranks are multiples."""
     flat = of_all.flatten(0, 1)
     flat_gradient = gradient.flatten(0, 1)
-    gathered = [of_all @ weight.t(), ranks * (gradient @ weight)[mine], flat_gradient.t() @ flat]
+    gathered = [of_all @ weight.t(), ranks * (gradient @ weight)[rank_rows], flat_gradient.t() @ flat]
     # the gradient that scattered products get is of this rank's rows: the same rows of all ranks
-    return [*gathered, ranks * (gradient @ back.t())[mine], of_all @ back, flat.t() @ flat_gradient]
+    return [*gathered, ranks * (gradient @ back.t())[rank_rows], of_all @ back, flat.t() @ flat_gradient]

@@ -29,10 +29,10 @@ class Fused:
         self.written = written
         update_wrapper(self, written)
 
-    def __call__(self, first: Tensor, *rest: Any) -> Any:
+    def __call__(self, first: Tensor, *arguments: Any) -> Any:
         if first.device.type != Fused.compiles_on or len(first) < 2:
-            return self.written(first, *rest)
-        return self.compiled(*(_bare(x) if isinstance(x, Tensor) else x for x in (first, *rest)))
+            return self.written(first, *arguments)
+        return self.compiled(*(_bare(x) if isinstance(x, Tensor) else x for x in (first, *arguments)))
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
@@ -158,7 +158,7 @@ class Rotate(torch.autograd.Function):
 def _rotated(x_SBHK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     if x_SBHK.device.type != Fused.compiles_on:
         return rotate_rows(x_SBHK, cos, sin, adjacent)
-    rows, cos, sin = (each.flatten(0, 1) for each in (x_SBHK, cos, sin))
+    rows, cos, sin = (tensor.flatten(0, 1) for tensor in (x_SBHK, cos, sin))
     return rotate_rows(rows, cos, sin, adjacent).view(x_SBHK.shape)
 
 
