@@ -88,24 +88,24 @@ def _data_problem(dataset_type: str, name: str, may_be_hub: bool) -> str | None:
     return None
 
 
-def folder_problems(setting: str, given: str, refuse: Callable[[str | Path], Any]) -> Iterator[str]:
+def folder_problems(setting: str, location: str, refuse: Callable[[str | Path], Any]) -> Iterator[str]:
     """Yield messages about a folder, here or in a store, or a hub name, that is no checkpoint for a setting.
     `refuse` raises ConfigError if its config.json does not fit."""
-    path = Path(given).expanduser()
-    shown = f"{setting}: {given}"
-    is_here = not stores.is_store(given) and (path.exists() or not is_hub_name(given))
+    path = Path(location).expanduser()
+    label = f"{setting}: {location}"
+    is_here = not stores.is_store(location) and (path.exists() or not is_hub_name(location))
     if is_here and not path.exists():
-        yield f"{shown} does not exist; give a checkpoint folder or a Hugging Face hub name."
+        yield f"{label} does not exist; give a checkpoint folder or a Hugging Face hub name."
     elif is_here and not (path / "config.json").is_file():
         remedy = "give the folder of a Hugging Face checkpoint"
         if (path / "config.yaml").is_file():
-            remedy = f"export it first: megatron-vlm export {given} OUTPUT"
+            remedy = f"export it first: megatron-vlm export {location} OUTPUT"
         elif (path / ADAPTER_FILE).is_file():
-            remedy = f"give the folder of its base model, and adapter.start={given}"
-        yield f"{shown} is {kind_of(path)}, and has no config.json; {remedy}."
+            remedy = f"give the folder of its base model, and adapter.start={location}"
+        yield f"{label} is {kind_of(path)}, and has no config.json; {remedy}."
     else:
         try:
-            refuse(path if is_here else given)
+            refuse(path if is_here else location)
         except (ConfigError, OSError) as error:
             yield f"{setting}: {error}"
 
@@ -168,9 +168,9 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
         if data.media_dir and not (stores.is_store(data.media_dir) or exists(data.media_dir)):
             problems.append(f"data.media_dir={data.media_dir} does not exist; give a folder.")
     if stores.is_store(str(config.run_dir)):
-        shown = config.run_dir
+        run_dir = config.run_dir
         problems.append(
-            f"run_dir: {shown} is in a store; give a folder on disk, and train.upload_to={shown}."
+            f"run_dir: {run_dir} is in a store; give a folder on disk, and train.upload_to={run_dir}."
         )
     if config.train.upload_to is not None:
         try:

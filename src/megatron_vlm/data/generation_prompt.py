@@ -77,9 +77,9 @@ def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
 
 def vocabulary_notes(processor: ProcessorMixin, size: int) -> list[str]:
     """A line about the tokens of the tokenizer, without media's, that are none of the model's `size`."""
-    named = ((token, name) for name, token in processor.tokenizer.get_vocab().items() if token >= size)
+    beyond_model = ((token, name) for name, token in processor.tokenizer.get_vocab().items() if token >= size)
     media = [getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video")]
-    tokens = sorted(pair for pair in named if pair[0] not in media)
+    tokens = sorted(pair for pair in beyond_model if pair[0] not in media)
     if not tokens:
         return []
     names = listed([f"{name} ({token})" for token, name in tokens], MOST_LISTED)

@@ -32,9 +32,13 @@ class PairEncoder:
     """In the place of a `DocumentEncoder`: measures and encodes pairs with it. Both methods raise BadSample,
     also if only one half cannot be trained on, or if both do not fit into a row together."""
 
-    def __init__(self, one: DocumentEncoder, data: DataConfig):
-        self._one, self._data, self.per_sample = one, data, len(HALVES)
-        self.chat, self.processing, self.why_hf_processor = one.chat, one.processing, one.why_hf_processor
+    def __init__(self, plain: DocumentEncoder, data: DataConfig):
+        self._one = plain
+        self._data = data
+        self.per_sample = len(HALVES)
+        self.chat = plain.chat
+        self.processing = plain.processing
+        self.why_hf_processor = plain.why_hf_processor
 
     def measure(self, sample: ChatMLSample) -> MeasuredPair:
         measured = []
@@ -44,14 +48,14 @@ class PairEncoder:
         chosen, rejected = measured
         patches = chosen.patches + rejected.patches
         self._check(chosen.text.input_ids.tolist(), rejected.text.input_ids.tolist())
-        if (most := self._data.max_patches) is not None and patches > most:
-            raise BadSample("over_patches", f"{patches} patches of both answers, data.max_patches = {most}")
+        if (limit := self._data.max_patches) is not None and patches > limit:
+            raise BadSample("over_patches", f"{patches} patches of both answers, data.max_patches = {limit}")
         return MeasuredPair((chosen, rejected), chosen.length + rejected.length, patches)
 
     def encode(self, sample: ChatMLSample, measured: MeasuredPair | None = None) -> HFEncoderTaskSample:
-        known = measured.halves if measured else (None, None)
+        measures = measured.halves if measured else (None, None)
         documents = []
-        for name, half, of_half in zip(HALVES, halves_of(sample), known, strict=True):
+        for name, half, of_half in zip(HALVES, halves_of(sample), measures, strict=True):
             with _named(name):
                 documents.append(self._one.encode(half, of_half))
         chosen, rejected = (document.input_ids.tolist() for document in documents)
@@ -78,7 +82,7 @@ def halves_of(sample: ChatMLSample) -> tuple[ChatMLSample, ChatMLSample]:
     rejected = place_media(sample.rejected, len(sample.imgs or []), len(sample.videos or []))
     pairs = enumerate(zip(sample.messages, rejected, strict=False))
     shortest = min(len(sample.messages), len(rejected))
-    shared = next((turn for turn, (one, other) in pairs if one != other), shortest)
+    shared = next((turn for turn, (first, second) in pairs if first != second), shortest)
     answers = {CHOSEN: sample.messages[shared:], REJECTED: rejected[shared:]}
     if not any(answers.values()):
         raise BadSample("bad_preference", "the chosen and the rejected answer are equal")

@@ -71,8 +71,8 @@ class RunData:
 
 def _notes(data: DataConfig, documents: DocumentEncoder) -> Iterator[str]:
     """Yield lines about how samples are encoded that a user should know before the first step."""
-    if why := documents.why_hf_processor:
-        yield f"data: the Hugging Face processor encodes every sample, slower: {why}"
+    if reason := documents.why_hf_processor:
+        yield f"data: the Hugging Face processor encodes every sample, slower: {reason}"
     kind = documents.processing.kind
     limits = [f"data.{name}" for name in ("min_pixels", "max_pixels") if getattr(data, name)]
     if limits and kind.makes_one_size:

@@ -19,5 +19,5 @@ REFUSALS = (ArithmeticError, LookupError, NameError, RuntimeError, TypeError, Va
 
 def refused_by_processor(error: Exception) -> BadSample:
     """The BadSample that says what a processor raised on the media of a sample, one of REFUSALS."""
-    said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    return BadSample("processor_error", said)
+    text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    return BadSample("processor_error", text)

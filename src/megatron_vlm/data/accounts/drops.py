@@ -79,9 +79,9 @@ class DropReport:
 
     def __init__(self, path: str | Path | None = None, ranks: int = 1):
         numbers = np.frombuffer(mmap.mmap(-1, 8 * (len(REASONS) + 6)), np.int64)  # shared with forked workers
-        self._counts, rest = np.split(numbers, [1 + len(REASONS)])
+        self._counts, exchanged = np.split(numbers, [1 + len(REASONS)])
         # [encoded, dropped] elsewhere, then here at that time; [samples of an epoch that was all dropped]
-        self._others, self._fruitless = np.split(rest, [4])
+        self._others, self._fruitless = np.split(exchanged, [4])
         self._lock = tempfile.TemporaryFile(buffering=0)
         self.hints: list[str] = []  # the last lines of messages: what may be why samples are dropped
         self._max_share = 1.0
@@ -107,11 +107,11 @@ class DropReport:
         report._max_share = max_share
         return report
 
-    def set_share(self, samples: int, held: int) -> None:
+    def set_share(self, samples: int, buffered: int) -> None:
         """Sets limits: each worker reads a share of at most `samples` and draws at random from `held` in its
         buffers. A sample waits for PATIENCE · held others with a chance of e^-PATIENCE."""
         if samples:
-            self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, held))
+            self._most_in_a_row = max(MIN_SAMPLES, samples + PATIENCE * min(samples, buffered))
 
     def keep(self) -> None:
         """One more sample was encoded."""
@@ -169,12 +169,12 @@ class DropReport:
         """[encoded, dropped, arrived] on this rank, for the others."""
         return [*self.counted(), self.arrived.total()]
 
-    def tell_others(self, told: list[int]) -> None:
+    def tell_others(self, counts: list[int]) -> None:
         """Takes [encoded, dropped, arrived] of all other ranks until now."""
-        *counted, self._arrived_elsewhere = told
-        own = self.counted()
+        *counted, self._arrived_elsewhere = counts
+        here_now = self.counted()
         with self._locked():
-            self._others[:] = counted + own
+            self._others[:] = counted + here_now
 
     def arrived_everywhere(self) -> int:
         """The drops that arrived on this rank until now, on the others until the last exchange."""
@@ -185,9 +185,9 @@ class DropReport:
         since, its own counts are of now: it may be dropping everything and never reach an exchange."""
         now = self.counted()
         with self._locked():
-            *others, encoded, dropped = self._others.tolist()
-        own = [encoded, dropped] if sum(now) - encoded - dropped < patience else now
-        return [sum(both) for both in zip(own, others, strict=True)]
+            *elsewhere, encoded, dropped = self._others.tolist()
+        this_rank = [encoded, dropped] if sum(now) - encoded - dropped < patience else now
+        return [sum(both) for both in zip(this_rank, elsewhere, strict=True)]
 
     def examples(self) -> list[dict]:
         """The drops that this report has written, each with `key`, `reason` and perhaps `detail`."""
@@ -214,16 +214,18 @@ class DropReport:
                 f"{self.counted()[0]} were encoded and these dropped:"
             )
             raise TooManyDrops(join_lines([fact, *self.reason_lines()]))
+        # A small dataset is judged by whole epochs, so that its first samples do not decide alone
         epoch = self.epoch if self.epoch and self.epoch < MIN_SAMPLES else None
-        least = (epoch or MIN_SAMPLES) if self._max_share else 1
-        encoded, dropped = self.on_all_ranks(least * self._ranks if self._ranks > 1 else 0)
+        min_samples = (epoch or MIN_SAMPLES) if self._max_share else 1
+        encoded, dropped = self.on_all_ranks(min_samples * self._ranks if self._ranks > 1 else 0)
         seen = encoded + dropped
-        if seen < least or dropped <= self._max_share * (-(-seen // epoch) * epoch if epoch else seen):
+        if seen < min_samples or dropped <= self._max_share * (-(-seen // epoch) * epoch if epoch else seen):
             return
+        # The message says how many of them this rank knows, since it lists only its own
         reasons = self.summary()["reasons"]
-        here = f" ({sum(reasons.values())} of them here)" if sum(reasons.values()) < dropped else ""
+        on_this_rank = f" ({sum(reasons.values())} of them here)" if sum(reasons.values()) < dropped else ""
         fact = (
-            f"data: {dropped}{here} of {seen} samples were dropped ({dropped / seen:.1%}), "
+            f"data: {dropped}{on_this_rank} of {seen} samples were dropped ({dropped / seen:.1%}), "
             f"more than data.max_drop_share = {self._max_share:.1%}:"
         )
         raise TooManyDrops(join_lines([fact, *self.reason_lines()]))
@@ -231,11 +233,11 @@ class DropReport:
     def reason_lines(self) -> list[str]:
         """A line for each reason: its count, what helps, three keys and what was wrong with the first."""
         reasons = self.summary()["reasons"]
-        found: dict[str, list[dict]] = {}
+        by_reason: dict[str, list[dict]] = {}
         for example in self.examples():
-            found.setdefault(example["reason"], []).append(example)
+            by_reason.setdefault(example["reason"], []).append(example)
         return [
-            f"  {count} {reason}: {REASONS[reason]}{_such_as(found.get(reason, [])[:3])}"
+            f"  {count} {reason}: {REASONS[reason]}{_such_as(by_reason.get(reason, [])[:3])}"
             for reason, count in sorted(reasons.items(), key=lambda item: -item[1])
         ] + self.hints
 

@@ -22,10 +22,10 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
     `pipeline` is a digest that covers what has no field of its own; it is named when nothing else differs.
     """
     if different := _different(saved, current):
-        named = [name for name in different if name != "pipeline"] or ["pipeline"]
+        fields = [name for name in different if name != "pipeline"] or ["pipeline"]
         raise ValueError(
             "loader state belongs to another data configuration: "
-            + "; ".join(f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in named)
+            + "; ".join(f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in fields)
             + ". Resume with the settings of the saved run, or begin the data again with data.restart=true."
         )
 
@@ -55,13 +55,13 @@ def encoder_settings(encoder: Any) -> dict:
     processor = encoder.processor
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     of_calls = ("padding", "truncation")  # these hold what the latest call asked for, not a setting
-    own = {
+    of_encoder = {
         "documents": encoder.documents.per_sample,
         "images_or_videos": encoder.needs.images_or_videos,
         "chat_template": digest(encoder.documents.chat.text),
         "tokenizer": digest({name: part for name, part in tokenizer.items() if name not in of_calls}),
     }
-    settings = {name: getattr(encoder.data, name) for name in names} | own
+    settings = {name: getattr(encoder.data, name) for name in names} | of_encoder
     return settings | {VERSION: version("transformers")} | _processor_settings(processor.to_dict())
 
 

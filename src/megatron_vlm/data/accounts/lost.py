@@ -20,8 +20,8 @@ def lost_samples(keys: Sequence[Any], happened: str) -> LostSample:
     return LostSample(f"data: {listed([*map(str, keys)])}: {happened}. {REMEDY}")
 
 
-def check_each_once(documents: ArrayLike, count: int, what: str) -> None:
+def check_each_once(documents: ArrayLike, count: int, noun: str) -> None:
     """Raises LostSample unless `documents` are 0 … count - 1, in any order."""
     times = np.bincount(np.asarray(documents, int), minlength=count)
     if len(times) > count or (times != 1).any():
-        raise lost_samples(np.flatnonzero(times != 1).tolist(), f"of {count} {what}, not taken exactly once")
+        raise lost_samples(np.flatnonzero(times != 1).tolist(), f"of {count} {noun}, not taken exactly once")

@@ -39,10 +39,10 @@ class Columns:
         for name in self.names:
             if name not in FIELDS:
                 raise ValueError(f"data.columns: {name} is no column that is read{suggestion(name, FIELDS)}")
-        known = ("role_tag", "content_tag", *TAGS)
+        tag_names = ("role_tag", "content_tag", *TAGS)
         for name in self.tags:
-            if name not in known:
-                raise ValueError(f"tags: {name} is no tag{suggestion(name, known)}")
+            if name not in tag_names:
+                raise ValueError(f"tags: {name} is no tag{suggestion(name, tag_names)}")
 
     def __call__(self, record: Any) -> dict:
         """The record. Raises BadSample if it is neither an object nor a list of turns."""
@@ -61,11 +61,11 @@ class Columns:
 
     def check(self, present: list[str], place: str) -> None:
         """Raises ValueError if a mapped column is not among those `present`."""
-        for ours, theirs in self.names.items():
-            if theirs not in present:
+        for field_name, column in self.names.items():
+            if column not in present:
                 raise ValueError(
-                    f"data.columns: {place} has no column {theirs} to read as {ours}"
-                    + suggestion(theirs, sorted(present))
+                    f"data.columns: {place} has no column {column} to read as {field_name}"
+                    + suggestion(column, sorted(present))
                 )
 
     def _renamed(self, record: dict) -> dict:
@@ -75,7 +75,7 @@ class Columns:
             hidden.update(EXCHANGE)
         elif not self.names.keys().isdisjoint(EXCHANGE):
             hidden.update(WHOLE)
-        mapped = {ours: record[theirs] for ours, theirs in self.names.items() if theirs in record}
+        mapped = {field_name: record[column] for field_name, column in self.names.items() if column in record}
         return {name: value for name, value in record.items() if name not in hidden} | mapped
 
     def _tagged(self, turns: Any) -> Any:
@@ -86,10 +86,10 @@ class Columns:
         if not (isinstance(turns, dict) and role_tag in turns and content_tag in turns):
             return turns
         roles = {self.tags[tag]: role for tag, role in TAGS.items() if tag in self.tags}
-        others = {name: value for name, value in turns.items() if name not in (role_tag, content_tag)}
+        other_keys = {name: value for name, value in turns.items() if name not in (role_tag, content_tag)}
         name = turns[role_tag]
         role = roles.get(name, name) if isinstance(name, str) else name
-        return others | {"role": role, "content": turns[content_tag]}
+        return other_keys | {"role": role, "content": turns[content_tag]}
 
 
 def _without_nulls(value: Any) -> Any:

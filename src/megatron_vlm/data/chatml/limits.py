@@ -32,10 +32,10 @@ def limits_of(kind: str, item: Mapping[str, Any]) -> dict[str, float]:
     limits = {name: _number(item[name]) for name in LIMITS[kind] if item.get(name) is not None}
     for name, value in limits.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
-        least = 0 if name == "video_start" else math.ulp(0)
-        if not number or value < least or (name not in REAL and value != int(value)):
-            wanted = "number" if name in REAL else "whole number"
-            raise BadSample("bad_conversation", f"{kind} has {name} {value!r}, not a positive {wanted}")
+        minimum = 0 if name == "video_start" else math.ulp(0)
+        if not number or value < minimum or (name not in REAL and value != int(value)):
+            expected = "number" if name in REAL else "whole number"
+            raise BadSample("bad_conversation", f"{kind} has {name} {value!r}, not a positive {expected}")
     for low, high in PAIRS:
         if limits.get(low, 0) > limits.get(high, math.inf):
             detail = f"{kind} has {low} {limits[low]} over {high} {limits[high]}"
@@ -93,7 +93,7 @@ def limits_of_media(messages: list[dict], named_beside: Mapping[str, Any]) -> di
     for kind in LIMITS:
         parts = [part for message in messages for part in message["content"] if part["type"] == kind]
         beside = named_beside.get(kind) or [{}] * len(parts)
-        if not isinstance(beside, list) or [type(one) for one in beside] != [dict] * len(parts):
+        if not isinstance(beside, list) or [type(item) for item in beside] != [dict] * len(parts):
             raise BadSample("bad_conversation", f"{kind}_limits is no list of an object for each {kind}")
-        limits[kind] = [limits_of(kind, one | part) for part, one in zip(parts, beside, strict=True)]
+        limits[kind] = [limits_of(kind, item | part) for part, item in zip(parts, beside, strict=True)]
     return limits

@@ -97,9 +97,9 @@ class Record(dict):
         self._read_keys.add(key)
         return super().__getitem__(key)
 
-    def note_unread(self, place: str, item: dict, known: tuple[str, ...]) -> None:
+    def note_unread(self, place: str, item: dict, read_keys: tuple[str, ...]) -> None:
         """Note the keys of an object in the record that are not among the known ones."""
-        self._inside |= {(place, key) for key in unread_keys(item, known)}
+        self._inside |= {(place, key) for key in unread_keys(item, read_keys)}
 
     def unread(self) -> set[tuple[str, str]]:
         """Return the keys that were not read and say something."""
@@ -180,15 +180,14 @@ def parse_record(record: Any) -> Conversation:
     in_turns = TurnMedia(has_images, unread=unread)
     messages = parse_turns(turns, system, in_turns)
     limits = {}
-    for kind, named in in_turns.named.items():
-        if not in_order(media[kind], named):
+    for kind, in_parts in in_turns.named.items():
+        if not in_order(media[kind], in_parts):
             raise BadSample("bad_conversation", f"its {kind}s and its parts name others, or in another order")
-        media[kind] = media[kind] or [medium for medium, _ in named if medium is not None]
+        media[kind] = media[kind] or [medium for medium, _ in in_parts if medium is not None]
         beside = limits_beside(kind, media[kind], record) or record.get(LIMITS_FIELDS[kind])
         if beside is not None:
             limits[kind] = beside
-            stored = [one for one in beside if isinstance(one, dict)] if isinstance(beside, list) else []
-            unread |= {(LIMITS_FIELDS[kind], key) for one in stored for key in one if key not in LIMITS[kind]}
+            unread |= {(LIMITS_FIELDS[kind], key) for key in _unread_of(beside, LIMITS[kind])}
     tools_name = get_only_alias(record, fields.TOOLS)
     if rejected is not None:
         rejected = _parse_rejected(rejected, system, TurnMedia(has_images, unread=unread), media)
@@ -289,8 +288,8 @@ def _named(media: Any) -> Any:
     while isinstance(media, dict) and "frames" not in media:
         name = next((name for name in ENTRY if media.get(name)), None)
         if name is None:
-            known, present = ", ".join(ENTRY), ", ".join(map(str, media))
-            raise BadSample("missing_media", f"a medium has none of {known}; it has {present or 'nothing'}")
+            keys, present = ", ".join(ENTRY), ", ".join(map(str, media))
+            raise BadSample("missing_media", f"a medium has none of {keys}; it has {present or 'nothing'}")
         frames = media[name]
         media = {"frames": frames} | frame_times(media) if isinstance(frames, list) else frames
     return media
@@ -349,7 +348,7 @@ def _parse_rejected(
         messages = parse_turns(turns, system, in_turns)
     except BadSample as bad:
         return bad
-    if all(in_order(media[kind], named) for kind, named in in_turns.named.items()):
+    if all(in_order(media[kind], part_media) for kind, part_media in in_turns.named.items()):
         return messages
     return BadSample("bad_preference", "both answers have to be to the same images and videos")
 
@@ -370,6 +369,7 @@ def _chosen_and_rejected(record: Record, name: str | None) -> tuple[Any, Any]:
 
     `name` is where the record has turns. Raises BadSample if it has none in any layout.
     """
+    # Turns beside a chosen answer are its prompt, unless they already are the whole chosen conversation
     turns = record[name] if name else None
     prompt = turns if isinstance(turns, list) else None
     chosen, rejected = record.peek(fields.CHOSEN), record.peek(fields.REJECTED)
@@ -390,6 +390,7 @@ def _chosen_and_rejected(record: Record, name: str | None) -> tuple[Any, Any]:
             return turns, _answered(prompt, record[fields.REJECTED])
     if not turns and rejected is not None and chosen is None and _reply(record)[0] is None:
         raise BadSample("bad_preference", NO_CHOSEN)
+    # Else the record is a conversation, and a rejected answer stands in place of its last reply
     turns = turns or _plain_turns(record)
     for key in (fields.REJECTED, fields.REJECTED_REPLY):
         if isinstance(record.peek(key), str | dict | list) and isinstance(turns, list):
@@ -407,10 +408,10 @@ def _without_reply(prompt: list, chosen: Any) -> list:
     raise BadSample("bad_preference", "the prompt ends with a reply that is not the chosen one; leave it out")
 
 
-def _same_turns(one: Any, other: Any) -> bool:
+def _same_turns(turns: Any, other_turns: Any) -> bool:
     """Whether two lists of turns are one conversation, in two forms."""
     try:
-        return parse_turns(one) == parse_turns(other)
+        return parse_turns(turns) == parse_turns(other_turns)
     except BadSample:
         return False
 
@@ -495,10 +496,10 @@ def _exchanges(record: Record) -> list[dict]:
     if prompt is None or reply is None:
         lacks = "" if prompt is None else "a question without an answer, and "
         names = f"none of {list(fields.TURNS)} among {sorted(map(str, record))}"
-        why = f"{lacks}{names}; data.columns can name them"
+        detail = f"{lacks}{names}; data.columns can name them"
         if empty := [name for name in fields.TURNS if name in record]:
-            why = f"{empty[0]} is empty"
-        raise BadSample("bad_conversation", f"no turns: {why}")
+            detail = f"{empty[0]} is empty"
+        raise BadSample("bad_conversation", f"no turns: {detail}")
     pairs = record.get("history") or []
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
         raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")

@@ -83,14 +83,16 @@ def make_sample(
     """
     messages = place_media(conversation.messages, len(images), len(videos))
     limits = limits_of_media(messages, conversation.limits)
+    # A sample without anything to learn is dropped before its media are decoded
     replies = [message for message in messages if is_trained(message)]
     if not any(map(has_content, replies)):
-        why = f"{len(replies)} replies, all without content" if replies else "no reply to train on"
-        raise BadSample("no_trained_tokens", f"{why}; roles are {[m['role'] for m in messages]}")
+        detail = f"{len(replies)} replies, all without content" if replies else "no reply to train on"
+        raise BadSample("no_trained_tokens", f"{detail}; roles are {[m['role'] for m in messages]}")
+    # Boxes are checked where the images and the messages are known
     objects = None
     if conversation.objects is not None:
-        written = decoded(conversation.objects or {})
-        objects = grounding().objects_of(written, messages, len(images), conversation.rejected is not None)
+        source = decoded(conversation.objects or {})
+        objects = grounding().objects_of(source, messages, len(images), conversation.rejected is not None)
     return ChatMLSample(
         messages=messages,
         tools=conversation.tools,
@@ -116,6 +118,7 @@ def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[
         if placeholders < count == placeholders + in_tools(messages, kind):
             messages = [_with_foreign(message, kind, "tool") for message in messages]
             placeholders = count
+        # Without places of ours, those of another model count, and media without any place go first
         foreign = foreign_placeholders(messages, kind) if count != placeholders else []
         if placeholders == 0 and stand_for(foreign, count):
             messages = [_with_foreign(message, kind) for message in messages]
@@ -128,6 +131,7 @@ def place_media(messages: list[dict], images: int = 0, videos: int = 0) -> list[
             )
     if not missing:
         return messages
+    # The places of all kinds are made at once, so that images stand before videos
     first_user = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
     if first_user is None:
         raise BadSample("placeholder_mismatch", f"{len(missing)} media items and no user turn to hold them")
@@ -157,7 +161,7 @@ def spellings(messages: list[dict], kind: str) -> list[str]:
     """The likes of placeholders in users' text, each spelling once, without its numbers and names."""
     matches = [match[0] for text in _texts(messages) for match in _ALIKE[kind].finditer(text)]
     without_numbers = (
-        "![](…)" if each[0] == "!" else re.sub(r"\d+|(?<=[^ ] )[^>]+", "…", each) for each in matches
+        "![](…)" if text[0] == "!" else re.sub(r"\d+|(?<=[^ ] )[^>]+", "…", text) for text in matches
     )
     return list(dict.fromkeys(without_numbers))
 
@@ -175,7 +179,7 @@ def _texts(messages: list[dict], role: str = "user") -> Iterator[str]:
 
 def stand_for(foreign: list[str], count: int) -> bool:
     """Whether these placeholders stand for so many media; numbered ones must be in their order."""
-    numbers = [int(digits[0]) for each in foreign if (digits := re.search(r"\d{1,9}(?=\|?>\Z)", each))]
+    numbers = [int(digits[0]) for text in foreign if (digits := re.search(r"\d{1,9}(?=\|?>\Z)", text))]
     in_order = numbers == list(range(numbers[0], numbers[0] + count)) if numbers else True
     return len(foreign) == count > 0 and in_order
 

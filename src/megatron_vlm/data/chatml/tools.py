@@ -69,10 +69,10 @@ def read_calls(turn: dict, place: str, unread: set[tuple[str, str]]) -> list[dic
 
     Raises BadSample for two that differ.
     """
-    written, older = decode_json(turn.get("tool_calls")), turn.get("function_call")
-    if written and not (isinstance(written, list) and all(isinstance(call, dict) for call in written)):
+    newer, older = decode_json(turn.get("tool_calls")), turn.get("function_call")
+    if newer and not (isinstance(newer, list) and all(isinstance(call, dict) for call in newer)):
         raise BadSample("bad_conversation", f"{place}tool_calls is no list of objects")
-    calls = _checked_calls(written, place, unread) if written else written
+    calls = _checked_calls(newer, place, unread) if newer else newer
     if not older:
         return calls
     older = read_call_turn(older, place, unread)
@@ -96,7 +96,7 @@ def expand_blocks(turns: list, unread: set[tuple[str, str]]) -> list:
         if not blocks:
             expanded.append(turn)
             continue
-        others = [part for part in parts if part not in blocks]
+        other_parts = [part for part in parts if part not in blocks]
         calls, thoughts = [], []
         for block in blocks:
             kind = block["type"]
@@ -111,10 +111,10 @@ def expand_blocks(turns: list, unread: set[tuple[str, str]]) -> list:
                 called = block.get("tool_use_id")
                 result = {"role": "tool", "tool_call_id": called, "content": block.get("content")}
                 expanded.append(result | ({"name": names[str(called)]} if str(called) in names else {}))
-        if calls or thoughts or others:
+        if calls or thoughts or other_parts:
             beside = {"tool_calls": calls} if calls else {}
             beside |= {"reasoning_content": "\n".join(map(str, thoughts))} if thoughts else {}
-            expanded.append(turn | {"content": others} | beside)
+            expanded.append(turn | {"content": other_parts} | beside)
         else:
             unread |= {("turn", str(key)) for key in turn if key not in ("role", "content")}
     return expanded

@@ -68,17 +68,17 @@ def get_only_alias(
         return None
     first = present[0]
     for other in present[1:]:
-        one, two = record[first], record[other]
-        if one not in (two, [two]) and two != [one] and not same(one, two):
+        value, again = record[first], record[other]
+        if value not in (again, [again]) and again != [value] and not same(value, again):
             text = f"{first} and {other} are two names of one field, and differ; leave one out"
             raise BadSample(reason, place + text)
     return first
 
 
-def unread_keys(item: Mapping[str, Any], known: Container[str]) -> set[str]:
+def unread_keys(item: Mapping[str, Any], read_keys: Container[str]) -> set[str]:
     """Return the keys of an object that are not among the known ones and have a value."""
     empty = {key for key, value in item.items() if isinstance(value, str | list | None) and not value}
-    return {str(key) for key in item.keys() - empty if key not in known}
+    return {str(key) for key in item.keys() - empty if key not in read_keys}
 
 
 def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
@@ -96,8 +96,8 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
     role = role_of(turn)
     if role is None:
         name = turn.get("role") or turn.get("from")
-        shown = name if isinstance(name, str) else type(name).__name__
-        raise BadSample("bad_conversation", f"turn {number} has role {shown}; known are {', '.join(ROLES)}")
+        label = name if isinstance(name, str) else type(name).__name__
+        raise BadSample("bad_conversation", f"turn {number} has role {label}; known are {', '.join(ROLES)}")
     content = turn.get(get_only_alias(turn, CONTENT, place=place, same=_no_content))
     message = {key: value for key, value in turn.items() if key not in TAKEN}
     if turn.keys().isdisjoint(CONTENT):
@@ -158,8 +158,8 @@ def named_weight(turn: dict, number: int) -> float | None:
     weight_keys = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
     for key, value in weight_keys.items():
         if not (isinstance(value, int | float) and (value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT)):
-            wanted = f"true, false or a number from {LEAST_WEIGHT} to {MOST_WEIGHT}"
-            raise BadSample("bad_conversation", f"turn {number} has {key} {value!r}, not {wanted}")
+            expected = f"true, false or a number from {LEAST_WEIGHT} to {MOST_WEIGHT}"
+            raise BadSample("bad_conversation", f"turn {number} has {key} {value!r}, not {expected}")
     weights = set(map(float, weight_keys.values()))
     if len(weights) > 1:
         raise BadSample("bad_conversation", f"turn {number} has {' and '.join(WEIGHTS)}, which differ")
@@ -222,10 +222,10 @@ def _with_media_of_turn(turn: dict, parts: list[Any]) -> list[Any]:
         if places and len(places) != len(items):
             text = f"a turn has {len(items)} {key} and {len(places)} places for them"
             raise BadSample("placeholder_mismatch", text)
-        named = [{"type": kind, kind: item} for item in items]
-        for index, part in zip(places, named, strict=False):
+        media_parts = [{"type": kind, kind: item} for item in items]
+        for index, part in zip(places, media_parts, strict=False):
             parts[index] = part
-        parts = parts if places else named + parts
+        parts = parts if places else media_parts + parts
     return parts
 
 
@@ -240,8 +240,8 @@ def _split(part: dict, pattern: re.Pattern[str]) -> list[dict]:
         return [part]
     parts = [{"type": "text", "text": piece} for piece in pieces]
     for index in range(1, len(pieces), 2):
-        named = {"type": "image", "image": pieces[index]}
-        parts[index] = {"type": pieces[index]} if pattern is PLACEHOLDER else named
+        image = {"type": "image", "image": pieces[index]}
+        parts[index] = {"type": pieces[index]} if pattern is PLACEHOLDER else image
     return parts
 
 
@@ -252,20 +252,20 @@ def _part(part: Any, number: int, media: TurnMedia) -> dict:
         raise audio(f"turn {number}")
     kind = PARTS.get(name) if isinstance(name, str) else None
     if kind is None or (kind == "text" and not isinstance(part.get("text"), str)):
-        known = ", ".join(PARTS)
-        raise BadSample("bad_conversation", f"turn {number} has a part that is no {known}, or has no text")
+        keys = ", ".join(PARTS)
+        raise BadSample("bad_conversation", f"turn {number} has a part that is no {keys}, or has no text")
     if kind == "text":
         media.unread |= {("part", key) for key in unread_keys(part, ("type", "text"))}
         return {"type": "text", "text": part["text"]}
     names = (f"{kind}_url", kind, *MEDIUM)
     medium = part.get(get_only_alias(part, names))
-    known = {"type", "index", *names, *LIMITS[kind], *TIMES}
+    keys = {"type", "index", *names, *LIMITS[kind], *TIMES}
     limited = part
     if isinstance(medium, dict):  # an address of OpenAI's, or Anthropic's base64
         limited = part | medium
-        known |= {"media_type", "data", "bytes", "frames"}
+        keys |= {"media_type", "data", "bytes", "frames"}
         medium = medium.get("url", medium.get("data", medium))
-    media.unread |= {("part", key) for key in unread_keys(limited, known)}
+    media.unread |= {("part", key) for key in unread_keys(limited, keys)}
     if kind == "video" and isinstance(medium, list):
         medium = {"frames": medium} | frame_times(part)
     media.named[kind].append((medium, part.get("index")))

@@ -128,10 +128,10 @@ def _open_lmdb(database: Path):
         str(database), subdir=is_folder, readonly=True, lock=False, readahead=False, max_readers=1024
     )
     file = database / "data.mdb" if is_folder else database
-    size, least = file.stat().st_size, (opened.info()["last_pgno"] + 1) * opened.stat()["psize"]
-    if size < least:
+    size, needed = file.stat().st_size, (opened.info()["last_pgno"] + 1) * opened.stat()["psize"]
+    if size < needed:
         opened.close()
-        raise ValueError(f"{file} is cut short, {size} of {least} bytes; copy it again")
+        raise ValueError(f"{file} is cut short, {size} of {needed} bytes; copy it again")
     return opened
 
 
@@ -142,7 +142,7 @@ def in_order(media: list, parts: list[tuple[Any, Any]]) -> bool:
     """Whether a record and its parts can name the same media in one order; the parts say a medium or None,
     and an index or None."""
     numbers = [number for _, number in parts if isinstance(number, int)]
-    names = ({_file_name(item), _file_name(named)} for item, (named, _) in zip(media, parts, strict=False))
+    names = ({_file_name(item), _file_name(part)} for item, (part, _) in zip(media, parts, strict=False))
     return not media or (numbers == sorted(numbers) and all(len(pair - {None}) < 2 for pair in names))
 
 

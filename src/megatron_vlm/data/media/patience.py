@@ -26,8 +26,8 @@ def in_time(seconds: float, decode: Callable, medium: Any, *args: Any) -> Any:
 
     A file that was late is refused at once when this process sees it again.
     """
-    known = isinstance(medium, bytes)
-    if known and _late and hash(medium) in _late:
+    is_file = isinstance(medium, bytes)
+    if is_file and _late and hash(medium) in _late:
         raise BadSample("decode_timeout", f"{len(medium)} bytes, not decoded in {seconds:g} seconds before")
     thread = getattr(_of_caller, "thread", None)
     if thread is None or thread.is_late:
@@ -35,9 +35,9 @@ def in_time(seconds: float, decode: Callable, medium: Any, *args: Any) -> Any:
     try:
         return thread.call(seconds, decode, medium, *args)
     except _Late as late:
-        if known:
+        if is_file:
             _late.add(hash(medium))
-        size = f"{len(medium)} {'bytes' if known else 'frames'}" if hasattr(medium, "__len__") else ""
+        size = f"{len(medium)} {'bytes' if is_file else 'frames'}" if hasattr(medium, "__len__") else ""
         raise BadSample("decode_timeout", f"{size}, not decoded in {seconds:g} seconds") from late
 
 

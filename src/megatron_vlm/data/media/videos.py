@@ -76,33 +76,35 @@ class Clip:
     nframes: int | None = None
 
 
-def rules_of_video(named: dict, rules: VideoRules, is_list: bool) -> VideoRules:
+def rules_of_video(limits: dict, rules: VideoRules, is_list: bool) -> VideoRules:
     """Return the run's rules with what a record names of one video.
 
     The run limits frames and pixels; within that, frames are chosen as qwen-vl-utils chooses them. A list of
     frames that has `sample_fps` is not sampled again.
 
     Args:
-        named: as `data.chatml.limits.limits_of` returns it.
+        limits: as `data.chatml.limits.limits_of` returns it.
         rules: the run's.
         is_list: the video is a list of frames.
     """
-    most_pixels = min(named.get("max_pixels", math.inf), rules.max_pixels or math.inf)
+    # The record may ask for less than the run allows, and not for more
+    most_pixels = min(limits.get("max_pixels", math.inf), rules.max_pixels or math.inf)
     changed = {
-        "max_frames": min(named.get("max_frames", math.inf), rules.max_frames),
+        "max_frames": min(limits.get("max_frames", math.inf), rules.max_frames),
         "max_pixels": None if most_pixels == math.inf else most_pixels,
-        "min_frames": named.get("min_frames", rules.min_frames),
-        "min_pixels": named.get("min_pixels"),
-        "total_pixels": named.get("total_pixels"),
-        "fps": named.get("fps", rules.fps),
+        "min_frames": limits.get("min_frames", rules.min_frames),
+        "min_pixels": limits.get("min_pixels"),
+        "total_pixels": limits.get("total_pixels"),
+        "fps": limits.get("fps", rules.fps),
     }
-    if is_list and "sample_fps" in named:
-        changed["fps"] = named["sample_fps"]
-    if "resized_width" in named:
-        size = (named["resized_width"], named["resized_height"])
+    if is_list and "sample_fps" in limits:
+        changed["fps"] = limits["sample_fps"]
+    if "resized_width" in limits:
+        size = (limits["resized_width"], limits["resized_height"])
         changed["size"] = target_size(size, changed["max_pixels"], None)
-    if any(name in named for name in CHOOSES_FRAMES):
-        clip = {name: named.get(name) for name in ("video_start", "video_end", "nframes")}
+    # With one of these keys, frames are chosen as qwen-vl-utils does, not at even times
+    if any(name in limits for name in CHOOSES_FRAMES):
+        clip = {name: limits.get(name) for name in ("video_start", "video_end", "nframes")}
         changed["clip"] = Clip(**clip)
     return replace(rules, **changed)
 
@@ -183,13 +185,13 @@ def choose_frames(times: list[float], rules: VideoRules) -> list[int]:
     """The indices of the chosen among the frames shown at `times`, in order; always has the first frame."""
     # the last frame is shown as long as the others on average
     duration = (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
-    most = max(1, rules.max_frames // rules.multiple) * rules.multiple
-    count = min(max(math.floor(duration * rules.fps + SAME_TIME), rules.min_frames), most)
-    shown = [
+    max_frames = max(1, rules.max_frames // rules.multiple) * rules.multiple
+    count = min(max(math.floor(duration * rules.fps + SAME_TIME), rules.min_frames), max_frames)
+    indices = [
         bisect.bisect_right(times, times[0] + duration * step / count + SAME_TIME) - 1
         for step in range(count)
     ]
-    return list(dict.fromkeys(shown))
+    return list(dict.fromkeys(indices))
 
 
 def choose_clip(count: int, rate: float, rules: VideoRules) -> tuple[list[int], float]:
@@ -216,17 +218,17 @@ def choose_clip(count: int, rate: float, rules: VideoRules) -> tuple[list[int], 
         where = f"video_start {clip.video_start} and video_end {clip.video_end}"
         raise BadSample("video_clip", f"{where} hold under two frames of a video of {seconds:.2f} seconds")
     available = last - first + 1
-    most = max(1, rules.max_frames // multiple) * multiple
+    max_frames = max(1, rules.max_frames // multiple) * multiple
     if clip.nframes is not None:
-        wanted = min(round(clip.nframes / multiple) * multiple, most)
-        if not multiple <= wanted <= available:
+        frames = min(round(clip.nframes / multiple) * multiple, max_frames)
+        if not multiple <= frames <= available:
             raise BadSample("video_clip", f"nframes {clip.nframes} of a clip of {available} frames")
     else:
-        least = math.ceil(rules.min_frames / multiple) * multiple
-        wanted = min(max(available / rate * rules.fps, least), most, available)
+        min_frames = math.ceil(rules.min_frames / multiple) * multiple
+        frames = min(max(available / rate * rules.fps, min_frames), max_frames, available)
         # a clip shorter than a temporal patch gives what it has, and the last frame is repeated
-        wanted = max(1, math.floor(wanted / multiple) * multiple)
-    return torch.linspace(first, last, wanted).round().long().tolist(), available / rate / wanted
+        frames = max(1, math.floor(frames / multiple) * multiple)
+    return torch.linspace(first, last, frames).round().long().tolist(), available / rate / frames
 
 
 def _plan(source: _File | _FrameList, rules: VideoRules) -> tuple[list[int], VideoPlan]:
@@ -250,12 +252,12 @@ def _plan(source: _File | _FrameList, rules: VideoRules) -> tuple[list[int], Vid
 
 def _frame_size(size: tuple[int, int], count: int, rules: VideoRules) -> tuple[int, int]:
     """Return (width, height) of `count` frames, limited as qwen-vl-utils does by `total_pixels`."""
-    most = rules.max_pixels
+    max_pixels = rules.max_pixels
     if rules.total_pixels is not None:
-        most = min(most or math.inf, rules.total_pixels * rules.multiple // count)
-    if rules.min_pixels is not None and most is not None:
-        most = max(most, math.ceil(1.05 * rules.min_pixels))
-    return rules.size or target_size(size, most, rules.min_pixels)
+        max_pixels = min(max_pixels or math.inf, rules.total_pixels * rules.multiple // count)
+    if rules.min_pixels is not None and max_pixels is not None:
+        max_pixels = max(max_pixels, math.ceil(1.05 * rules.min_pixels))
+    return rules.size or target_size(size, max_pixels, rules.min_pixels)
 
 
 def _open(video: Any, rules: VideoRules) -> _File | _FrameList:
@@ -412,9 +414,9 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     try:
         with av.open(io.BytesIO(data), options={"format_whitelist": FORMATS}) as container:
             # with a known codec and clock, and not the cover picture of a piece of music
-            streams = [one for one in container.streams.video if one.codec_context and one.time_base]
+            streams = [film for film in container.streams.video if film.codec_context and film.time_base]
             cover = av.stream.Disposition.attached_pic
-            stream = next((one for one in streams if not one.disposition & cover), None)
+            stream = next((film for film in streams if not film.disposition & cover), None)
             if stream is None:
                 raise BadSample("video_undecodable", "the file has no video that FFmpeg can decode")
             stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}

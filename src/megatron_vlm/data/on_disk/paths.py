@@ -36,8 +36,8 @@ class DataSource:
         item = item.strip()
         end = re.search(rf"(?:{COUNT}|{SHARE})?\Z", item)
         path, (rows, share) = item[: end.start()].strip(), end.groups()
-        if (named := re.fullmatch(r"([^/:=]*)=\s*(.+)", item)) and not os.path.exists(path):
-            return replace(cls.of(os.path.expanduser(named[2])), name=named[1].strip())
+        if (with_name := re.fullmatch(r"([^/:=]*)=\s*(.+)", item)) and not os.path.exists(path):
+            return replace(cls.of(os.path.expanduser(with_name[2])), name=with_name[1].strip())
         if "://" in item:
             return cls(item)
         name = re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+)", path)

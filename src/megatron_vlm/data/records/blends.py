@@ -157,10 +157,10 @@ def blend_tables(tables: Mapping[str, Table], sources: Sequence[DataSource]) -> 
         if not len(table):
             raise ValueError(f"data: {name} has no records; leave it out.")
         total = sum(rows.values())
-        wanted = source.rows_in_an_epoch(total)
+        rows_in_epoch = source.rows_in_an_epoch(total)
         parts |= inner
         exact |= inner.keys() if source.rows else set()
-        counts |= {part: max(1, round(count * wanted / total)) for part, count in rows.items()}
+        counts |= {part: max(1, round(count * rows_in_epoch / total)) for part, count in rows.items()}
     return Blend(parts, counts, exact)
 
 
@@ -169,10 +169,10 @@ def path_names(sources: Sequence[DataSource]) -> list[str]:
 
     Raises ValueError for a path that is given twice.
     """
-    parts = [PurePosixPath(one.title.rstrip("/")).parts for one in sources]
-    for one, own in zip(sources, parts, strict=True):
-        if parts.count(own) > 1:
-            raise ValueError(f"data: {one.title} is given twice; give it once, as {one.title}*2.")
+    parts = [PurePosixPath(source.title.rstrip("/")).parts for source in sources]
+    for source, path_parts in zip(sources, parts, strict=True):
+        if parts.count(path_parts) > 1:
+            raise ValueError(f"data: {source.title} is given twice; give it once, as {source.title}*2.")
     depth = 1
     while len({part[-depth:] for part in parts}) < len(parts):
         depth += 1
@@ -194,26 +194,29 @@ def hold_out(table: Table, share: float, held_out: bool) -> Table:
     Raises ValueError if no row is held out, or all rows of one of the sources are.
     """
     tables = table.tables if isinstance(table, Blend) else {"": table}
-    chosen, rest = {}, {}
+    chosen, trained = {}, {}
     for name, source in tables.items():
         is_chosen = np.array([is_held_out(source.key(row), share) for row in range(len(source))], bool)
         chosen[name] = ChosenRows(source, np.flatnonzero(is_chosen), f"{share} held out")
-        rest[name] = ChosenRows(source, np.flatnonzero(~is_chosen), f"without {share} held out")
-    wrong = [f"all {len(one)} rows of {one.origin(0)[0]}" for name, one in tables.items() if not rest[name]]
+        trained[name] = ChosenRows(source, np.flatnonzero(~is_chosen), f"without {share} held out")
+    # Training needs rows of every source, and validation needs a row of any
+    empty = [part for name, part in tables.items() if not trained[name]]
+    wrong = [f"all {len(part)} rows of {part.origin(0)[0]}" for part in empty]
     wrong += [] if any(chosen.values()) else [f"none of {len(table)} rows"]
     if wrong:
         raise ValueError(
             f"data.validation_share: {share:g} holds out {wrong[0]}; change it, or give data.valid_data_path."
         )
     if not isinstance(table, Blend):
-        return (chosen if held_out else rest)[""]
+        return (chosen if held_out else trained)[""]
+    # A source keeps its share of an epoch, less what is held out of it
     if held_out:
         some = {name: rows for name, rows in chosen.items() if rows}
         return Blend(some, {name: len(rows) for name, rows in some.items()})
     counts = dict(table.counts)
     for name in counts.keys() - table.exact:
-        counts[name] = max(1, round(counts[name] * len(rest[name]) / len(tables[name])))
-    return Blend(rest, counts)
+        counts[name] = max(1, round(counts[name] * len(trained[name]) / len(tables[name])))
+    return Blend(trained, counts)
 
 
 @dataclass

@@ -135,7 +135,7 @@ def _check_inside(folder: Path, name: str) -> None:
 
 
 def _check_folder(folder: Path, builder: str, files: list[str]) -> None:
-    """Raise ValueError for a folder of which `datasets` would leave out records, or guess their values."""
+    """Raise ValueError if `datasets` would leave out records of a folder, or guess their values."""
     if builder in MEDIA_BUILDERS and not any(Path(file).name.startswith("metadata.") for file in files):
         remedy = "give the file of its conversations, with a line of JSON for each"
         raise damaged(folder, f"is read by `datasets` as {builder}, without conversations", remedy)

@@ -30,8 +30,8 @@ def read_meta(path: Path) -> dict[str, dict] | None:
         return None
     is_meta = isinstance(content, dict) and content and all(isinstance(e, dict) for e in content.values())
     entries = content.values() if is_meta else ()  # or {id: record}
-    named = any({*META_SOURCES} & entry.keys() or entry.keys() <= META_KEYS for entry in entries)
-    return content if named else None
+    has_meta_keys = any({*META_SOURCES} & entry.keys() or entry.keys() <= META_KEYS for entry in entries)
+    return content if has_meta_keys else None
 
 
 def entries_of(
@@ -75,14 +75,14 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> tuple[Da
 
 
 def _rows_and_share(place: str, entry: dict) -> tuple[int | None, float | None]:
-    named = {name: entry[name] for name in META_NUMBERS if entry.get(name) is not None}
-    for name, value in named.items():
+    numbers = {name: entry[name] for name in META_NUMBERS if entry.get(name) is not None}
+    for name, value in numbers.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and math.isfinite(value) and value > 0) or len(named) > 1:
+        if not (number and math.isfinite(value) and value > 0) or len(numbers) > 1:
             raise ValueError(
                 f"{place}: {name} is {value!r}; give one of {' and '.join(META_NUMBERS)}, above 0."
             )
-    count, ratio = named.get("num_samples"), named.get("sample_ratio")
+    count, ratio = numbers.get("num_samples"), numbers.get("sample_ratio")
     if count is not None and count != int(count):
         raise ValueError(f"{place}: num_samples {count!r} is no whole number; a share is a sample_ratio.")
     return count and int(count), ratio

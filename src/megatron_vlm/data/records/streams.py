@@ -69,14 +69,14 @@ class StreamedRows:
 
     def at(self, places: Sequence[Place]) -> list[Row]:
         """The rows at these places. Each of their shards is read from its beginning to the last of them."""
-        found, wanted = {}, {(shard, number) for shard, number, _ in places}
-        for shard in {shard for shard, _ in wanted}:
-            end = max(number for of, number in wanted if of == shard) + 1
+        records_at, positions = {}, {(shard, number) for shard, number, _ in places}
+        for shard in {shard for shard, _ in positions}:
+            end = max(number for of, number in positions if of == shard) + 1
             records = itertools.islice(self.records(shard), end)
-            found |= {(shard, n): record for n, record in enumerate(records) if (shard, n) in wanted}
-        if missing := sorted(wanted - found.keys()):
+            records_at |= {(shard, n): record for n, record in enumerate(records) if (shard, n) in positions}
+        if missing := sorted(positions - records_at.keys()):
             raise ValueError(f"data: {self.name} has no more the rows (shard, number) {missing}; it changed.")
-        return [((shard, number, epoch), found[shard, number]) for shard, number, epoch in places]
+        return [((shard, number, epoch), records_at[shard, number]) for shard, number, epoch in places]
 
     def sizes(self, row: Row) -> str | None:
         """The same as of a table."""

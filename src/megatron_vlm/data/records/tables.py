@@ -159,12 +159,14 @@ def open_table(
     if media_dir is not None and not (stores.is_store(media_dir) or Path(media_dir).is_dir()):
         raise FileNotFoundError(f"data.media_dir: {media_dir} is not a folder.")
     root, columns = None if media_dir is None else stores.folder(media_dir), columns or Columns()
+    # A meta file names several sources, each with its own columns and media
     if kind == "meta":
         if stores.is_store(path):
             raise ValueError(f"data: {path} is a meta file; give its datasets as a list, or a copy on disk.")
         entries = entries_of(Path(path), columns, root, datasets)
         tables = {name: _open_entry(path, source, options) for name, (source, options) in entries.items()}
         return blend_tables(tables, [source for source, _ in entries.values()])
+    # Lines are read here, one at a time; `datasets` opens everything else
     if kind == "json":
         return JsonTable(path, root or stores.parent(path), columns)
     from megatron_vlm.data.records.hub import media_root, open_rows
@@ -172,10 +174,10 @@ def open_table(
     return HFTable(str(path), open_rows(on_disk(path), split, subset), root or media_root(path), columns)
 
 
-def open_sources(found: Sequence[tuple[DataSource, str | None]], **options: Any) -> Table:
+def open_sources(pairs: Sequence[tuple[DataSource, str | None]], **options: Any) -> Table:
     """One table of all sources and their splits, each opened as by `open_table`."""
-    tables = [open_table(one.path, split, subset=one.subset, **options) for one, split in found]
-    sources = [one for one, _ in found]
+    tables = [open_table(source.path, split, subset=source.subset, **options) for source, split in pairs]
+    sources = [source for source, _ in pairs]
     if len(tables) == 1 and sources[0].whole:
         return tables[0]
     return blend_tables(dict(zip(path_names(sources), tables, strict=True)), sources)
