@@ -3,8 +3,6 @@
 import functools
 import io
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -233,20 +231,6 @@ def test_an_answer_of_several_boxes_is_read_back(family):
     assert np.abs(np.array([each.numbers for each in found]) - shares).max() <= 0.5 / min(end, 100)
     has_labels = convention.keys or convention.label != "{}"
     assert [each.label for each in found] == (SEVERAL["ref"] if has_labels else [None] * 3)
-
-
-def test_a_record_without_objects_does_not_enter_the_extra():
-    code = """
-import sys
-from megatron_vlm.data.chatml.record import parse_record
-from megatron_vlm.data.chatml.sample import make_sample
-for text, objects in (("a", {}), ("<bbox>", {"objects": {"bbox": [[1, 2, 3, 4]]}})):
-    record = {"messages": [{"role": "user", "content": "<image>q"}, {"role": "assistant", "content": text}]}
-    conversation = parse_record(record | {"images": ["a.png"]} | objects)
-    sample = make_sample(conversation, [b""], [], __key__="", __restore_key__=())
-    assert ("megatron_vlm.extras.grounding" in sys.modules) == bool(objects) == bool(sample.objects)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_each_image_has_its_own_size_and_limits():

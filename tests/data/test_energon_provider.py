@@ -273,7 +273,7 @@ def test_no_validation_split_is_none_and_a_wrong_path_an_error(tmp_path, encoder
         provider(out, valid_data_path=str(out)).valid_loader(encoder, **settings)
 
 
-@pytest.mark.parametrize("ratio, shards", [("1,0,0", 3), ("8,1,1", 3), ("0,0,1", 1)])
+@pytest.mark.parametrize("ratio, shards", first_soon([("8,1,1", 3), ("1,0,0", 3), ("0,0,1", 1)]))
 def test_a_split_without_shards_that_energon_prepare_wrote_is_no_split(tmp_path, encoder, ratio, shards):
     """`energon prepare` writes `val: []` for a share of 0, and for one that is less than a shard."""
     out = tmp_path / "out"

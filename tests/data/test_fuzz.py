@@ -40,7 +40,7 @@ from megatron_vlm.data.load.hf import MEASURED_AT_ONCE, HFProvider
 from megatron_vlm.data.load.workers import close_loader
 from megatron_vlm.data.prepare.prepare import _write_index
 
-# ---- what runs in the ranks
+# ---- records of any kind, good and bad
 
 
 TRAINED = "trained"

@@ -58,8 +58,10 @@ def encoder(processor):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("home", [f"s3://{BUCKET}", "msc://mine"])
-@pytest.mark.parametrize("name", ["rows/data.jsonl", "rows/data.parquet", "energon"])
+@pytest.mark.parametrize("home", [f"s3://{BUCKET}", pytest.param("msc://mine", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["rows/data.jsonl", "rows/data.parquet", pytest.param("energon", marks=pytest.mark.long)]
+)
 def test_a_store_gives_the_batches_of_the_disk_and_resumes(folder, encoder, name, home, workers):
     kind = "energon" if name == "energon" else "hf"
     options = {"seed": 3, "batch": 2, "num_workers": workers}
@@ -172,8 +174,9 @@ def anew(monkeypatch, **environment: str | None):
     forget()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["rows/data.jsonl", "energon"])
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_no_sample_is_lost_while_a_store_is_away(folder, encoder, name, workers, monkeypatch):
     """boto3 asks again, AWS_MAX_ATTEMPTS times; if the store stays away, the run ends by name."""
     kind = "energon" if name == "energon" else "hf"
@@ -219,6 +222,7 @@ def test_keys_in_an_address_are_refused_and_never_shown():
     )
 
 
+@pytest.mark.long
 def test_nothing_that_a_run_prints_or_writes_has_a_key(tmp_path, tiny_gemma3):
     """Records may hold presigned addresses of images: they are dropped, and named without their keys."""
     (tmp_path / "rows").mkdir()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import itertools
+import json
 import resource
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import engine_server
 import pytest
 import rollout_engines
 import torch
@@ -20,6 +27,156 @@ from megatron_vlm.models.hf import open_source
 from megatron_vlm.rl.rollouts import RolloutPrompt
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
+
+# ---- an engine that answers by HTTP
+
+
+class Answerer:
+    """Samples with Transformers' `generate`; `style` is "vllm", "sglang", or "sglang before", which has token
+    ids in `meta_info` alone."""
+
+    def __init__(self, folder: Path, style: str):
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.style, self.lock = style, threading.Lock()
+        self.processor = AutoProcessor.from_pretrained(folder)
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def __call__(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
+        assert request["top_k"] == -1 and request["repetition_penalty"] == 1
+        chat = path == "/v1/chat/completions"
+        inputs = self._conversation(request["messages"]) if chat else {}
+        inputs = inputs or {"input_ids": torch.tensor([request["prompt"]])}
+        with self.lock, torch.inference_mode():
+            torch.manual_seed(len(inputs["input_ids"][0]))
+            out = self.model.generate(
+                **inputs,
+                do_sample=True,
+                temperature=request["temperature"],
+                top_p=request["top_p"],
+                top_k=0,
+                num_return_sequences=request["n"],
+                max_new_tokens=request["max_tokens"],
+                eos_token_id=request["stop_token_ids"],
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        length = inputs["input_ids"].shape[1]
+        logits = torch.stack(out.logits, dim=1)
+        if self.style != "vllm":  # which gives those at temperature 1
+            logits = logits / request["temperature"]
+        answers = zip(out.sequences[:, length:], logits.log_softmax(-1), strict=True)
+        prompt, stop = inputs["input_ids"][0].tolist(), request["stop_token_ids"]
+        choices = [self._choice(*each, stop, chat) | {"index": i} for i, each in enumerate(answers)]
+        found = {"usage": {"prompt_tokens": length}}
+        if self.style == "vllm":
+            return found | {"choices": choices, "prompt_token_ids": prompt}
+        for choice in choices:
+            choice["prompt_token_ids"] = [t for t in prompt if t != self.model.config.image_token_id]
+        return found | {"choices": choices[::-1]}
+
+    def _conversation(self, messages: list[dict]) -> dict[str, torch.Tensor]:
+        from megatron_vlm.data.generation_prompt import processor_outputs
+
+        images = []
+        for part in (part for turn in messages for part in turn["content"]):
+            if part["type"] == "image_url":
+                head, _, data = part.pop("image_url")["url"].partition(",")
+                assert head == "data:image/png;base64"
+                images.append(base64.b64decode(data))
+                part["type"] = "image"
+        return dict(processor_outputs(self.processor, messages, images))
+
+    def _choice(self, tokens, log_p, stop: list[int], chat: bool) -> dict[str, Any]:
+        tokens = tokens.tolist()
+        ends = [place for place, token in enumerate(tokens) if token in stop]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        values = [log_p[place, token].item() for place, token in enumerate(tokens)]
+        choice = {"finish_reason": "stop" if ends else "length", "token_ids": tokens}
+        content = [{"token": "", "logprob": value} for value in values]
+        choice["logprobs"] = {"content": content} if chat else {"token_logprobs": values}
+        if self.style == "sglang before" and chat:
+            del choice["token_ids"]
+            pairs = [[value, token, None] for value, token in zip(values, tokens, strict=True)]
+            choice["meta_info"] = {"output_token_logprobs": pairs}
+        return choice
+
+
+@contextlib.contextmanager
+def serving(answer) -> Iterator[str]:
+    """The URL of a server; `answer(path, request)` returns what is sent as JSON, or (status, bytes)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            said = answer(self.path, request)
+            status, body = said if isinstance(said, tuple) else (200, json.dumps(said).encode())
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            if status == 302:
+                self.send_header("Location", "http://127.0.0.1:9/")
+            self.end_headers()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.wfile.write(body)
+
+        def log_message(self, *_) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+OK, CHUNKED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+TRICKS = {  # what is sent first, and then again and again
+    "silence": (b"", b""),
+    "bytes of a status": (b"HTTP/1.1 ", b"2"),
+    "bytes of a header": (OK + b"X: ", b"y"),
+    "header lines": (OK, b"X: y\r\n"),
+    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "103 with headers": (b"", b"HTTP/1.1 103 Early Hints\r\n" + b"X: y\r\n" * 50 + b"\r\n"),
+    "bytes of a body": (OK + b"Content-Length: 1000000000000\r\n\r\n", b"["),
+    "a body of no length": (OK + b"\r\n", b"[],"),
+    "bytes of a chunk's size": (CHUNKED, b"0"),
+    "bytes of a chunk's extension": (CHUNKED + b"1;", b"x"),
+    "chunks": (CHUNKED, b"1\r\n[\r\n"),
+    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X: y\r\n"),
+    "the body of an error": (b"HTTP/1.1 500 No\r\nContent-Length: 1000000000000\r\n\r\n", b"x"),
+    "the body of a redirect": (b"HTTP/1.1 302 No\r\nLocation: /\r\nContent-Length: 100000\r\n\r\n", b"x"),
+}
+
+
+@contextlib.contextmanager
+def hostile(trick: str, pause: float, at_once: int) -> Iterator[str]:
+    """The URL of a server that never comes to an end: it sends `at_once` repetitions, and waits `pause`."""
+
+    def send(connection: socket.socket) -> None:
+        first, again = TRICKS[trick]
+        with contextlib.suppress(OSError), connection:
+            connection.recv(1 << 16)
+            connection.sendall(first)
+            for _ in itertools.count():
+                connection.sendall(again * at_once)
+                time.sleep(pause)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=send, args=server.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+# ---- the tests
+
 
 FAMILIES = ("gemma3", "qwen3_vl")
 STYLES = ("vllm", "sglang", "sglang before")
@@ -42,10 +199,7 @@ def measured(tmp_path_factory):
             text = {} if family == "gemma3" else {"initializer_range": 0.2}
             folder = tmp_path_factory.mktemp(family) / "checkpoint"
             path = str(build_tiny_checkpoint(family, folder, text=text))
-            urls = {
-                style: servers.enter_context(engine_server.serving(engine_server.Answerer(path, style)))
-                for style in STYLES
-            }
+            urls = {style: servers.enter_context(serving(Answerer(path, style))) for style in STYLES}
             asked[family] = path, urls
         dead = servers.enter_context(refusing())
         return run_distributed(2, rollout_engines.measure, asked, dead, timeout=900)
@@ -148,7 +302,7 @@ def test_what_a_server_saw_has_to_be_the_prompt(asked):
         seen.append((path, request))
         return {"choices": [choice(**content)]} | said
 
-    with engine_server.serving(answer) as url:
+    with serving(answer) as url:
         said |= {"prompt_token_ids": ours}
         assert ask(url, asked, IMAGE) == [[([5, 6], [-0.5, -1.5], True)]]
         for given, count, expected in (
@@ -175,7 +329,7 @@ def test_an_attempt_has_one_deadline_and_one_size_whatever_a_server_does(asked, 
     """The server would go on without end. All tricks are tried beside each other."""
 
     def attempt(trick: str) -> tuple[str, float]:
-        with engine_server.hostile(trick, pause, at_once) as url:
+        with hostile(trick, pause, at_once) as url:
             start = time.monotonic()
             with pytest.raises(EngineError) as raised:
                 ask(url, asked, TEXT, timeout=1.0, retries=0)
@@ -183,8 +337,8 @@ def test_an_attempt_has_one_deadline_and_one_size_whatever_a_server_does(asked, 
             return str(raised.value), time.monotonic() - start
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with ThreadPoolExecutor(len(engine_server.TRICKS)) as pool:
-        found = dict(zip(engine_server.TRICKS, pool.map(attempt, engine_server.TRICKS), strict=True))
+    with ThreadPoolExecutor(len(TRICKS)) as pool:
+        found = dict(zip(TRICKS, pool.map(attempt, TRICKS), strict=True))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert max(seconds for _, seconds in found.values()) < 10, found  # on a busy machine
     assert grown < 200_000, f"{grown} KB more"

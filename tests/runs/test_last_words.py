@@ -21,6 +21,7 @@ HANG = 15  # seconds; imports count as work, but this machine may be slow betwee
 FROM_CHECKPOINT = r"Start the same command again: it goes on from what is saved\."
 STACKS = r"The stacks of all ranks and workers are in .*/errors; "
 LONG, SOAK = pytest.mark.long, pytest.mark.soak
+IN_LONG = ("interrupt launcher", "terminate launcher", "kill", "stop", "hang")
 
 # fault, of two ranks or one alone, exit code, pattern of each of the last lines
 CASES = [
@@ -39,10 +40,10 @@ CASES = [
         r"stopped by Ctrl-C after step 2; start the same command again: it goes on from what is saved\.",
     ),
     ("terminate", 1, 143, r"stopped by SIGTERM after step 2; start the same command again: "),
-    ("interrupt launcher", 2, 130, r"stopped by Ctrl-C after step 2; start the same command again: "),
-    ("terminate launcher", 2, 143, r"stopped by SIGTERM\."),
 ]
 LONG_CASES = [
+    ("interrupt launcher", 2, 130, r"stopped by Ctrl-C after step 2; start the same command again: "),
+    ("terminate launcher", 2, 143, r"stopped by SIGTERM\."),
     (
         "kill",
         2,
@@ -113,10 +114,7 @@ def jobs(request, tmp_path_factory) -> Iterator[dict[tuple[str, int], tuple[Path
 @pytest.mark.parametrize(
     ("fault", "ranks", "code", "lines"),
     [(*case[:3], case[3:]) for case in CASES]
-    + [
-        pytest.param(*case[:3], case[3:], marks=LONG if case[0] in ("kill", "stop", "hang") else SOAK)
-        for case in LONG_CASES
-    ],
+    + [pytest.param(*case[:3], case[3:], marks=LONG if case[0] in IN_LONG else SOAK) for case in LONG_CASES],
 )
 def test_the_last_lines_are_the_reason(jobs, fault, ranks, code, lines):
     run_dir, job = jobs[fault, ranks]
