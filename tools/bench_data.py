@@ -60,9 +60,9 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.kinds.base import RESAMPLE
-from megatron_vlm.data.kinds.tiles import Tiles
+from megatron_vlm.data.image_processors import get_image_spec
+from megatron_vlm.data.image_processors.base import RESAMPLE
+from megatron_vlm.data.image_processors.tiles import Tiles
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
@@ -172,7 +172,7 @@ def fastest_codec() -> str:
 
 
 def floor(family: str, processor: ProcessorMixin, codec: str) -> Work:
-    decode, kind, images = codecs()[codec], kind_of(processor), processor.image_processor
+    decode, kind, images = codecs()[codec], get_image_spec(processor), processor.image_processor
     scale = 1 / (255 * torch.tensor(images.image_std))
     shift = -torch.tensor(images.image_mean) / torch.tensor(images.image_std)
 

@@ -15,7 +15,10 @@ from rooms import modules, uses
 KINDS_OF_IMAGES = re.compile(
     r"is_naflex|is_anyres|InternVL|LLaVA|LFM2|Pixtral|Qwen(?!.vl.utils)|GLM|Gemma", re.IGNORECASE
 )
-OWN_PLACES = ("data.kinds", "extras.grounding.convention")  # where families' ways stand under their names
+OWN_PLACES = (
+    "data.image_processors",
+    "extras.grounding.convention",
+)  # where families' ways stand under their names
 NEXT_STREAM = re.compile(r"next\((?:streams|data_iterator)\)")
 # What one need not read to understand a run, and why.
 LEFT_OUT = {
@@ -27,7 +30,7 @@ LEFT_OUT = {
     "models.layers": "attention and rotary are read; the others are kernels, experts and delta nets",
     "models.deepstack": "how features of one family's tower enter",
     "models.work": "what parts of a model cost: plans, balance of a pipeline, figures",
-    "data.kinds": "one kind of images is an example of all",
+    "data.image_processors": "one image processor is an example of all",
     "data.load.energon": "a second loader behind the same interface, with energon_state and energon_safety",
     "data.records.hub": "one of several sources",
     "data.records.meta": "mixtures of sources, with blends, streams and unread",
@@ -65,14 +68,14 @@ READ = {
     "models.layers.attention_plan",
     "models.layers.attention_sizes",
     "models.layers.rotary",
-    "data.kinds.base",
-    "data.kinds.one_size",
+    "data.image_processors.base",
+    "data.image_processors.one_size",
     "data.load.hf",
 }
 
 
 # Imported by names that a table holds, whatever is read of them.
-BY_NAME = "data.kinds."
+BY_NAME = "data.image_processors."
 
 
 @cache

@@ -107,7 +107,7 @@ sys.path[:0] = {paths!r}
 class Blocked:
     names = ("megatron.energon", "av", "botocore", "aiobotocore", "s3fs", "multistorageclient", "datasets")
 
-    def find_spec(self, name, *_):
+    def get_image_spec(self, name, *_):
         if name in self.names:
             raise ModuleNotFoundError(name + " is for those who read", name=name)
 

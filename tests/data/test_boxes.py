@@ -16,7 +16,7 @@ from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.document import DocumentEncoder
-from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.media.images import decode_pixels, target_size
 from megatron_vlm.extras.grounding.boxes import Boxes
 from megatron_vlm.extras.grounding.convention import CONVENTIONS
@@ -89,14 +89,16 @@ SAID = [
 @pytest.mark.parametrize("family", [name for name in TINY_FAMILIES if not name.endswith("_moe")])
 def test_a_box_is_where_the_model_sees_it(family, alone):
     """A white square is found in the processed pixels, at most a pixel from where its frame puts it."""
-    kind = kind_of(processor_of(family))
+    kind = get_image_spec(processor_of(family))
     for width, height in ((640, 428), (300, 500), (900, 900)):
         box = (0.4 * width, 0.45 * height, 0.6 * width, 0.7 * height)
         picture = Image.new("RGB", (width, height))
         ImageDraw.Draw(picture).rectangle((*map(round, box[:2]), *(round(x) - 1 for x in box[2:])), "white")
         item = GenericVisualInputs(**kind.tensors(np.asarray(picture), alone))
-        shown = kind.frames(item.items()[kind.whole])
-        seen = shown[kind.whole].float().mean(0).numpy()  # InternVL's items are tiles, OneVision's frames
+        shown = kind.frames(item.items()[kind.overview_index])
+        seen = (
+            shown[kind.overview_index].float().mean(0).numpy()
+        )  # InternVL's items are tiles, OneVision's frames
         frame = kind.frame(width, height, alone)
         assert seen.shape == (frame.height, frame.width)
         bright = seen > 0.75 * seen.max()  # padding may be grey
@@ -114,7 +116,7 @@ PLAIN = [("mistral3", "pixels"), ("mistral3", "thousandths")]  # as `data.box_fo
 def test_boxes_come_back_within_half_a_unit(family, named):
     """Half a pixel of the resized image where these are counted, half a thousandth or hundredth elsewhere."""
     processor, rng, compared = processor_of(family), random.Random(0), 0
-    convention, kind = CONVENTIONS[named or FORMATS[family]], kind_of(processor)
+    convention, kind = CONVENTIONS[named or FORMATS[family]], get_image_spec(processor)
     for size in SIZES:
         for most, least in LIMITS:
             encoder = encoder_of(family, max_pixels=most, min_pixels=least, box_format=named)
@@ -227,7 +229,9 @@ def test_an_answer_of_several_boxes_is_read_back(family):
     text = written(encoder_of(family), record, (500, 500))
     end = 500 if convention.unit is None else 1000
     shares = [[number / 1000 for number in box] for box in SEVERAL["bbox"]]
-    found = encoder_of(family).boxes.seen(text, kind_of(processor_of(family)).frame(500, 500, True)[:2])
+    found = encoder_of(family).boxes.seen(
+        text, get_image_spec(processor_of(family)).frame(500, 500, True)[:2]
+    )
     assert np.abs(np.array([each.numbers for each in found]) - shares).max() <= 0.5 / min(end, 100)
     has_labels = convention.keys or convention.label != "{}"
     assert [each.label for each in found] == (SEVERAL["ref"] if has_labels else [None] * 3)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoProcessor
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.media.videos import VideoRules, decode_video
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.pixels import PixelNormalizer
@@ -39,7 +39,7 @@ def encoder_of(folder: Path, packing: bool = False, seq_length: int = LENGTH, fa
 
 
 def visual_of(folder: Path, outputs: dict) -> dict[str, torch.Tensor]:
-    made = kind_of(AutoProcessor.from_pretrained(folder)).unpadded(outputs)
+    made = get_image_spec(AutoProcessor.from_pretrained(folder)).unpad(outputs)
     visual_keys = describe(AutoConfig.from_pretrained(folder)).visual_keys
     return {key: made[key] for key in visual_keys if key in made}
 

@@ -17,7 +17,7 @@ from megatron_vlm.batch import DataNeeds
 from megatron_vlm.commands.runs import draw_answer
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.extras.preview.preview import preview_page, training_data
 from megatron_vlm.extras.preview.rows import TRAINED, VISUAL, pictures_of
 from megatron_vlm.models.families import load
@@ -66,7 +66,7 @@ def test_every_frame_of_a_video_is_shown(fast):
         Image.new("RGB", (64, 96), colour).save(out, "PNG")
         frames.append(out.getvalue())
     sample = sample_of(turns, videos=[frames], key="0")
-    pictures = pictures_of(encoder.encode_sample(sample).visual_inputs, kind_of(processor))
+    pictures = pictures_of(encoder.encode_sample(sample).visual_inputs, get_image_spec(processor))
     assert [picture.getpixel((5, 70)) for picture in pictures] == colours
     assert {picture.size for picture in pictures} == {(64, 96)}
 

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from megatron_vlm.batch import IGNORE_INDEX, GenericVisualInputs, cat_padded
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.image_processors import get_image_spec
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -321,7 +321,7 @@ def encode_row(processor: Any, messages: list[dict]) -> dict:
     bos = processor.tokenizer.bos_token
     given = {f"{kind}s": found for kind, found in media.items() if found}
     if "images" in given:
-        given["images"] = kind_of(processor).arranged(given["images"])
+        given["images"] = get_image_spec(processor).arrange(given["images"])
     if "videos" in given:
         given |= {"fps": 2.0, "do_sample_frames": False}
         given["video_metadata"] = [
@@ -346,7 +346,7 @@ def encode(
         if parts.isdigit():
             out |= {key: value[:, : int(parts)] for key, value in out.items()}
             assert out["input_ids"].shape[1] == int(parts), "the text is too short"
-    made = [kind_of(processor).unpadded(out) for out in outputs]
+    made = [get_image_spec(processor).unpad(out) for out in outputs]
     visual = [
         GenericVisualInputs(**{key: out[key] for key in description.visual_keys if key in out})
         for out in made
@@ -377,7 +377,7 @@ def encode(
 
 def _padded(outputs: list[dict]) -> dict[str, torch.Tensor]:
     """What a processor gives that pads images to one number of patches or tiles, of all rows; see
-    `megatron_vlm.data.kinds`."""
+    `megatron_vlm.data.image_processors`."""
     ready = ("pixel_values", "pixel_values_videos")
     sizes = ("target_sizes", "target_sizes_videos")
     if any(key in out for out in outputs for key in sizes):  # patches side by side

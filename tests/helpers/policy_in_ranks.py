@@ -14,7 +14,7 @@ import saved_cases
 import torch
 
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.image_processors import get_image_spec
 
 TEMPERATURE, COEFFICIENT = 0.7, 0.3
 OURS = ("loss_mask", "advantage", "routes")
@@ -60,7 +60,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     from megatron_vlm.models.weights.files import hub_name
 
     description = describe(AutoConfig.from_pretrained(path))
-    kind = kind_of(AutoProcessor.from_pretrained(path))
+    kind = get_image_spec(AutoProcessor.from_pretrained(path))
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     model = parity.clip_by_clip(model)
     positions, found, total = description.position_ids, {"log_probs": [], "entropies": []}, 0.0
@@ -68,7 +68,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     for sample in samples:
         given["routes"] = sample.get("routes")
         found["experts"].append({})
-        ids, ready = sample["input_ids"], kind.unpadded(sample)
+        ids, ready = sample["input_ids"], kind.unpad(sample)
         seen = {key: ready[key] for key in description.visual_keys if key in ready}
         inputs = parity.GenericVisualInputs(**seen) if seen else None
         text = {key: sample[key][None] for key in parity.TEXT_KEYS if key in sample}

@@ -18,7 +18,7 @@ import torch
 
 from megatron_vlm.batch import GenericVisualInputs, Prompt
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.models.families import load
 from megatron_vlm.models.families.qwen3_5 import Qwen35
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
@@ -175,7 +175,7 @@ def prompts_of(path: Path) -> tuple[list[dict], list[Prompt]]:
     encoded = [parity.encode_row(processor, parity.conversation(rng, parts)[:1]) for parts in kinds]
     prompts = []
     for outputs in encoded:
-        outputs = kind_of(processor).unpadded(outputs)
+        outputs = get_image_spec(processor).unpad(outputs)
         tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
         visual = GenericVisualInputs(**tensors) if tensors else None
         input_ids = outputs["input_ids"][0]

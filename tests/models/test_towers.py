@@ -17,8 +17,8 @@ import rehearse_waits
 from device_waits import waiting_on_shapes
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import ParallelConfig, RunConfig
-from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.kinds.one_size import OneSize
+from megatron_vlm.data.image_processors import get_image_spec
+from megatron_vlm.data.image_processors.one_size import OneSize
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.families.llava_onevision import packed
 from megatron_vlm.models.family_parts.towers import _linear_of_patches, pixtral_states
@@ -166,7 +166,9 @@ def test_towers_attend_to_all_images_in_one_call_as_transformers_to_each_in_one(
     image, sums have other parts."""
     hf_config = AutoConfig.from_pretrained(build_tiny_checkpoint(name, tmp_path))
     description, calls = describe(hf_config), []
-    one_size = isinstance(kind_of(load_processor(tmp_path)), OneSize)  # a batch, which needs no segments
+    one_size = isinstance(
+        get_image_spec(load_processor(tmp_path)), OneSize
+    )  # a batch, which needs no segments
     torch.manual_seed(0)
     vision = description.build_vision()
     blank = [GenericVisualInputs(**description.blank_image(side**2)) for side in (28, 84, 56)]

@@ -23,7 +23,7 @@ from sources import image_bytes
 from megatron_vlm.batch import IGNORE_INDEX, fully_masked
 from megatron_vlm.config import AdapterConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.chatml.record import parse_record
-from megatron_vlm.data.kinds import kind_of
+from megatron_vlm.data.image_processors import get_image_spec
 from tiny.distributed import run_distributed
 
 # ---- what runs in the ranks
@@ -88,7 +88,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
             inputs = parity.encode_row(processor, messages)
             mine = batch["attention_mask"][0] == number
             ids = _ended(inputs, batch["input_ids"][0][mine])
-            ready = kind_of(processor).unpadded(inputs)
+            ready = get_image_spec(processor).unpad(inputs)
             seen = {key: value for key, value in ready.items() if key in description.visual_keys}
             visual = parity.GenericVisualInputs(**seen) if seen else None
             inputs["position_ids"] = description.position_ids(ids, visual).unsqueeze(-2)

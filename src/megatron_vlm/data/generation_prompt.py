@@ -10,8 +10,8 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, Prompt
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.kinds.base import image_options
+from megatron_vlm.data.image_processors import get_image_spec
+from megatron_vlm.data.image_processors.base import image_options
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import read_text
 from megatron_vlm.inputs import reading
@@ -28,7 +28,7 @@ def encode_prompt(
     needs: DataNeeds,
 ) -> Prompt:
     """The conversation as the model's input on the host, with the template's generation prompt at the end."""
-    outputs = kind_of(processor).unpadded(processor_outputs(processor, messages, images))
+    outputs = get_image_spec(processor).unpad(processor_outputs(processor, messages, images))
     input_ids = outputs["input_ids"][0]
     tensors = {key: outputs[key] for key in needs.visual_keys if key in outputs}
     visual = GenericVisualInputs(**tensors) if tensors else None
@@ -48,7 +48,7 @@ def processor_outputs(
     bos = processor.tokenizer.bos_token
     return processor(
         text=[text],
-        images=kind_of(processor).arranged([decode_image(image) for image in images]) or None,
+        images=get_image_spec(processor).arrange([decode_image(image) for image in images]) or None,
         return_tensors="pt",
         add_special_tokens=not (bos and text.startswith(bos)),
         **(image_options(processor) if images else {}),

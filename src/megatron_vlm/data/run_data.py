@@ -73,8 +73,8 @@ def _notes(data: DataConfig, documents: DocumentEncoder) -> Iterator[str]:
     """Yield lines about how samples are encoded that a user should know before the first step."""
     if reason := documents.why_hf_processor:
         yield f"data: the Hugging Face processor encodes every sample, slower: {reason}"
-    kind = documents.processing.kind
+    spec = documents.processing.image_spec
     limits = [f"data.{name}" for name in ("min_pixels", "max_pixels") if getattr(data, name)]
-    if limits and kind.makes_one_size:
-        name = type(kind.processor).__name__
+    if limits and spec.makes_one_size:
+        name = type(spec.processor).__name__
         yield f"{' and '.join(limits)}: no effect, as {name} makes all images one size; remove it."

@@ -15,8 +15,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.encode.chat_template import set_chat_template
-from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.kinds.base import set_image_options
+from megatron_vlm.data.image_processors import get_image_spec
+from megatron_vlm.data.image_processors.base import set_image_options
 from megatron_vlm.inputs import reading
 from megatron_vlm.messages import join_lines
 from megatron_vlm.models.families import describe
@@ -59,7 +59,7 @@ class Source:
     @cached_property
     def needs(self) -> DataNeeds:
         """The model's needs of its data, for the outputs of this checkpoint's processor."""
-        return replace(self.description.data_needs, of_processor=kind_of(self.processor).unpadded)
+        return replace(self.description.data_needs, of_processor=get_image_spec(self.processor).unpad)
 
     @property
     def weight_map(self) -> WeightMap:
@@ -150,7 +150,7 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
             f"checkpoint {folder}: it has a {type(processor).__name__} and no processor; put its "
             "processor_config.json or preprocessor_config.json there."
         )
-    kind_of(processor)  # reads its settings
+    get_image_spec(processor)  # reads its settings
     data = data or DataConfig()
     own = read_template(data.chat_template) if data.chat_template else None
     templates = own or processor.chat_template or processor.tokenizer.chat_template or {}

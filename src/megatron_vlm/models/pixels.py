@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vlm.batch import is_raw
-from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.kinds.base import Kind
+from megatron_vlm.data.image_processors import get_image_spec
+from megatron_vlm.data.image_processors.base import ImageProcessorSpec
 
 
 class PixelNormalizer(nn.Module):
@@ -20,11 +20,11 @@ class PixelNormalizer(nn.Module):
     def __init__(self, processor: Any | None):
         super().__init__()
         images, videos = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
-        kind = Kind if processor is None else kind_of(processor)
-        self._pads_to_largest = kind.pads_to_largest
+        spec = ImageProcessorSpec if processor is None else get_image_spec(processor)
+        self._pads_to_largest = spec.pads_to_largest
         # raw patches of videos hold all moments already
-        self.images = _Normalizer(images, kind.colours_last, getattr(images, "temporal_patch_size", 1))
-        self.videos = _Normalizer(videos, kind.colours_last)
+        self.images = _Normalizer(images, spec.colours_last, getattr(images, "temporal_patch_size", 1))
+        self.videos = _Normalizer(videos, spec.colours_last)
 
     def forward(self, visual: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """The same fields, with raw pixels normalized to `dtype`, or only scaled; others stay as they are.

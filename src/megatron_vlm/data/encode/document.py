@@ -68,7 +68,7 @@ class DocumentEncoder:
         if self.why_hf_processor:
             self.processing = HFProcessor(text, needs.visual_keys, data.decode_seconds)
         if data.resize_jitter:
-            self.processing.kind.check_sizes(data.min_pixels, data.max_pixels)
+            self.processing.image_spec.check_sizes(data.min_pixels, data.max_pixels)
         self._most_characters = math.inf
         if data.over_length == "drop":  # so a text of many megabytes is dropped without tokenizing it
             self._most_characters = most_characters(processor.tokenizer, data.seq_length)
@@ -140,12 +140,12 @@ class DocumentEncoder:
         run's. Both are the same number if a size is drawn.
         """
         max_pixels, min_pixels = self._data.max_pixels, self._data.min_pixels
-        if self.processing.kind.makes_one_size:  # they would only resample the image once more
+        if self.processing.image_spec.makes_one_size:  # they would only resample the image once more
             max_pixels = min_pixels = None
         images = []
         pairs = zip(sample.imgs or [], sample.limits["image"], strict=True)
         for number, (image, limits) in enumerate(pairs):
-            if limits and self.processing.kind.makes_one_size:
+            if limits and self.processing.image_spec.makes_one_size:
                 detail = (
                     f"makes all images one size: {', '.join(limits)} of an image has no effect; remove it"
                 )

@@ -109,7 +109,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
 
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches of an encoded sample's images."""
-        return self.documents.processing.kind.patches_of(visual_inputs) if visual_inputs else 0
+        return self.documents.processing.image_spec.patches_of(visual_inputs) if visual_inputs else 0
 
     @contextlib.contextmanager
     def _counting_drops(self, sample: Sample) -> Iterator[None]:

@@ -29,8 +29,8 @@ from megatron_vlm.data.accounts.bad_sample import REFUSALS, BadSample, refused_b
 from megatron_vlm.data.encode.chat_template import RenderedChat, placeholder_tokens
 from megatron_vlm.data.encode.replies import Span
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder
-from megatron_vlm.data.kinds import why_unknown
-from megatron_vlm.data.kinds.base import PROBE_SIZE, Grid, Kind
+from megatron_vlm.data.image_processors import explain_unknown
+from megatron_vlm.data.image_processors.base import PROBE_SIZE, Grid, ImageProcessorSpec
 from megatron_vlm.data.media.images import SizedImage, decode_image, decode_pixels
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import Frames, VideoPlan
@@ -56,9 +56,9 @@ class HFProcessor:
     decode = staticmethod(decode_image)  # (data, max_pixels, min_pixels, size) → an image
 
     def __init__(self, text: TextEncoder, visual_keys: tuple[str, ...], decode_seconds: float):
-        self.kind, self.text = text.kind, text
+        self.image_spec, self.text = text.image_spec, text
         self._visual_keys, self._decode_seconds = visual_keys, decode_seconds
-        self.kind.check_settings()
+        self.image_spec.check_settings()
 
     @functools.cached_property
     def sizes(self) -> SizeEncoder:
@@ -67,8 +67,8 @@ class HFProcessor:
             return SizeEncoder(self.text, self.known)
         except BadSample as bad:
             raise ValueError(
-                f"{type(self.kind.processor).__name__}: a question about an image is refused ({bad}), and "
-                "packing needs its tokens; correct processor or chat template, or use data.packing=none."
+                f"{type(self.image_spec.processor).__name__}: a question about an image is refused ({bad}), "
+                "and packing needs its tokens; correct processor or chat template, or use data.packing=none."
             ) from bad
 
     def __call__(
@@ -87,9 +87,9 @@ class HFProcessor:
         seconds = self._decode_seconds
         images = [in_time(seconds, file.decoded_by, self.decode) for file in files]
         for image in images:
-            self.kind.refuse(image.height, image.width, len(images) == 1)
+            self.image_spec.refuse(image.height, image.width, len(images) == 1)
         encoded, outputs = self.text(prompt, images, videos)
-        outputs = self.kind.unpadded(outputs)
+        outputs = self.image_spec.unpad(outputs)
         self._check_keys(outputs.keys() - TEXT_KEYS)
         tensors = {key: outputs[key] for key in self._visual_keys if key in outputs}
         return encoded, GenericVisualInputs(**tensors) if tensors else None
@@ -97,7 +97,7 @@ class HFProcessor:
     def _check_keys(self, keys: Iterable[str]) -> None:
         if unexpected := sorted(set(keys) - set(self._visual_keys)):
             raise ValueError(
-                f"{type(self.kind.processor).__name__} returned {unexpected}, which are not in "
+                f"{type(self.image_spec.processor).__name__} returned {unexpected}, which are not in "
                 f"visual_keys = {self._visual_keys}; add those that the model takes"
             )
 
@@ -119,7 +119,7 @@ class KnownProcessor(HFProcessor):
         if text is None:
             text = self.sizes(prompt, sizes, [plan for _, plan in videos])
         for (frames, plan), grid in zip(videos, text.video_grids, strict=True):
-            tensors.append(self.kind.of_video(frames, plan, grid))
+            tensors.append(self.image_spec.of_video(frames, plan, grid))
         spans = [*text.images, *text.videos]
         in_text = sorted(range(len(spans)), key=spans.__getitem__)  # frames may be among the images
         self._check_keys(key for item in tensors for key in item)
@@ -128,14 +128,14 @@ class KnownProcessor(HFProcessor):
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         """The tensors of an image, which is its conversation's only one or not. Raises BadSample."""
         try:
-            return self.kind.tensors(image, alone)
+            return self.image_spec.tensors(image, alone)
         except REFUSALS as error:
             raise refused_by_processor(error) from error
 
     def why_not(self) -> str | None:
         """Why the HF processor has to be called instead; None if this does the same."""
-        processor = self.kind.processor
-        if reason := why_unknown(processor):
+        processor = self.image_spec.processor
+        if reason := explain_unknown(processor):
             return reason
         try:
             prompt = self.text.chat(PROBE_MESSAGES, None, images=1)
@@ -156,12 +156,13 @@ class SizeEncoder:
     ValueError if the processor cannot tell how many tokens an image of a given size becomes."""
 
     def __init__(self, encode_text: TextEncoder, is_known: bool):
-        self._encode_text, self._kind = encode_text, encode_text.kind
+        self._encode_text, self._image_spec = encode_text, encode_text.image_spec
         # of an unknown processor only the number of tokens is sure, not their order: rows may have breaks
-        self._ids = self._kind.ids if is_known else functools.partial(Kind.ids, self._kind)
-        self._processor = self._kind.processor
-        self._kind.check_counts()
-        if not self._kind.writes_by_size:
+        spec = self._image_spec
+        self._ids = spec.ids if is_known else functools.partial(ImageProcessorSpec.ids, spec)
+        self._processor = self._image_spec.processor
+        self._image_spec.check_counts()
+        if not self._image_spec.writes_by_size:
             self._short_image, self._image_id, self._counted = self._probe()
 
     def __call__(
@@ -210,7 +211,7 @@ class SizeEncoder:
             short_image = re.sub(f"(?:{re.escape(token)})+", lambda _, token=token: token, short_image)
         short = self._encode_text.tokenize(with_media(prompt, [short_image]))
         try:
-            tokens, _ = self._kind.count(*PROBE_SIZE, alone=True)
+            tokens, _ = self._image_spec.count(*PROBE_SIZE, alone=True)
         except REFUSALS as error:
             raise refused_by_processor(error) from error
         return short_image, image_id, tokens - (len(expanded.input_ids) - len(short.input_ids))
@@ -229,16 +230,16 @@ class SizeEncoder:
     def _image(self, size: tuple[int, int], number: int, alone: bool) -> tuple[str, Grow, int]:
         """(the image's text with one token per run, what makes its ids of that text's, its raw patches)"""
         width, height = size
-        if self._kind.writes_by_size:
-            text, patches = self._kind.of_size(height, width)
-            return *self._by_runs(self._kind.label(number, self._processor.image_token) + text), patches
+        if self._image_spec.writes_by_size:
+            text, patches = self._image_spec.of_size(height, width)
+            return *self._by_runs(self._image_spec.label(number, self._processor.image_token) + text), patches
         ids, patches = self._ids(height, width, alone, self._image_id)
         return self._short_image, functools.partial(self._with_image, ids), patches
 
     def _video(self, plan: VideoPlan, number: int) -> tuple[str, Grow, Grid]:
         """(the video's text with one token per run, what makes its ids of that text's, its grid)"""
-        text, grid = self._kind.of_plan(plan)
-        return *self._by_runs(self._kind.label(number, self._processor.video_token) + text), grid
+        text, grid = self._image_spec.of_plan(plan)
+        return *self._by_runs(self._image_spec.label(number, self._processor.video_token) + text), grid
 
     def _with_image(self, image_ids: np.ndarray, short_ids: np.ndarray) -> np.ndarray:
         first = int((short_ids == self._image_id).argmax())

@@ -35,8 +35,8 @@ from megatron_vlm.data.encode.chat_template import (
     one_of,
 )
 from megatron_vlm.data.encode.replies import Span
-from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.kinds.base import Grid, image_options
+from megatron_vlm.data.image_processors import get_image_spec
+from megatron_vlm.data.image_processors.base import Grid, image_options
 from megatron_vlm.data.media.videos import Frames, video_options
 
 CONTROL = "\U0010ff09"  # before the control tokens of a template, while a text with typed ones is tokenized
@@ -65,7 +65,7 @@ class TextEncoder:
         if not self.tokenizer.is_fast:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
         self.chat = ChatTemplate(processor, mask_thinking, spoken)
-        self.kind = kind_of(processor)
+        self.image_spec = get_image_spec(processor)
         self._typed_tokens = TypedTokens(self.tokenizer, self.chat.added_control_tokens)
         self.marked_tokenizer = MarkedTokenizer(self.tokenizer, self._typed_tokens)
         self._processor = copy.copy(processor)
@@ -89,7 +89,7 @@ class TextEncoder:
         try:
             outputs = self._processor(
                 text=[with_marks(prompt)],
-                images=self.kind.arranged(images or []) or None,  # an empty list is an error
+                images=self.image_spec.arrange(images or []) or None,  # an empty list is an error
                 return_tensors="pt",
                 add_special_tokens=prompt.add_special_tokens,
                 **options,

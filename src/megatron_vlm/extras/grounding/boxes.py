@@ -10,8 +10,8 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import REFUSALS, BadSample, refused_by_processor
-from megatron_vlm.data.kinds import kind_of, why_unknown
-from megatron_vlm.data.kinds.base import Frame
+from megatron_vlm.data.image_processors import explain_unknown, get_image_spec
+from megatron_vlm.data.image_processors.base import Frame
 from megatron_vlm.data.media.images import SizedImage, image_size, target_size
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.extras.grounding.convention import CONVENTIONS, Convention
@@ -36,7 +36,7 @@ class Boxes:
         self._name = data.box_format or family
         self._seconds = data.decode_seconds
         self._processor = processor
-        self._kind = kind_of(processor)
+        self._image_spec = get_image_spec(processor)
 
     @property
     def tells(self) -> bool:
@@ -86,7 +86,7 @@ class Boxes:
         model saw it. What a model wrote may lie outside the image. Raises BadSample if there is no
         convention, or if the processor cannot take such an image.
         """
-        limited = size if self._kind.makes_one_size else target_size(size, max_pixels, min_pixels)
+        limited = size if self._image_spec.makes_one_size else target_size(size, max_pixels, min_pixels)
         frame = self._frame(limited, alone)
         starts = (frame.left, frame.top)
         lengths = (frame.image_width, frame.image_height)
@@ -116,8 +116,8 @@ class Boxes:
         return CONVENTIONS[self._name]
 
     @functools.cached_property
-    def _why_unknown(self) -> str | None:
-        return why_unknown(self._processor)
+    def _unknown_reason(self) -> str | None:
+        return explain_unknown(self._processor)
 
     def _axes(self, image: SizedImage, alone: bool, objects: Objects) -> tuple["_Axis", "_Axis"]:
         size = in_time(self._seconds, image_size, image.data)
@@ -138,12 +138,12 @@ class Boxes:
     def _frame(self, size: tuple[int, int], alone: bool) -> Frame:
         try:
             width, height = size
-            frame = self._kind.frame(width, height, alone)
+            frame = self._image_spec.frame(width, height, alone)
         except REFUSALS as error:
             raise refused_by_processor(error) from error
         is_whole = frame[2:] == (0, 0, *frame[:2])
-        if self._why_unknown and not (is_whole and self._convention().unit):
-            detail = f"how many pixels an image has when it is resized is not known: {self._why_unknown}"
+        if self._unknown_reason and not (is_whole and self._convention().unit):
+            detail = f"how many pixels an image has when it is resized is not known: {self._unknown_reason}"
             raise BadSample("no_box_format", f"{detail}; data.box_format=thousandths needs no pixels")
         return frame
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
-from megatron_vlm.data.kinds import kind_of
-from megatron_vlm.data.kinds.base import Kind
+from megatron_vlm.data.image_processors import get_image_spec
+from megatron_vlm.data.image_processors.base import ImageProcessorSpec
 from megatron_vlm.extras.grounding.boxes import Boxes, Found, draw
 from megatron_vlm.models.hf import Source
 
@@ -50,7 +50,7 @@ class RowReader:
 
     def __init__(self, source: Source, boxes: Boxes):
         self._tokenizer = source.processor.tokenizer
-        self._kind = kind_of(source.processor)
+        self._image_spec = get_image_spec(source.processor)
         self._description = source.description
         self._boxes = boxes
 
@@ -73,13 +73,13 @@ class RowReader:
         """The runs, with the boxes of their text on the picture that shows the whole of their only image."""
         places = [place for place, run in enumerate(runs) if run.kind == VISUAL]
         beside = places == list(range(places[0], places[-1] + 1)) if places else False
-        if not self._boxes.tells or not beside or (len(places) > 1 and self._kind.whole == 0):
+        if not self._boxes.tells or not beside or (len(places) > 1 and self._image_spec.overview_index == 0):
             return runs
-        first_run = places[self._kind.whole]  # an image in tiles has a run for each
+        first_run = places[self._image_spec.overview_index]  # an image in tiles has a run for each
         pictures = list(runs[first_run].pictures)
-        picture = pictures[self._kind.whole]
+        picture = pictures[self._image_spec.overview_index]
         boxes = self._boxes.seen("".join(run.text for run in runs), picture.size)
-        pictures[self._kind.whole] = with_shapes(picture, boxes)
+        pictures[self._image_spec.overview_index] = with_shapes(picture, boxes)
         runs[first_run] = replace(runs[first_run], pictures=tuple(pictures))
         return runs
 
@@ -101,7 +101,7 @@ class RowReader:
             kind = 1 if item.pixel_values is not None else 2
             next_places = [next(places[kind]) for _ in range(count)]
             marks_BS.view(-1)[next_places[0] : next_places[-1] + 1] = len(pictures) + 2
-            pictures.append(tuple(pictures_of(item, self._kind)))
+            pictures.append(tuple(pictures_of(item, self._image_spec)))
         return marks_BS, pictures
 
     def _runs(
@@ -116,7 +116,7 @@ class RowReader:
                 yield TokenRun(TRAINED if mark else READ, len(ids), self._tokenizer.decode(ids))
 
 
-def pictures_of(item: GenericVisualInputs, kind: Kind) -> list[Image.Image]:
+def pictures_of(item: GenericVisualInputs, kind: ImageProcessorSpec) -> list[Image.Image]:
     """The image, or every frame of the video, as the model sees it."""
     frames_TCHW = kind.frames(item)
     if not is_raw(frames_TCHW):
@@ -128,11 +128,11 @@ def pictures_of(item: GenericVisualInputs, kind: Kind) -> list[Image.Image]:
 
 def seen_pictures(visual: GenericVisualInputs | None, processor: ProcessorMixin) -> list[Image.Image]:
     """The images of a prompt whole as the model sees them, and of each video the frames."""
-    kind = kind_of(processor)
+    kind = get_image_spec(processor)
     pictures = []
     for item in visual.items() if visual is not None else ():
         parts = pictures_of(item, kind)
-        pictures += [parts[kind.whole]] if item.pixel_values is not None else parts
+        pictures += [parts[kind.overview_index]] if item.pixel_values is not None else parts
     return pictures
 
 

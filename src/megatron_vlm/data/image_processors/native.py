@@ -15,7 +15,7 @@ from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.kinds.grid import Patches
+from megatron_vlm.data.image_processors.grid import Patches
 
 
 class Native(Patches):
@@ -27,8 +27,8 @@ class Native(Patches):
 class NaFlex(Native):
     """The images of LFM2-VL, whose processor counts none, if they are not cut into tiles."""
 
-    sign = "encoder_patch_size"
-    known = {("Lfm2VlProcessor", "Lfm2VlImageProcessor"): None}
+    marker_setting = "encoder_patch_size"
+    known_processors = {("Lfm2VlProcessor", "Lfm2VlImageProcessor"): None}
     splits = "do_image_splitting"
 
     @property
@@ -66,7 +66,7 @@ class NaFlex(Native):
     def refuse(self, height: int, width: int, alone: bool) -> None:
         self.target(height, width)
 
-    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    def unpad(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         outputs = dict(outputs)
         if "spatial_shapes" in outputs:
             real_NP = outputs.pop("pixel_attention_mask").bool()
@@ -78,8 +78,8 @@ class NaFlex(Native):
 class Pooled(Native):
     """The images of Gemma 4 in about their aspect ratio: squares of patches are pooled to a token."""
 
-    sign = "pooling_kernel_size"
-    known = {("Gemma4Processor", "Gemma4ImageProcessor"): None}
+    marker_setting = "pooling_kernel_size"
+    known_processors = {("Gemma4Processor", "Gemma4ImageProcessor"): None}
     switches = ("do_resize", "do_rescale")  # the tower does the rest
 
     def target(self, height: int, width: int) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class Pooled(Native):
         pixels = tokens * (self.images.patch_size * self.images.pooling_kernel_size) ** 2
         return tokens, pixels // self.patch_size**2
 
-    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    def unpad(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         outputs = dict(outputs)
         if "image_position_ids" in outputs:
             positions = outputs.pop("image_position_ids")
@@ -104,7 +104,7 @@ class Pooled(Native):
 class Joined(Pooled):
     """The images of Gemma 4 12B: the patches of a square are one patch already, and each becomes a token."""
 
-    known = {("Gemma4UnifiedProcessor", "Gemma4UnifiedImageProcessor"): None}
+    known_processors = {("Gemma4UnifiedProcessor", "Gemma4UnifiedImageProcessor"): None}
 
     @property
     def patch_size(self) -> int:

@@ -11,8 +11,8 @@ from transformers.image_utils import SizeDict
 from transformers.models.smolvlm.image_processing_smolvlm import get_resize_output_image_size
 from transformers.video_utils import VideoMetadata
 
-from megatron_vlm.data.kinds.base import RESAMPLE, Grid
-from megatron_vlm.data.kinds.tiles import Tiles, tiles_of
+from megatron_vlm.data.image_processors.base import RESAMPLE, Grid
+from megatron_vlm.data.image_processors.tiles import Tiles, tiles_of
 from megatron_vlm.data.media.videos import VideoPlan
 
 LANCZOS = 1  # Pillow's number
@@ -21,13 +21,13 @@ LANCZOS = 1  # Pillow's number
 class Squares(Tiles):
     """To the model, squares and frames of videos are images. A sample has either images or videos."""
 
-    sign = "max_image_size"
-    whole = -1
-    known = {("SmolVLMProcessor", "SmolVLMImageProcessor"): "SmolVLMVideoProcessor"}
+    marker_setting = "max_image_size"
+    overview_index = -1
+    known_processors = {("SmolVLMProcessor", "SmolVLMImageProcessor"): "SmolVLMVideoProcessor"}
     size_keys = ("longest_edge",)
-    either = ("do_image_splitting",)
+    optional_switches = ("do_image_splitting",)
     resamples = (*RESAMPLE, LANCZOS)
-    alike = ("rescale_factor", "image_mean", "image_std")
+    shared_settings = ("rescale_factor", "image_mean", "image_std")
     writes_by_size = True
 
     @property
@@ -51,7 +51,7 @@ class Squares(Tiles):
         outputs = {"pixel_values": torch.empty(1, frames), "video_metadata": [VideoMetadata(**plan.metadata)]}
         return self.processor.replace_video_token(outputs, 0), (frames, side, side)
 
-    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    def unpad(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """The squares and frames that there are: padding, which the model leaves out, is zero."""
         outputs = dict(outputs)
         outputs.pop("pixel_attention_mask", None)  # all squares have the whole size

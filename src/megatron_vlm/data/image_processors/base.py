@@ -1,7 +1,7 @@
-"""A kind of images: how processors of one kind count, resize, cut, lay out and show them.
+"""The spec of an image processor: how it counts, resizes, cuts, lays out and shows images.
 
-A kind is chosen by the image processor, whoever wrote that (`data.kinds.kind_of`). Whether the package can do
-a processor's work without calling it is another question (`data.kinds.why_unknown`).
+A spec is chosen by the image processor, whoever wrote that (`get_image_spec`). Whether the package can do a
+processor's work without calling it is another question (`explain_unknown`).
 """
 
 import functools
@@ -45,28 +45,29 @@ class Frame(NamedTuple):
     image_height: float
 
 
-class Kind:
-    """A kind of images: how a processor treats images and videos.
+class ImageProcessorSpec:
+    """How a processor treats images and videos.
 
     Sizes are (height, width); settings are read when needed.
 
     `count` and `of_plan` need sizes alone. `ids`, `tensors` and `of_video` stand in for a processor that is
-    known; `refuse`, `arranged` and `unpadded` are needed around a call of any other. They raise BadSample for
-    an image or a video that the processor cannot take. This class itself is for images of no kind.
+    known; `refuse`, `arrange` and `unpad` are needed around a call of any other. They raise BadSample for an
+    image or a video that the processor cannot take. This class itself is for a processor without a spec.
     """
 
-    # the image processor's setting, or side of its `size`, that marks this kind if no kind before it has one
-    sign: ClassVar[str] = ""
+    # the image processor's setting, or side of its `size`, that marks this spec if no spec before it has one
+    marker_setting: ClassVar[str] = ""
     # (class of a processor, class of its image processor), both of transformers, which need not be called
     # -> the class of its video processor; None if it takes no videos
-    known: ClassVar[Mapping[tuple[str, str], str | None]] = {}
+    known_processors: ClassVar[Mapping[tuple[str, str], str | None]] = {}
     size_keys: ClassVar[tuple[str, ...]] = ()  # of `size` in known processors, if it is read
     switches: ClassVar[tuple[str, ...]] = SWITCHES  # that must be on in known processors
-    either: ClassVar[tuple[str, ...]] = ()  # switches that may be on or off in them
+    optional_switches: ClassVar[tuple[str, ...]] = ()  # switches that may be on or off in them
     resamples: ClassVar[tuple[int, ...]] = tuple(RESAMPLE)  # that they may ask for
     unused: ClassVar[tuple[str, ...]] = ("pad_size", "crop_size")  # sizes that must not be set in them
-    whole: ClassVar[int] = 0  # which of an image's pictures shows all of it
-    alike: ClassVar[tuple[str, ...]] = ()  # settings in which their image and video processors must agree
+    overview_index: ClassVar[int] = 0  # which of an image's pictures shows all of it
+    # in which their image and video processors must agree
+    shared_settings: ClassVar[tuple[str, ...]] = ()
     splits: ClassVar[str] = ""  # the setting that makes several images of one, which nothing counts
     writes_by_size: ClassVar[bool] = False  # of an image more than a run of its tokens, see `of_size`
     pads_to_largest: ClassVar[bool] = False  # images of a batch, right and bottom, to `image_sizes`
@@ -85,7 +86,7 @@ class Kind:
 
     def check_counts(self) -> None:
         """Raises ValueError if the tokens of an image cannot be told from its size."""
-        if not self.sign or self.processor_counts(PROBE_SIZE[0], PROBE_SIZE[1]) is None:
+        if not self.marker_setting or self.processor_counts(PROBE_SIZE[0], PROBE_SIZE[1]) is None:
             reason, remedy = "cannot tell the tokens of an image from its size", "use"
         elif getattr(self.images, self.splits, None):
             reason = f"with {self.splits} images give tokens that their size does not tell"
@@ -98,7 +99,7 @@ class Kind:
     @functools.cached_property
     def makes_one_size(self) -> bool:
         """Whether limits on an image's pixels have no effect: only its aspect counts."""
-        return bool(self.sign) and len(self._results(SIDES)) == 1
+        return bool(self.marker_setting) and len(self._results(SIDES)) == 1
 
     def _results(self, sides: Iterable[int]) -> set[tuple]:
         """Return what squares of these sides become: size, tokens and pieces."""
@@ -107,7 +108,9 @@ class Kind:
     def check_sizes(self, min_pixels: int, max_pixels: int) -> None:
         """Raises ConfigError if images of `least` and of `most` pixels are resized to one size."""
         results = (
-            self._results(map(math.isqrt, (min_pixels, max_pixels))) if self.sign else {("unknown", None)}
+            self._results(map(math.isqrt, (min_pixels, max_pixels)))
+            if self.marker_setting
+            else {("unknown", None)}
         )
         if len(results) == 1:
             limits = f"data.min_pixels {min_pixels} and of data.max_pixels {max_pixels}"
@@ -150,11 +153,11 @@ class Kind:
     def refuse(self, height: int, width: int, alone: bool) -> None:
         """Raises BadSample for an image on which the processor fails in ways of its own."""
 
-    def arranged(self, images: Sequence[Any]) -> Sequence[Any]:
+    def arrange(self, images: Sequence[Any]) -> Sequence[Any]:
         """The images of one conversation as `apply_chat_template` hands them to the processor."""
         return images
 
-    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    def unpad(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """The processor's outputs for one conversation as the model takes them: without padding."""
         return dict(outputs)
 
@@ -164,7 +167,11 @@ class Kind:
         """The settings of the image or video processor whose effect is not known here."""
         switches = {key: value for key, value in part.to_dict().items() if key.startswith("do_")}
         off = [key for key in self.switches if not switches.pop(key, None)]
-        on = [key for key, value in switches.items() if value and key not in WITHOUT_EFFECT + self.either]
+        on = [
+            key
+            for key, value in switches.items()
+            if value and key not in WITHOUT_EFFECT + self.optional_switches
+        ]
         odd = [f"{key} = {getattr(part, key)}" for key in off + on]
         if part.resample is None or int(part.resample) not in self.resamples:
             odd.append(f"resample = {part.resample}")
@@ -186,7 +193,7 @@ class Kind:
 
         Raises BadSample, and as the processor does for an image that it cannot take.
         """
-        if not self.sign:
+        if not self.marker_setting:
             raise BadSample(
                 "processor_error",
                 f"nobody knows what {type(self.images).__name__} cuts of an image, so where a box is",
@@ -194,7 +201,7 @@ class Kind:
         height, width = self.target(height, width)
         return Frame(width, height, 0, 0, width, height)
 
-    def fitted(self, image: np.ndarray) -> np.ndarray:
+    def fit(self, image: np.ndarray) -> np.ndarray:
         """An image (H, W, 3) in its `target` size."""
         return resized(image, self.target(*image.shape[:2]), self.images.resample)
 

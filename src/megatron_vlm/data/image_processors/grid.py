@@ -8,12 +8,12 @@ from transformers.models.qwen2_vl import image_processing_qwen2_vl as qwen2_vl
 from transformers.video_utils import VideoMetadata
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
-from megatron_vlm.data.kinds.base import Grid, Kind, resized
+from megatron_vlm.data.image_processors.base import Grid, ImageProcessorSpec, resized
 from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
 
 
-class Patches(Kind):
-    """Any kind whose pixels are patches (P, F); grids (N, 3) say how many each item has."""
+class Patches(ImageProcessorSpec):
+    """A spec whose pixels are patches (P, F); grids (N, 3) say how many each item has."""
 
     @property
     def merge(self) -> int:
@@ -21,7 +21,7 @@ class Patches(Kind):
         return getattr(self.images, "merge_size", 1)
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
-        pixels, side = self.fitted(image), self.patch_size
+        pixels, side = self.fit(image), self.patch_size
         grid = [1, pixels.shape[0] // side, pixels.shape[1] // side]
         patches = patches_of(pixels[None], side, self.merge)
         return {"pixel_values": patches, "image_grid_thw": torch.tensor([grid])}
@@ -47,8 +47,8 @@ class Patches(Kind):
 class QwenGrid(Patches):
     """The images and videos of Qwen2-VL and later."""
 
-    sign = "merge_size"
-    known = {
+    marker_setting = "merge_size"
+    known_processors = {
         ("Qwen2VLProcessor", "Qwen2VLImageProcessor"): "Qwen2VLVideoProcessor",
         ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor"): "Qwen2VLVideoProcessor",
         ("Qwen3VLProcessor", "Qwen2VLImageProcessor"): "Qwen3VLVideoProcessor",
@@ -88,7 +88,7 @@ class QwenGrid(Patches):
 class GLMGrid(QwenGrid):
     """The images and videos of GLM-4.1V and later: the limits hold for all moments of a patch together."""
 
-    known = {
+    known_processors = {
         ("Glm4vProcessor", "Glm4vImageProcessor"): "Glm4vVideoProcessor",
         ("Glm46VProcessor", "Glm46VImageProcessor"): "Glm46VVideoProcessor",
         ("Glm46VProcessor", "GlmgaImageProcessor"): "GlmgaVideoProcessor",

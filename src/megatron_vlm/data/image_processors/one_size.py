@@ -6,15 +6,15 @@ from torch import Tensor
 from transformers.image_transforms import get_resize_output_image_size
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.kinds.base import SWITCHES, Frame, Kind, resized
+from megatron_vlm.data.image_processors.base import SWITCHES, Frame, ImageProcessorSpec, resized
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 
 
-class OneSize(Kind):
+class OneSize(ImageProcessorSpec):
     """The images of Gemma 3, and of LLaVA with SigLIP."""
 
-    sign = "height"
-    known = {
+    marker_setting = "height"
+    known_processors = {
         ("Gemma3Processor", "Gemma3ImageProcessor"): None,
         ("LlavaProcessor", "SiglipImageProcessor"): None,
     }
@@ -46,8 +46,8 @@ class OneSize(Kind):
 class Cropped(OneSize):
     """The images of LLaVA with CLIP: the shorter side gets a set length, and the middle is taken."""
 
-    sign = "do_center_crop"
-    known = {("LlavaProcessor", "CLIPImageProcessor"): None}
+    marker_setting = "do_center_crop"
+    known_processors = {("LlavaProcessor", "CLIPImageProcessor"): None}
     size_keys = ("shortest_edge",)
     switches = (*SWITCHES, "do_center_crop")
     unused = ("pad_size",)
@@ -82,7 +82,7 @@ class Cropped(OneSize):
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         self.refuse(*image.shape[:2], alone)
         # black is around the middle where the image is smaller
-        colours_first = torch.from_numpy(self.fitted(image)).movedim(-1, 0)
+        colours_first = torch.from_numpy(self.fit(image)).movedim(-1, 0)
         middle = self.images.center_crop(colours_first, self.images.crop_size)
         return {"pixel_values": middle.movedim(0, -1).contiguous()[None]}
 

@@ -8,14 +8,14 @@ from transformers.models.pixtral.image_processing_pixtral import get_resize_outp
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.kinds.base import Kind
+from megatron_vlm.data.image_processors.base import ImageProcessorSpec
 
 
-class AnySize(Kind):
+class AnySize(ImageProcessorSpec):
     """Rows of image tokens: a break token closes each row, the end token the last one."""
 
-    sign = "longest_edge"
-    known = {("PixtralProcessor", "PixtralImageProcessor"): None}
+    marker_setting = "longest_edge"
+    known_processors = {("PixtralProcessor", "PixtralImageProcessor"): None}
     size_keys = ("longest_edge",)
     pads_to_largest = True
 
@@ -49,7 +49,7 @@ class AnySize(Kind):
         return ids.ravel(), (height // self.patch_size) * (width // self.patch_size)
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
-        pixels = self.fitted(image)
+        pixels = self.fit(image)
         sizes = torch.from_numpy(np.array([pixels.shape[:2]]))
         return {"pixel_values": torch.from_numpy(pixels)[None], "image_sizes": sizes}
 
@@ -65,7 +65,7 @@ class Unbroken(AnySize):
     """LightOnOCR's: rows without break and end tokens. Images need not be of whole image tokens: the tower's
     merger leaves out the patches that make none."""
 
-    known = {("LightOnOcrProcessor", "PixtralImageProcessor"): None}
+    known_processors = {("LightOnOcrProcessor", "PixtralImageProcessor"): None}
 
     @property
     def multiple(self) -> int:
@@ -77,7 +77,7 @@ class Unbroken(AnySize):
         tokens = (height // self.token_side) * (width // self.token_side)
         return tokens, (height // self.patch_size) * (width // self.patch_size)
 
-    ids = Kind.ids
+    ids = ImageProcessorSpec.ids
 
     def refuse(self, height: int, width: int, alone: bool) -> None:
         if min(self.target(height, width)) < self.token_side:

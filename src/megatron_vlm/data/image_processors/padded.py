@@ -9,16 +9,16 @@ from torch import Tensor
 from transformers.models.kimi_k25.image_processing_kimi_k25 import navit_resize
 from transformers.video_utils import VideoMetadata
 
-from megatron_vlm.data.kinds.base import Frame, Grid, resized
-from megatron_vlm.data.kinds.grid import Patches, patches_of
+from megatron_vlm.data.image_processors.base import Frame, Grid, resized
+from megatron_vlm.data.image_processors.grid import Patches, patches_of
 from megatron_vlm.data.media.videos import VideoPlan
 
 
 class Padded(Patches):
     """Patches in rows. A video is clips of a few frames, each with a grid and the tokens of one frame."""
 
-    sign = "max_patches"
-    known = {("Kimi_K25Processor", "Kimi_K25ImageProcessor"): "Kimi_K25VideoProcessor"}
+    marker_setting = "max_patches"
+    known_processors = {("Kimi_K25Processor", "Kimi_K25ImageProcessor"): "Kimi_K25VideoProcessor"}
     size_keys = ("max_height", "max_width")
     merge = 1  # of patches that follow one another
 
@@ -47,7 +47,7 @@ class Padded(Patches):
         _, rows, columns = grids[0].tolist()
         return self.processor.replace_video_token(outputs, 0), (len(plan.times), rows, columns)
 
-    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    def unpad(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """The patches as rows (P, F)."""
         outputs = dict(outputs)
         outputs.pop("num_chunks_per_video", None)
@@ -56,7 +56,7 @@ class Padded(Patches):
                 outputs[name] = outputs[name].flatten(1)
         return outputs
 
-    def fitted(self, image: np.ndarray) -> np.ndarray:
+    def fit(self, image: np.ndarray) -> np.ndarray:
         return _padded(self.images, image)
 
     def of_video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ from transformers.image_processing_utils import get_patch_output_size, select_be
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.kinds.base import Frame, Grid, resized
-from megatron_vlm.data.kinds.one_size import OneSize
+from megatron_vlm.data.image_processors.base import Frame, Grid, resized
+from megatron_vlm.data.image_processors.one_size import OneSize
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
 
@@ -20,7 +20,7 @@ MOST_OF_SQUARE = 4 * MAX_DECODED_PIXELS  # 960 MB; the square of a long image ta
 
 
 class Tiles(OneSize):
-    """Any kind whose tiles, and frames of videos, have one size."""
+    """A spec whose tiles, and frames of videos, have one size."""
 
     splits = ""
 
@@ -39,13 +39,13 @@ class Tiles(OneSize):
 class InternVLTiles(Tiles):
     """The tiles of an image, and behind several the image as a whole. To the model, frames are images."""
 
-    sign = "min_patches"
-    known = {
+    marker_setting = "min_patches"
+    known_processors = {
         ("InternVLProcessor", "GotOcr2ImageProcessor"): "InternVLVideoProcessor",
         ("QianfanOCRProcessor", "GotOcr2ImageProcessor"): None,
     }
-    alike = ("size", "resample", "rescale_factor", "image_mean", "image_std")
-    whole = -1
+    shared_settings = ("size", "resample", "rescale_factor", "image_mean", "image_std")
+    overview_index = -1
 
     def tensors(self, image: np.ndarray, alone: bool) -> dict[str, Tensor]:
         size = self.size
@@ -54,7 +54,7 @@ class InternVLTiles(Tiles):
         columns, rows = get_optimal_tiled_canvas(image.shape[:2], size, min_tiles, max_tiles)
         tiles = tiles_of(resized(image, (rows * size[0], columns * size[1]), self.images.resample), size)
         if len(tiles) > 1:
-            tiles = np.concatenate([tiles, self.fitted(image)[None]])
+            tiles = np.concatenate([tiles, self.fit(image)[None]])
         return {"pixel_values": torch.from_numpy(tiles)}
 
     def of_video(self, frames: np.ndarray, plan: VideoPlan, grid: Grid) -> dict[str, Tensor]:
@@ -64,8 +64,10 @@ class InternVLTiles(Tiles):
 class OneVisionTiles(Tiles):
     """A conversation's only image as a whole and then in tiles; an image among others is one tile."""
 
-    sign = "image_grid_pinpoints"
-    known = {("LlavaOnevisionProcessor", "LlavaOnevisionImageProcessor"): "LlavaOnevisionVideoProcessor"}
+    marker_setting = "image_grid_pinpoints"
+    known_processors = {
+        ("LlavaOnevisionProcessor", "LlavaOnevisionImageProcessor"): "LlavaOnevisionVideoProcessor"
+    }
 
     @property
     def patch_size(self) -> int:
@@ -96,10 +98,10 @@ class OneVisionTiles(Tiles):
         x, y = ((side - length) // 2 * shown_side / side for length in (width, height))
         return Frame(*self.size[::-1], x, y, width * shown_side / side, height * shown_side / side)
 
-    def arranged(self, images: Sequence[Any]) -> Sequence[Any]:
+    def arrange(self, images: Sequence[Any]) -> Sequence[Any]:
         return [images] if images else images
 
-    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    def unpad(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """The tiles and frames that there are, one after another.
 
         The processor gives pixel_values (N, most tiles, 3, H, W), and `batch_num_images`, the images of each
@@ -140,7 +142,7 @@ class OneVisionTiles(Tiles):
         else:
             background = [int(255 * mean) for mean in self.images.image_mean]
             image = _centred(image, _square_of(size[0], size[1]), background)
-        pixels = np.concatenate([self.fitted(image)[None], *tiles])
+        pixels = np.concatenate([self.fit(image)[None], *tiles])
         return {
             "pixel_values": torch.from_numpy(pixels),
             "image_sizes": torch.tensor([size]),

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_vlm.data.kinds.base import Grid, resized
-from megatron_vlm.data.kinds.grid import Patches, patches_of
-from megatron_vlm.data.kinds.tiles import tiles_of
+from megatron_vlm.data.image_processors.base import Grid, resized
+from megatron_vlm.data.image_processors.grid import Patches, patches_of
+from megatron_vlm.data.image_processors.tiles import tiles_of
 from megatron_vlm.data.media.videos import VideoPlan
 
 
 class Sliced(Patches):
     """The text has the image tokens of each piece between markers, and the image's number before them."""
 
-    sign = "max_slice_nums"
-    known = {
+    marker_setting = "max_slice_nums"
+    known_processors = {
         (f"{name}Processor", "MiniCPMV4_6ImageProcessor"): "MiniCPMV4_6VideoProcessor"
         for name in ("MiniCPMV4_6", "MiniCPMV4_7")
     }
@@ -65,7 +65,7 @@ class Sliced(Patches):
         text = self.processor.replace_video_token(outputs, 0, video_token_divisor=divisor)
         return text, (frames, int(sizes.prod(-1).sum()), 1)
 
-    def unpadded(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    def unpad(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         outputs = dict(outputs)
         for pixels, sizes, grids in (
             ("pixel_values", "target_sizes", "image_grid_thw"),
