@@ -6,28 +6,44 @@ python tools/configs.py --check    exit 1 when the page is not what the families
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
-from transformers import CONFIG_MAPPING
-
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.families import FAMILIES, load
-from megatron_vlm.models.family_parts.keys import ANY, ASKED_FOR, NAMES, NO_EFFECT, Section, as_json
+from megatron_vlm.models.families import FAMILIES, describe
+from megatron_vlm.models.family_parts.limits import (
+    ANY,
+    ASKED_FOR,
+    COMMON,
+    PARTS,
+    ROPE,
+    Limit,
+    dotted,
+    keys_read,
+    limits_of,
+    part_of,
+)
+from megatron_vlm.models.hf import as_hf_config
+from megatron_vlm.recipes.published import CONFIGS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configs.md"
 HEAD = """# What is read of config.json
 
-Written by `tools/configs.py` from what the families declare (`models/families/*.py`); `make lint`
-compares.
+Written by `tools/configs.py` from what the families read of the published config.json of their recipes;
+`make lint` compares.
 
 A key is read, has no effect on what is trained, or must keep the default of Transformers' config class.
-Any other value is refused before anything is built, all such keys in one message. Keys that are no fields
-of the class are ignored, as Transformers ignores them. `tests/models/test_configs.py` changes every key of a
-tiny checkpoint of each family: what is not refused has Transformers' logits and gradients, in the newest
-Transformers; every field of the oldest supported one is accounted for as well. Not so tried are the sizes of
-patches and merges, which change only together with a processor.
+Which keys are read is recorded while a checkpoint is described. Any other value is refused before anything
+is built: first all values outside the limits of this page in one message, then all keys that nobody reads.
+Keys that are not fields of the class are ignored, as Transformers ignores them.
+`tests/models/test_configs.py` changes every key of a tiny checkpoint of each family: what is not refused has
+Transformers' logits and gradients, in the newest Transformers; every field of the oldest supported one is
+accounted for as well. Not so tried are the sizes of patches and merges, which change only together with a
+processor.
 
 - Dropout of every kind must be 0: random numbers would differ from Transformers' under every layout.
 - `pad_token_id`: the embedding of the padding token gets no gradient where it stands in the text, as in
@@ -49,50 +65,64 @@ patches and merges, which change only together with a processor.
 - `mrope_interleaved` is not read, as in Transformers: Qwen3-VL always interleaves, the other families
   never do.
 
-In every section these have no effect: {no_effect}. These, fields or not, must have one value:
-{asked_for}.
+## All families
+
+`*` stands for the top level, text_config and vision_config.
 """
 
 
 def page() -> str:
-    listed = ", ".join(f"`{key}`" for key in sorted(NO_EFFECT))
-    fixed = ", ".join(f"`{key}` {values.words}" for key, values in sorted(ASKED_FOR.items()) if values != ANY)
-    *head, keys = HEAD.format(no_effect=listed, asked_for=fixed).split("\n\n")
-    parts = ["\n\n".join([*head, textwrap.fill(keys, 120)]) + "\n"]
-    return "\n".join([*parts, *(_family(load(model_type)) for model_type in sorted(FAMILIES))])
+    rules = {f"rope_parameters.{key}": limit for key, limit in ROPE.items()}
+    everywhere = {f"*.{key}": limit for key, limit in ASKED_FOR.items()}
+    for name in PARTS:
+        everywhere |= {dotted(name, key): limit for key, limit in COMMON[name].items()}
+    everywhere |= {f"text_config.{key}": limit for key, limit in rules.items()}
+    return HEAD + _table(everywhere) + "".join(_family(*each) for each in sorted(_published().items()))
 
 
-def _family(family: type[Description]) -> str:
-    sections = zip(NAMES, family.sections, strict=True)
-    written = [_section(name, section) for name, choices in sections for section in choices]
-    return f"## {family.model_type}\n" + "".join(written)
+def _published() -> dict[str, list[Description]]:
+    """Model type -> descriptions of the published checkpoints that recipes name."""
+    published: dict[str, list[Description]] = {name: [] for name in FAMILIES}
+    for file in sorted(CONFIGS.glob("*.json")):
+        config = json.loads(file.read_text())
+        published[config["model_type"]].append(describe(as_hf_config(config, file)))
+    return published
 
 
-def _section(name: str, section: Section) -> str:
-    rule = {f"rope_parameters.{key}": values for key, values in section.rope.items()}
-    reads = {key: values for key, values in (section.reads | rule).items() if key not in ASKED_FOR}
-    plain = sorted(key for key, values in reads.items() if values == ANY)
-    limited: dict[str, list[str]] = {}
-    for key, values in sorted(reads.items()):
-        if values != ANY:
-            limited.setdefault(values.words, []).append(key)
-    default = CONFIG_MAPPING[section.model_types[0]]()
-    lines = [f"\n### {name or 'top level'}: {' or '.join(section.model_types)}\n"]
-    lines.append(f"- read: {_keys(plain)}")
-    lines += [f"- {_keys(keys)}: {words}" for words, keys in limited.items()]
-    if section.no_effect:
-        lines.append(f"- no effect: {_keys(sorted(section.no_effect))}")
-    fixed = [f"`{key}` {as_json(value)}" for key, value in sorted(section.fixed(default).items())]
-    lines.append(f"- refused unless: {', '.join(fixed)}")
-    return "\n".join(_wrapped(line) for line in lines) + "\n"
+def _family(model_type: str, checkpoints: list[Description]) -> str:
+    own: dict[str, Limit] = {}
+    unread: set[str] = set()
+    for description in checkpoints:
+        for name in PARTS:
+            own |= {dotted(name, key): limit for key, limit in description.limits[name].items()}
+        rope = description.rope_limits.items()
+        own |= {f"text_config.rope_parameters.{key}": limit for key, limit in rope}
+        unread |= {*_unread(description)}
+    fixed = ", ".join(f"`{key}`" for key in sorted(unread))
+    lines = [f"\n## {model_type}\n", _table(own), f"\nNot read: {fixed}.\n" if fixed else ""]
+    return "".join(lines) if checkpoints else f"{lines[0]}\nNo recipe names a published checkpoint.\n"
 
 
-def _wrapped(line: str) -> str:
-    return textwrap.fill(line, 120, subsequent_indent="  ") if line.startswith("- ") else line
+def _unread(description: Description) -> Iterator[str]:
+    reads = keys_read(description)
+    for name in PARTS:
+        known = limits_of(description, name).keys() | PARTS
+        for key in [each.name for each in fields(part_of(description.hf_config, name))]:
+            if key not in known and dotted(name, key) not in reads:
+                yield dotted(name, key)
 
 
-def _keys(keys: list[str]) -> str:
-    return ", ".join(f"`{key}`" for key in keys)
+def _table(limits: dict[str, Limit]) -> str:
+    """A table with a row for all keys that share the words of their limit, or more rows if they are many."""
+    rows: dict[str, list[str]] = {}
+    for key, limit in limits.items():
+        if limit is not ANY:
+            rows.setdefault(limit.words, []).append(f"`{key}`")
+    lines = []
+    for words, keys in rows.items():
+        parts = textwrap.wrap(", ".join(sorted(keys)), max(150 - len(words), 50), break_long_words=False)
+        lines += [f"| {part.rstrip(',')} | {words} |" for part in parts]
+    return "\n".join(["", "| keys | supported values |", "|---|---|", *lines, ""]) if lines else ""
 
 
 def main() -> None:

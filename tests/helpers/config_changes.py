@@ -9,8 +9,18 @@ from odd_configs import REMOVED, Cell
 from pairs import covering
 from parity import takes_videos
 
-from megatron_vlm.models.families import load
-from megatron_vlm.models.family_parts.keys import ANY, NAMES, NO_EFFECT, Section, section_for
+from megatron_vlm.models.families import describe, load
+from megatron_vlm.models.family_parts.limits import (
+    ANY,
+    ASKED_FOR,
+    PARTS,
+    UNUSED,
+    dotted,
+    keys_read,
+    limits_of,
+    part_of,
+)
+from megatron_vlm.models.hf import as_hf_config
 
 T, V = "text_config.", "vision_config."
 ROPE = T + "rope_parameters."
@@ -425,21 +435,30 @@ WITHOUT_A_TRACE = {
 }
 
 
-def sections_of(family: str, config: dict) -> dict[str, Section]:
-    """Name of a section of config.json -> what the family makes of it."""
-    return {
-        name: section_for(choices, (config[name] if name else config)["model_type"])
-        for name, choices in zip(NAMES, load(family).sections, strict=True)
-    }
+def keys_by_part(family: str, config: dict) -> dict[str, list[str]]:
+    """Part of config.json -> the keys that the family reads or has limits for, but those without effect."""
+    description = describe(as_hf_config(config, family))
+    reads = keys_read(description)
+    found = {}
+    for name in PARTS:
+        limits = limits_of(description, name)
+        read = {path.rpartition(".")[2] for path in reads if dotted(name, path.rpartition(".")[2]) == path}
+        part = part_of(description.hf_config, name)
+        there = {*vars(part), *part.attribute_map}
+        keys = (read | limits.keys() - ASKED_FOR.keys()) & there | description.limits[name].keys()
+        unused = {key for key, limit in limits.items() if limit is UNUSED}
+        found[name] = sorted(keys - unused - {*PARTS, "model_type"})
+    return found
 
 
 def without_effect(family: str, config: dict) -> dict[str, Any]:
-    """All keys of all sections that have no effect, changed."""
+    """All keys of all parts that have no effect, changed."""
+    description = describe(as_hf_config(config, family))
     return {
-        (f"{name}." if name else "") + key: NOTHING.get(key, 9)
-        for name, section in sections_of(family, config).items()
-        for key in (*NO_EFFECT, *section.no_effect)
-        if key not in section.reads
+        dotted(name, key): NOTHING.get(key, 9)
+        for name in PARTS
+        for key, limit in limits_of(description, name).items()
+        if limit is UNUSED
     }
 
 
@@ -454,11 +473,10 @@ def changes_of(family: str, config: dict) -> dict[str, list[dict[str, Any]]]:
     """Key -> its changes."""
     partners = PARTNERS | OWN_PARTNERS.get(family, {})
     found = {}
-    for name, section in sections_of(family, config).items():
-        prefix = f"{name}." if name else ""
+    for name, keys in keys_by_part(family, config).items():
         values = config[name] if name else config
-        for key in section.reads:
-            path = prefix + key
+        for key in keys:
+            path = dotted(name, key)
             generic = [{path: value} for value in others(values.get(key))]
             if path in partners or key in values:
                 found[path] = partners.get(path, generic)
@@ -467,11 +485,11 @@ def changes_of(family: str, config: dict) -> dict[str, list[dict[str, Any]]]:
 
 
 def few_changes(configs: dict[str, dict]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Family -> key -> few of its changes: a key is changed in every family that says of its own which values
-    it may have, in one of those that share what says so, and every kind of change of a key in some family.
+    """Family -> key -> few of its changes: every family that has words of its own for a key's values, one of
+    those that share the words, and every kind of change of a key in some family.
     """
     found: dict[str, dict[str, list]] = {family: {} for family in configs}
-    said = {family: _declared(family, config) for family, config in configs.items()}
+    words = {family: _declared(family, config) for family, config in configs.items()}
     cells = [
         (family, path, _kind(family, path, number, change), change)
         for family, config in configs.items()
@@ -481,22 +499,24 @@ def few_changes(configs: dict[str, dict]) -> dict[str, dict[str, list[dict[str, 
 
     def shows(cell: tuple) -> set:
         family, path, kind, _ = cell
-        return {(path, said[family].get(path, family)), (path, kind)}
+        return {(path, words[family].get(path, family)), (path, kind)}
 
     for family, path, _, change in covering(cells, shows):
         found[family].setdefault(path, []).append(change)
     return found
 
 
-def _declared(family: str, config: dict[str, Any]) -> dict[str, int]:
-    """Key -> the identity of what says which values it may have, where that is more than any."""
-    found = {}
-    for name, choices in zip(NAMES, load(family).sections, strict=True):
-        section = section_for(choices, (config[name] if name else config)["model_type"])
-        reads = section.reads | ({"rope_parameters": section.rope} if section.rope else {})
-        prefix = f"{name}." if name else ""
-        found |= {prefix + key: id(values) for key, values in reads.items() if values is not ANY}
-    return found
+def _declared(family: str, config: dict[str, Any]) -> dict[str, str]:
+    """Key -> the words that say which values it may have, where that is more than any."""
+    description = describe(as_hf_config(config, family))
+    found = {
+        dotted(name, key): limit.words
+        for name in PARTS
+        for key, limit in limits_of(description, name).items()
+        if limit not in (ANY, UNUSED)
+    }
+    rules = sorted((key, limit.words) for key, limit in description.rope_limits.items())
+    return found | {T + "rope_parameters": str(rules)}
 
 
 def _kind(family: str, path: str, number: int, change: dict[str, Any]) -> tuple:

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from megatron_vlm.models.families import describe
-from megatron_vlm.models.family_parts.keys import NAMES, section_for
+from megatron_vlm.models.family_parts.limits import ASKED_FOR, PARTS, dotted, keys_read, limits_of, part_of
 
 asked: dict[int, set[str]] = {}  # of configs, by identity
 
@@ -41,28 +41,24 @@ def another(value: Any) -> Any:
 
 
 def unrefused(folder: str) -> list[str]:
-    """Fields that are neither known nor refused by name when they change."""
-    found = []
-    for number, name in enumerate(NAMES):
-        whole = transformers.AutoConfig.from_pretrained(folder)
-        description = describe(whole)
-        section = _section(whole, name)
-        for key in section_for(description.sections[number], section.model_type).fixed(section):
-            whole = transformers.AutoConfig.from_pretrained(folder)
-            section = _section(whole, name)
-            setattr(section, key, another(getattr(section, key)))
-            path = f"{name}.{key}" if name else key
+    """Fields that nobody reads, that have no limits, and that are not refused by name when they change."""
+    accepted = []
+    description = describe(transformers.AutoConfig.from_pretrained(folder))
+    reads = keys_read(description)
+    for name in PARTS:
+        names = [each.name for each in dataclasses.fields(part_of(description.hf_config, name))]
+        known = limits_of(description, name).keys() | PARTS
+        for key in [key for key in names if key not in known and dotted(name, key) not in reads]:
+            changed = transformers.AutoConfig.from_pretrained(folder)
+            part = part_of(changed, name)
+            setattr(part, key, another(getattr(part, key)))
             try:
-                describe(whole)
+                describe(changed)
             except ValueError as error:
-                if f"  {path} is " in str(error):
+                if f"  {dotted(name, key)} is " in str(error):
                     continue
-            found.append(path)
-    return found
-
-
-def _section(whole: Any, name: str) -> Any:
-    return getattr(whole, name) if name else whole
+            accepted.append(dotted(name, key))
+    return accepted
 
 
 def names_asked(folder: str) -> list[list[str]]:
@@ -80,7 +76,7 @@ def names_asked(folder: str) -> list[list[str]]:
     for each in inputs:
         model(**each, use_cache=False).loss.backward()
     transformers.PretrainedConfig.__getattribute__ = _plain
-    return [sorted(_no_constants(_section(hf_config, name))) for name in NAMES]
+    return [sorted(_no_constants(part_of(hf_config, name))) for name in PARTS]
 
 
 def _no_constants(section: Any) -> set[str]:
@@ -90,7 +86,7 @@ def _no_constants(section: Any) -> set[str]:
     names = {each.name for each in dataclasses.fields(kind)} | settable
     return {
         key
-        for key in asked.get(id(kind), ())
+        for key in {kind.attribute_map.get(key, key) for key in asked.get(id(kind), ())}
         if not key.startswith("_") and (key in names or not hasattr(kind, key))
     }
 
@@ -99,10 +95,13 @@ def main(folders: list[str]) -> dict:
     result: dict[str, Any] = {"version": transformers.__version__, "families": {}}
     for folder in folders:
         hf_config = transformers.AutoConfig.from_pretrained(folder)
-        sections = [_section(hf_config, name) for name in NAMES]
+        description = describe(hf_config)
+        parts = [part_of(hf_config, name) for name in PARTS]
+        own = [description.limits[name].keys() for name in PARTS]
         result["families"][Path(folder).name] = {
-            "types": [section.model_type for section in sections],
-            "fields": [sorted(each.name for each in dataclasses.fields(section)) for section in sections],
+            "fields": [sorted(each.name for each in dataclasses.fields(part)) for part in parts],
+            "limits": [sorted(keys) for keys in own],
+            "kept": [sorted({*keys, *ASKED_FOR, *PARTS}) for keys in own],
             "unrefused": unrefused(folder),
             "asked": names_asked(folder),
         }

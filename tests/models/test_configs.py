@@ -24,8 +24,8 @@ from config_changes import (
     V,
     changes_of,
     few_changes,
+    keys_by_part,
     rows_of,
-    sections_of,
     together,
     without_effect,
 )
@@ -34,8 +34,8 @@ from parity import FAMILIES, IN_LAYOUTS, IN_LONG
 from programs import OLDEST, OLDEST_VERSION, run_anew, run_program
 
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.models.families import describe, load
-from megatron_vlm.models.family_parts.keys import ASKED_FOR, NAMES, NO_EFFECT, section_for
+from megatron_vlm.models.families import describe
+from megatron_vlm.models.family_parts.limits import ASKED_FOR, COMMON, PARTS, dotted
 from megatron_vlm.models.hf import as_hf_config
 from megatron_vlm.recipes.published import CONFIGS
 from megatron_vlm.supported import SUPPORTED
@@ -122,11 +122,12 @@ def test_whatever_transformers_asks_its_configs_for_is_declared(versions):
     undeclared = set()
     for version in versions:
         for family, found in version["families"].items():
-            sections = map(section_for, load(family.split()[0]).sections, found["types"])
-            for section, asked, has in zip(sections, found["asked"], found["fields"], strict=True):
+            for name, asked, has, kept in zip(
+                PARTS, found["asked"], found["fields"], found["kept"], strict=True
+            ):
                 assert len(asked) > 10
-                missing = set(asked) - set(has) - section.known_keys()
-                undeclared |= {(version["version"], family, section.model_types, key) for key in missing}
+                missing = set(asked) - set(has) - set(kept)
+                undeclared |= {(version["version"], family, name, key) for key in missing}
     assert not undeclared
 
 
@@ -135,12 +136,12 @@ def test_nothing_is_declared_that_no_version_has_or_asks_for(versions):
     """Nor a published config.json has, nor an inference engine reads."""
     found = [each for version in versions for each in version["families"].values()]
     published = [json.loads(file.read_text()) for file in CONFIGS.glob("*.json")]
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(PARTS):
         known = {key for each in found for key in (*each["asked"][number], *each["fields"][number])}
         known.update(OF_ENGINES, *(config.get(name, {}) if name else config for config in published))
+        assert COMMON[name].keys() <= known
         for family, entry in versions[0]["families"].items():
-            section = section_for(load(family.split()[0]).sections[number], entry["types"][number])
-            assert section.known_keys() <= known | {*NO_EFFECT, *ASKED_FOR, *NAMES}, family
+            assert {*entry["limits"][number]} <= known, family
 
 
 # ---- every key changed ------------------------------------------------------------------------------------
@@ -257,11 +258,11 @@ SEEN_READ = {"deepstack_visual_indexes", "temporal_patch_size", "video_token_id"
 def of_other_families(configs: dict[str, Any], family: str) -> dict[str, Any]:
     """A fifth of the keys that only other families' sections have, each with a value of one of them."""
     strays, choose, chance = {}, random.Random(family).choice, random.Random(family).random
-    for name in NAMES:
+    for name in PARTS:
         parts = [getattr(config, name) if name else config for config in configs.values()]
         fields = [part.to_dict() for part in parts]
         ours = parts[[*configs].index(family)]
-        keys = {key for each in fields for key in each} - {*vars(ours), *ours.attribute_map, *NAMES}
+        keys = {key for each in fields for key in each} - {*vars(ours), *ours.attribute_map, *PARTS}
         for key in [key for key in sorted(keys) if key in SEEN_READ or chance() < 0.2]:
             value = choose([each[key] for each in fields if key in each])
             strays[f"{name}.{key}" if name else key] = value
@@ -280,12 +281,12 @@ def test_keys_of_other_families_are_refused_by_name_or_do_not_reach_a_descriptio
         except ValueError as error:
             assert path.rpartition(".")[2] in str(error) or "Transformers refuses its" in str(error)
             continue
-        for name, choices in zip(NAMES, plain.sections, strict=True):
+        for name in PARTS:
             before, after = (
                 (getattr(d.hf_config, name) if name else d.hf_config) for d in (plain, described)
             )
             new = {key for key in vars(after).keys() - vars(before).keys() if not key.startswith("_")}
-            assert new <= section_for(choices, before.model_type).known_keys(), path
+            assert new <= ASKED_FOR.keys() | plain.limits[name].keys(), path
 
 
 # ---- nulls, and keys that nobody reads --------------------------------------------------------------------
@@ -295,22 +296,18 @@ NAMED_BY = {T + "head_dim": "mrope_section"}  # which fits the width of heads
 IN_RULES = ("rope_type", "partial_rotary_factor", "original_max_position_embeddings", "factor")
 
 
-def with_prefix(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
 def nulls_of(config: dict[str, Any], family: str) -> dict[str, None]:
     """A null for every key that the family reads, has, or that Transformers may ask for."""
     nulls = {}
-    for name, section in sections_of(family, config).items():
+    for name, keys in keys_by_part(family, config).items():
         values = config[name] if name else config
-        tried = {*section.reads, *ASKED_FOR, *values} - {*NAMES, *UNTRIED}
-        nulls |= {with_prefix(name, key): None for key in sorted(tried)}
-        rule = values.get("rope_parameters") if section.rope else None
+        tried = {*keys, *ASKED_FOR, *values} - {*PARTS, *UNTRIED}
+        nulls |= {dotted(name, key): None for key in sorted(tried)}
+        rule = values.get("rope_parameters") if name == "text_config" else None
         if rule:
             rules = {f"{kind}.": rule[kind] for kind in rule if isinstance(rule[kind], dict)} or {"": rule}
             keys_of_rules = [kind + key for kind in rules for key in (*rules[kind], *IN_RULES)]
-            nulls |= {with_prefix(name, f"rope_parameters.{key}"): None for key in keys_of_rules}
+            nulls |= {dotted(name, f"rope_parameters.{key}"): None for key in keys_of_rules}
     return nulls
 
 
@@ -318,11 +315,11 @@ def strays_of(hf_config: Any) -> dict[str, Any]:
     """Keys that the family's classes do not have: some that were once read, and names that no class has."""
     odd = {"": {"video_token_id": 5}, "vision_config": {"temporal_patch_size": 3}}
     odd["vision_config"]["deepstack_visual_indexes"] = [0, 1]
-    strays = {with_prefix(name, "of_no_class"): [1, None] for name in NAMES}
+    strays = {dotted(name, "of_no_class"): [1, None] for name in PARTS}
     for name, changes in odd.items():
         part = getattr(hf_config, name) if name else hf_config
         known = {*vars(part), *part.attribute_map}
-        strays |= {with_prefix(name, key): value for key, value in changes.items() if key not in known}
+        strays |= {dotted(name, key): value for key, value in changes.items() if key not in known}
     return strays
 
 
@@ -358,9 +355,7 @@ def test_accepted_nulls_and_stray_keys_give_what_transformers_gives(checkpoints,
     config = config_of(checkpoints[family])
     _, nulls = refused_or_accepted(config, nulls_of(config, family), family)
     _, strays = refused_or_accepted(config, strays_of(as_hf_config(config, family)), family)
-    read = {
-        with_prefix(name, key) for name, part in sections_of(family, config).items() for key in part.reads
-    }
+    read = {dotted(name, key) for name, keys in keys_by_part(family, config).items() for key in keys}
     cells = [
         Cell({path: None}, rows_of(family, {path: None}))
         for path in nulls

@@ -231,8 +231,8 @@ def test_another_config_than_the_checkpoint_had_is_named_key_by_key():
     def check(now: dict) -> None:
         check_config(Path("step_00000006"), saved, now)
 
-    saved = {"transformers_version": "5.1", "text_config.eps": 1e-6, "text_config.heads": 4}
-    check(dict(saved))
+    saved = {"transformers_version": "5.1", "text_config.eps": 1e-6, "text_config.window": None}
+    check(saved | {"text_config.read_now": 4})
     other = saved | {"text_config.eps": 1e-5, "text_config.window": 8}
     with pytest.raises(ConfigError) as caught:
         check(other)

@@ -2,9 +2,12 @@
 
 from abc import ABC, abstractmethod
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up
 from megatron_vlm.models.layers.rotary import Rotary
@@ -22,8 +25,16 @@ class Description(ABC):
     """
 
     model_type: str
-    config_values: dict[str, Any] | None = None  # of its config.json, see `keys.values_read`
-    sections: tuple  # which keys of config.json may have which values, see `family_parts.keys`
+    config_values: dict[str, Any] | None = None  # of its config.json, see `limits.checked`
+    # limits of keys of config.json besides those of all families, see `family_parts.limits`: of its top
+    # level, its text_config, its vision_config, and of the rules in rope_parameters
+    top_limits: dict[str, Any] = {}
+    text_limits: dict[str, Any] = {}
+    vision_limits: dict[str, Any] = {}
+    rope_limits: dict[str, Any] = {}
+    rope_by_layer = False  # `rope_parameters` has a rule for each type of layer
+    by_layer: tuple[str, ...] = ()  # keys of which each type of layer may have its own value
+    tower_types: tuple[str, ...] = ()  # model types of towers, if there is a choice
     visual_keys: tuple[str, ...] = ("pixel_values",)
     # HF key prefixes found in the wild -> the hub's own
     renames: tuple[tuple[str, str], ...] = ()
@@ -68,7 +79,7 @@ class Description(ABC):
     def rotary(self) -> Rotary: ...
 
     @abstractmethod
-    def build_vision(self) -> nn.Module:
+    def vision_modules(self) -> nn.Module:
         """Tower and projector, called as `vision(**visual_inputs.normalized_for_model())`.
 
         They give the features (M, D) of all images in document order, then of all videos; or (1 + n, M, D),
@@ -94,6 +105,8 @@ class Description(ABC):
 
     # --- what a family may say otherwise -----------------------------------------------------------------
 
+    uses_part = False  # no feature depends on some parts of tower or projector, such as its last layers
+
     @property
     def carried_keys(self) -> dict[str, str]:
         """Patterns of HF keys -> why they are not imported. Exports have them as the source has."""
@@ -114,6 +127,18 @@ class Description(ABC):
         return count_up(input_ids_T, visual)
 
     # --- what follows ------------------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> dict[str, dict[str, Any]]:
+        """The family's own limits of keys of config.json, by part."""
+        return {"": self.top_limits, "text_config": self.text_limits, "vision_config": self.vision_limits}
+
+    def build_vision(self) -> nn.Module:
+        """`vision_modules`, in which only what features depend on has gradients."""
+        vision = self.vision_modules()
+        if self.uses_part:
+            freeze_what_is_unused(vision, self.blank_image(0))
+        return vision
 
     @property
     def tied(self) -> bool:
@@ -142,3 +167,33 @@ class Description(ABC):
             carried=self.carried_keys,
             peft_experts=self.peft_experts,
         )
+
+
+def freeze_what_is_unused(vision: nn.Module, image: dict[str, Tensor]) -> None:
+    """Turn off the gradients of what no feature depends on, such as unused last layers.
+
+    They stay as they are, as in Transformers, where they get no gradient, and so do adapters of theirs:
+    Megatron would wait for the gradient of each trained parameter. Runs on shapes alone.
+    """
+    both = _Backward(vision)
+    shapes = {
+        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.is_floating_point())
+        for name, tensor in chain(both.named_parameters(), both.named_buffers())
+    }
+    with torch.enable_grad():
+        functional_call(both, shapes, (), GenericVisualInputs(**image).to("meta").as_model_kwargs())
+    for name, parameter in both.named_parameters():
+        if shapes[name].grad is None:
+            parameter.requires_grad_(False)
+            parameter.unused = True
+
+
+class _Backward(nn.Module):
+    """Both passes in one call, so that layers which run again in the second have the same parameters."""
+
+    def __init__(self, vision: nn.Module):
+        super().__init__()
+        self.vision = vision
+
+    def forward(self, **inputs: Any) -> None:
+        self.vision(**inputs).sum().backward()

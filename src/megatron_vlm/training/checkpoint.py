@@ -323,13 +323,14 @@ def _from_text(text: str) -> torch.Tensor:
 def check_config(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
     """Raises ConfigError, which names each key, if a checkpoint's model had another config.json than now.
 
-    The values come from `keys.values_read`. Two versions of Transformers may have different defaults, so
-    nothing is compared across them.
+    The values come from `limits.checked`. Two versions of Transformers may have different defaults, so
+    nothing is compared across them. A key that only one of both models reads is not compared: a key that
+    both read decides that, and differs.
     """
     if not saved or not now or saved["transformers_version"] != now["transformers_version"]:
         return
-    if names := [name for name in saved | now if saved.get(name) != now.get(name)]:
-        changes = [f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in names]
+    if names := [name for name in saved if name in now and saved[name] != now[name]]:
+        changes = [f"{name} was {saved[name]!r} and is {now[name]!r}" for name in names]
         raise ConfigError(
             f"checkpoint: {path} was saved with another config.json of model.hf_path: "
             f"{'; '.join(changes)}. Put it back as it was, or give another run_dir."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +17,13 @@ def describe(hf_config: Any) -> Description:
     """The description of a checkpoint with this HF config. Every path to a model starts here.
 
     Raises ValueError for a model type that the package does not know, and for keys whose values the family
-    does not support, see `keys.check`.
+    does not support, see `limits.checked`.
     """
     if hf_config.model_type not in FAMILIES:
         raise ValueError(unsupported(hf_config.model_type))
-    from megatron_vlm.models.family_parts import keys  # imports torch, which FAMILIES need not
+    from megatron_vlm.models.family_parts import limits  # imports torch, which FAMILIES need not
 
-    family = load(hf_config.model_type)
-    keys.check(family.model_type, family.sections, hf_config)
-    hf_config = keys.drop_unknown_keys(family.sections, hf_config)
-    description = family(hf_config)
-    whole = json.loads(hf_config.to_json_string(use_diff=False))
-    description.config_values = keys.values_read(family.sections, whole)
-    return description
+    return limits.checked(load(hf_config.model_type)(hf_config))
 
 
 def load(model_type: str) -> type[Description]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import gemma, keys, llama, towers
+from megatron_vlm.models.family_parts import gemma, limits, llama, towers
 
 
 def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
@@ -17,26 +17,7 @@ def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
     return 0 < side <= patches and (patches // (patches // side)) ** 2 == tokens
 
 
-SECTIONS = keys.sections(
-    keys.Section(
-        ("gemma3",),
-        keys.TOP
-        | keys.IMAGE_TOKEN
-        | {"mm_tokens_per_image": keys.Values("what the projector makes of an image", _tokens_fit)},
-        no_effect=("boi_token_index", "eoi_token_index"),
-    ),
-    keys.Section(
-        ("gemma3_text",),
-        keys.text("hidden_activation")
-        | keys.any_of("query_pre_attn_scalar", "attention_bias")
-        | {"sliding_window": keys.SIZE_OR_NULL}
-        | {"layer_types": keys.LAYER_TYPES}
-        | {"use_bidirectional_attention": keys.only(False, None)},
-        rope=keys.ROPE,
-        rope_by_layer=True,
-    ),
-    towers.SIGLIP,
-)
+TOKENS = limits.Limit("what the projector makes of an image", _tokens_fit)
 
 
 class Gemma3Vision(nn.Module):
@@ -55,7 +36,8 @@ class Gemma3Vision(nn.Module):
 
 class Gemma3(llama.SideBySide, gemma.GemmaFamily):
     model_type = "gemma3"
-    sections = SECTIONS
+    top_limits = {"mm_tokens_per_image": TOKENS}
+    text_limits = gemma.GemmaFamily.text_limits | {"use_bidirectional_attention": limits.only(False, None)}
     bidirectional_images = True
 
     @property
@@ -65,7 +47,7 @@ class Gemma3(llama.SideBySide, gemma.GemmaFamily):
             "layernorm_zero_centered_gamma": True,
         }
 
-    def build_vision(self) -> nn.Module:
+    def vision_modules(self) -> nn.Module:
         return Gemma3Vision(self.hf_config)
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:

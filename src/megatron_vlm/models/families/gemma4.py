@@ -13,7 +13,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.family_parts import gemma, gemma4_layers, keys, llama, moe_rules, towers
+from megatron_vlm.models.family_parts import gemma, gemma4_layers, limits, llama, moe_rules, towers
 from megatron_vlm.models.layers.attention_sizes import Heads
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.models.positions import IMAGE, VIDEO
@@ -60,66 +60,27 @@ def _one_vocabulary(size: int, text: Any) -> bool:
 
 
 OTHERS_KEEP = "0, or so many that each type of layer_types is among the others"
-TOP = keys.TOP | dict.fromkeys(("video_token_id", "audio_token_id"), keys.OTHER_TOKEN)
-TOP |= {"image_token_id": keys.TOKEN}
-MARKERS = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index")
-TEXT = (
-    keys.text("hidden_activation")
-    | keys.any_of("attention_bias", "attention_k_eq_v")
-    | {"sliding_window": keys.SIZE_OR_NULL}
-    | keys.any_of("global_head_dim", "num_global_key_value_heads")
+NOT_IMAGE = dict.fromkeys(("video_token_id", "audio_token_id"), limits.OTHER_TOKEN)
+TEXT = gemma.GemmaFamily.text_limits | {
     # what Transformers makes of other keys, and how it may be asked for them
-    | keys.any_of("allow_global_per_layer_attribute_access")
-    | keys.any_of("serialize_explicit_per_layer_config")
-    | {
-        "layer_types": keys.LAYER_TYPES,
-        "pad_token_id": keys.Values("a token of the vocabulary", _stands_for_media),
-        "use_bidirectional_attention": keys.only("vision", None),
-        "final_logit_softcapping": keys.Values("null or above 0", lambda cap, _: cap is None or cap > 0),
-        "num_kv_shared_layers": keys.Values(OTHERS_KEEP, _keeps_own),
-        "use_double_wide_mlp": keys.ANY,
-    }
-)
-EXPERTS_AND_EMBEDDINGS = keys.any_of("enable_moe_block", "num_experts", "output_router_logits") | {
-    "moe_intermediate_size": keys.Values("above 0, or any without enable_moe_block", _has_width),
-    "top_k_experts": keys.Values("1 to num_experts", _chosen),
-    "hidden_size_per_layer_input": keys.Values("0 or above, or null", lambda size, _: (size or 0) >= 0),
-    "vocab_size_per_layer_input": keys.Values("vocab_size", _one_vocabulary),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), limits.ANY),
+    "allow_global_per_layer_attribute_access": limits.ANY,
+    "serialize_explicit_per_layer_config": limits.ANY,
+    "pad_token_id": limits.Limit("a token of the vocabulary", _stands_for_media),
+    "use_bidirectional_attention": limits.only("vision", None),
+    "final_logit_softcapping": limits.Limit("null or above 0", lambda cap, _: cap is None or cap > 0),
+    "num_kv_shared_layers": limits.Limit(OTHERS_KEEP, _keeps_own),
+}
+EXPERTS_AND_EMBEDDINGS = {
+    "num_experts": limits.ANY,
+    "moe_intermediate_size": limits.Limit("above 0, or any without enable_moe_block", _has_width),
+    "top_k_experts": limits.Limit("1 to num_experts", _chosen),
+    "hidden_size_per_layer_input": limits.Limit("0 or above, or null", lambda size, _: (size or 0) >= 0),
+    "vocab_size_per_layer_input": limits.Limit("vocab_size", _one_vocabulary),
     # Transformers 5.23 fails without these inputs
-    "num_kv_shared_layers": keys.Values(f"{OTHERS_KEEP}, with hidden_size_per_layer_input", _has_inputs),
-    "use_double_wide_mlp": keys.Values("false, or true without experts", _dense),
+    "num_kv_shared_layers": limits.Limit(f"{OTHERS_KEEP}, with hidden_size_per_layer_input", _has_inputs),
+    "use_double_wide_mlp": limits.Limit("false, or true without experts", _dense),
 }
-ROPE = keys.ROPE | {
-    "rope_type": keys.only("default", "proportional", "linear", "llama3", "yarn"),
-    "partial_rotary_factor": keys.Values(
-        '1, or any where rope_type is "proportional", or "default", which ignores it', _partial
-    ),
-}
-BY_LAYER = ("head_dim", "num_key_value_heads")
-SECTIONS = keys.sections(
-    keys.Section(
-        ("gemma4",),
-        TOP | keys.any_of("audio_config"),
-        no_effect=MARKERS,
-    ),
-    keys.Section(
-        ("gemma4_text",),
-        TEXT | EXPERTS_AND_EMBEDDINGS,
-        rope=ROPE,
-        rope_by_layer=True,
-        by_layer=BY_LAYER,
-    ),
-    keys.Section(
-        ("gemma4_vision",),
-        keys.VISION
-        | keys.any_of("num_hidden_layers", "rms_norm_eps")
-        | {"num_key_value_heads": keys.GROUPS, "hidden_activation": keys.NAMED}
-        | keys.any_of("pooling_kernel_size", "position_embedding_size", "standardize")
-        | {"output_proj_dims": keys.NUMBER, "layer_types": keys.ABSENT}
-        | keys.any_of("use_clipped_linears"),
-        no_effect=("attention_bias", "max_position_embeddings"),
-    ),
-)
 
 
 class Gemma4Vision(nn.Module):
@@ -170,7 +131,22 @@ def positions_of(rows: int, columns: int) -> Tensor:
 
 class Gemma4(gemma.GemmaFamily, towers.GridFamily):
     model_type = "gemma4"
-    sections = SECTIONS
+    top_limits = NOT_IMAGE | {"audio_config": limits.ANY}
+    text_limits = TEXT | EXPERTS_AND_EMBEDDINGS
+    vision_limits = {
+        "num_key_value_heads": limits.GROUPS,
+        "hidden_activation": limits.NAMED,
+        "output_proj_dims": limits.NUMBER,
+        "layer_types": limits.ABSENT,
+        **dict.fromkeys(("attention_bias", "max_position_embeddings"), limits.UNUSED),
+    }
+    rope_limits = {
+        "rope_type": limits.only("default", "proportional", "linear", "llama3", "yarn"),
+        "partial_rotary_factor": limits.Limit(
+            '1, or any where rope_type is "proportional", or "default", which ignores it', _partial
+        ),
+    }
+    by_layer = ("head_dim", "num_key_value_heads")
     groups = Description.groups | {"projector": ("vision.embed_vision.",)}
     vision_keys = {"vision_tower.**": "model.vision_tower.**", "embed_vision.**": "model.embed_vision.**"}
     has_experts = True
@@ -245,7 +221,7 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
                 )
         return carried
 
-    def build_vision(self) -> nn.Module:
+    def vision_modules(self) -> nn.Module:
         return Gemma4Vision(self.hf_config)
 
     @property

@@ -9,34 +9,12 @@ from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4Uni
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import gemma4
-from megatron_vlm.models.family_parts import keys
+from megatron_vlm.models.family_parts import limits
 from megatron_vlm.parallel.transfer import on_device
 
 
 def _of_pooled(size: int, vision: Any) -> bool:
     return size == vision.patch_size * vision.pooling_kernel_size
-
-
-SECTIONS = keys.sections(
-    keys.Section(("gemma4_unified",), gemma4.TOP | keys.any_of("audio_config"), no_effect=gemma4.MARKERS),
-    keys.Section(
-        ("gemma4_unified_text",),
-        gemma4.TEXT,
-        rope=gemma4.ROPE,
-        rope_by_layer=True,
-        by_layer=gemma4.BY_LAYER,
-    ),
-    keys.Section(
-        ("gemma4_unified_vision",),
-        keys.sizes("patch_size", "pooling_kernel_size", "mm_embed_dim", "mm_posemb_size")
-        | keys.TOP  # Transformers' configs look for these, and for `vocab_size`, in any section
-        | keys.any_of("rms_norm_eps", "vocab_size")
-        | {
-            "output_proj_dims": keys.Values("mm_embed_dim", lambda size, vision: size == vision.mm_embed_dim),
-            "model_patch_size": keys.Values("patch_size times pooling_kernel_size", _of_pooled),
-        },
-    ),
-)
 
 
 class Gemma4UnifiedVision(nn.Module):
@@ -54,7 +32,12 @@ class Gemma4UnifiedVision(nn.Module):
 
 class Gemma4Unified(gemma4.Gemma4):
     model_type = "gemma4_unified"
-    sections = SECTIONS
+    text_limits = gemma4.TEXT
+    vision_limits = {
+        **dict.fromkeys(("patch_size", "pooling_kernel_size", "mm_embed_dim", "mm_posemb_size"), limits.SIZE),
+        "output_proj_dims": limits.Limit("mm_embed_dim", lambda size, vision: size == vision.mm_embed_dim),
+        "model_patch_size": limits.Limit("patch_size times pooling_kernel_size", _of_pooled),
+    }
     groups = Description.groups | {
         "tower": ("vision.embed_vision.patch_", "vision.embed_vision.pos_"),
         "projector": ("vision.embed_vision.multimodal_embedder.",),
@@ -74,7 +57,7 @@ class Gemma4Unified(gemma4.Gemma4):
     peft_experts = ()
     merge_size = 1
 
-    def build_vision(self) -> nn.Module:
+    def vision_modules(self) -> nn.Module:
         return Gemma4UnifiedVision(self.hf_config)
 
     @property

@@ -4,9 +4,7 @@ The published GLM-4.6V-Flash names itself `glm4v`, and GLM-4.6V `glm4v_moe`.
 """
 
 from megatron_vlm.models.families import glm4v as dense
-from megatron_vlm.models.family_parts import glm4v
 
 
 class Glm46v(dense.Glm4v):
     model_type = "glm46v"
-    sections = glm4v.sections("glm46v", dense.TEXT, *dense.VISION_TYPES)

@@ -1,14 +1,11 @@
 """GLM-4.1V-Thinking and GLM-4.6V-Flash: dense, norms around each sub-layer, rotary pairs of neighbours."""
 
-from megatron_vlm.models.family_parts import glm4v, keys, llama
-
-TEXT = keys.Section(("glm4v_text",), keys.text() | {"head_dim": keys.WHOLE_HEADS}, rope=glm4v.MROPE.keys())
-VISION_TYPES = ("glm4v_vision", "glm4v")
+from megatron_vlm.models.family_parts import glm4v, limits, llama
 
 
 class Glm4v(glm4v.GlmFamily):
     model_type = "glm4v"
-    sections = glm4v.sections("glm4v", TEXT, *VISION_TYPES)
+    text_limits = {"head_dim": limits.WHOLE_HEADS}
     norms_after = {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
     fused_mlp = True
 

@@ -1,21 +1,11 @@
 """GLM-4.5V: partial chunked M-RoPE, sigmoid router with a selection bias, shared expert, video by frames."""
 
-from megatron_vlm.models.family_parts import glm4v, keys, llama, moe_rules
-
-SECTIONS = glm4v.sections(
-    "glm4v_moe",
-    keys.Section(
-        ("glm4v_moe_text",),
-        keys.text() | keys.any_of("attention_bias") | moe_rules.DEEPSEEK | moe_rules.SIGMOID | moe_rules.TEXT,
-        rope=glm4v.MROPE.keys(),
-    ),
-    *("glm4v_moe_vision", "glm4v_moe"),
-)
+from megatron_vlm.models.family_parts import glm4v, limits, llama, moe_rules
 
 
 class Glm4vMoe(glm4v.GlmFamily):
     model_type = "glm4v_moe"
-    sections = SECTIONS
+    text_limits = moe_rules.DEEPSEEK | moe_rules.SIGMOID | {"output_router_logits": limits.ANY}
     has_experts = True
     carried_keys = property(moe_rules.after_the_last)
     feed_forward_rules = moe_rules.sigmoid_rules

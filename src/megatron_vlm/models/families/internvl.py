@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, texts, towers
-from megatron_vlm.supported import SUPPORTED
+from megatron_vlm.models.family_parts import limits, texts, towers
 
 
 def _shuffles(ratio: Any, hf_config: Any) -> bool:
@@ -21,32 +20,7 @@ def _shuffles(ratio: Any, hf_config: Any) -> bool:
     return merged > 0 and patches % ratio == 0 and ratio * merged == 1 and patches % merged == 0
 
 
-SQUARE = keys.Values("two equal numbers", lambda size, _: len(size) == 2 and size[0] == size[1] > 0)
-TOP = keys.TOP | {
-    "image_token_id": keys.TOKEN,
-    "projector_hidden_act": keys.NAMED,
-    "downsample_ratio": keys.Values("1 / n for a power of 2 that divides the patches of a side", _shuffles),
-    "vision_feature_layer": keys.Values(
-        "a layer of the tower, and not 0",
-        lambda layer, whole: isinstance(layer, int) and towers.layers_exist(layer, whole),
-    ),
-    "vision_feature_select_strategy": keys.only("default"),
-}
-VISION = (
-    towers.TOWER
-    | keys.any_of("layer_norm_eps", "norm_type", "use_qk_norm", "attention_bias", "use_mask_token")
-    | keys.any_of("use_absolute_position_embeddings", "use_mean_pooling")
-    | {"image_size": SQUARE, "patch_size": SQUARE}
-)
-
-
-def sections(model_type: str, *no_effect: str) -> keys.Sections:
-    """The sections of such a family; `no_effect` are further keys of its vision_config."""
-    return keys.sections(
-        keys.Section((model_type,), TOP, no_effect=("image_seq_length",)),
-        texts.sections(SUPPORTED[model_type].text_types),
-        keys.Section((f"{model_type}_vision",), VISION, no_effect=("layer_scale_init_value", *no_effect)),
-    )
+SQUARE = limits.Limit("two equal numbers", lambda size, _: len(size) == 2 and size[0] == size[1] > 0)
 
 
 def _patches_a_side(vision: Any) -> int:
@@ -76,11 +50,26 @@ class InternVLVision(nn.Module):
 class InternVL(texts.LikeLlava):
     model_type = "internvl"
     box_format = "ref_box"
-    sections = sections(model_type)
+    top_limits = {
+        "downsample_ratio": limits.Limit(
+            "1 / n for a power of 2 that divides the patches of a side", _shuffles
+        ),
+        "vision_feature_layer": limits.Limit(
+            "a layer of the tower, and not 0",
+            lambda layer, top: isinstance(layer, int) and towers.layers_exist(layer, top),
+        ),
+        "vision_feature_select_strategy": limits.only("default"),
+    }
+    vision_limits = {
+        "image_size": SQUARE,
+        "patch_size": SQUARE,
+        "layer_scale_init_value": limits.UNUSED,
+    }
+    uses_part = True
     frames_as_images = True
 
-    def build_vision(self) -> nn.Module:
-        return towers.train_what_is_used(InternVLVision(self.hf_config), self.blank_image(0))
+    def vision_modules(self) -> nn.Module:
+        return InternVLVision(self.hf_config)
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
         """Black tiles of the only size that the tower takes, as many as have about that area."""

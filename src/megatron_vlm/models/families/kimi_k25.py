@@ -25,39 +25,13 @@ from transformers.vision_utils import (
 )
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llama, patch_towers, texts, towers
+from megatron_vlm.models.family_parts import limits, llama, patch_towers, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.models.weights.rules import Rule, Whole
 from megatron_vlm.parallel.transfer import on_device
 
 SIDE = 2  # patches along the side of the square that a feature is made of
 
-SECTIONS = keys.sections(
-    keys.Section(
-        ("kimi_k25",),
-        patch_towers.TOP
-        | keys.any_of("projection_layer_norm_eps")
-        | {
-            # features are put in the place of what is embedded: the published one has no row
-            "video_token_id": keys.OTHER_TOKEN,
-            "projection_hidden_size": keys.Values(
-                "hidden_size of the tower", lambda width, whole: width == whole.vision_config.hidden_size
-            ),
-        },
-        no_effect=("vision_start_token_id", "vision_end_token_id"),
-    ),
-    texts.sections(("deepseek_v3",)),
-    keys.Section(
-        ("kimi_k25_vision",),
-        keys.VISION
-        | keys.sizes("num_hidden_layers", "pos_emb_height", "pos_emb_time")
-        | {
-            "pos_emb_width": keys.Values("pos_emb_height", lambda side, tower: side == tower.pos_emb_height),
-            "merge_kernel_size": keys.only([SIDE, SIDE], (SIDE, SIDE)),
-            "head_dim": keys.WHOLE_HEADS,
-        },
-    ),
-)
 _TOWER = r"^(model\.vision_tower\.)"
 _BLOCK = _TOWER + r"blocks\.(\d+)\."
 _LAYER = r"\1layers.\2."
@@ -132,7 +106,19 @@ class ClipVision(patch_towers.PatchVision):
 
 class KimiK25(texts.HoldsTexts, towers.GridFamily):
     model_type = "kimi_k25"
-    sections = SECTIONS
+    top_limits = {
+        # features are put in the place of what is embedded: the published one has no row
+        "video_token_id": limits.OTHER_TOKEN,
+        "projection_hidden_size": limits.Limit(
+            "hidden_size of the tower", lambda width, top: width == top.vision_config.hidden_size
+        ),
+    }
+    vision_limits = {
+        **dict.fromkeys(("num_hidden_layers", "pos_emb_height", "pos_emb_time"), limits.SIZE),
+        "pos_emb_width": limits.Limit("pos_emb_height", lambda side, tower: side == tower.pos_emb_height),
+        "merge_kernel_size": limits.only([SIDE, SIDE], (SIDE, SIDE)),
+        "head_dim": limits.WHOLE_HEADS,
+    }
     visual_keys = patch_towers.VISUAL_KEYS
     has_experts = True
     # what Transformers' `conversion_mapping` says of this model; it saves layers of the text as blocks, too
@@ -165,7 +151,7 @@ class KimiK25(texts.HoldsTexts, towers.GridFamily):
     def merge_size(self) -> int:
         return SIDE
 
-    def build_vision(self) -> nn.Module:
+    def vision_modules(self) -> nn.Module:
         tower = towers.tower_of_class(Kimi_K25VisionModel, self.vision)
         return ClipVision(tower, Kimi_K25MultimodalProjection(self.hf_config))
 

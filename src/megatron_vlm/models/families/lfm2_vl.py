@@ -11,28 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProjector
 
-from megatron_vlm.models.family_parts import keys, llama, texts, towers
+from megatron_vlm.models.family_parts import limits, llama, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.parallel.transfer import on_device
-from megatron_vlm.supported import SUPPORTED
-
-SECTIONS = keys.sections(
-    keys.Section(
-        ("lfm2_vl",),
-        keys.TOP
-        | keys.any_of("downsample_factor", "projector_bias", "projector_use_layernorm")
-        | keys.sizes("projector_hidden_size")
-        | {"image_token_id": keys.TOKEN, "projector_hidden_act": keys.NAMED},
-    ),
-    texts.sections(SUPPORTED["lfm2_vl"].text_types),
-    keys.Section(
-        ("siglip2_vision_model",),
-        keys.VISION
-        | keys.any_of("num_hidden_layers", "layer_norm_eps", "num_patches")
-        | {"num_channels": keys.COLOURS}
-        | {"vision_use_head": keys.only(False)},  # its weights would be in the checkpoint and have no effect
-    ),
-)
 
 
 class Siglip2Vision(nn.Module):
@@ -97,11 +78,13 @@ def resize_weights(side: int, rows: int, columns: int) -> Tensor:
 
 class Lfm2VL(texts.HoldsTexts, towers.GridFamily):
     model_type = "lfm2_vl"
-    sections = SECTIONS
+    top_limits = {"projector_hidden_size": limits.SIZE}
+    # its weights would be in the checkpoint and have no effect
+    vision_limits = {"vision_use_head": limits.only(False)}
     vision_keys = {name: f"model.{name}" for name in llama.SideBySide.vision_keys}
     renames = ((r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),)
 
-    def build_vision(self) -> nn.Module:
+    def vision_modules(self) -> nn.Module:
         return Siglip2Vision(self.hf_config)
 
     @property

@@ -4,20 +4,13 @@ from torch import nn
 from transformers.models.lighton_ocr.modeling_lighton_ocr import LightOnOcrMultiModalProjector
 
 from megatron_vlm.models.families import mistral3
-from megatron_vlm.models.family_parts import keys, llama, texts, towers
-from megatron_vlm.supported import SUPPORTED
+from megatron_vlm.models.family_parts import llama
 
 
 class LightOnOcr(mistral3.Mistral3):
     model_type = "lighton_ocr"
-    sections = keys.sections(
-        keys.Section(
-            (model_type,),
-            keys.TOP | keys.any_of("spatial_merge_size") | {"image_token_id": keys.TOKEN},
-        ),
-        texts.sections(SUPPORTED[model_type].text_types),
-        towers.PIXTRAL,
-    )
+    top_limits = {}
+    uses_part = False
     renames = ()
     vision_keys = {
         "vision_tower.**": "model.vision_encoder.**",
@@ -26,5 +19,5 @@ class LightOnOcr(mistral3.Mistral3):
     hf_model = llama.LlamaFamily.hf_model
     hf_head = llama.LlamaFamily.hf_head
 
-    def build_vision(self) -> nn.Module:
+    def vision_modules(self) -> nn.Module:
         return mistral3.PixtralVision(self.vision, LightOnOcrMultiModalProjector(self.hf_config))

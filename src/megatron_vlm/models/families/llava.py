@@ -10,38 +10,10 @@ from torch import Tensor, nn
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, texts, towers
+from megatron_vlm.models.family_parts import limits, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
-from megatron_vlm.supported import SUPPORTED
 
 PIXTRAL, CLIP = "pixtral", "clip_vision_model"
-
-
-SECTIONS = keys.sections(
-    keys.Section(
-        ("llava",),
-        keys.TOP
-        | keys.IMAGE_TOKEN
-        | keys.any_of("multimodal_projector_bias")
-        | {
-            "projector_hidden_act": keys.NAMED,
-            "vision_feature_layer": keys.Values(towers.LAYERS, towers.layers_exist),
-            "vision_feature_select_strategy": keys.Values(
-                '"full", or "default" if the tower is not Pixtral\'s',
-                lambda name, whole: (
-                    name == "full" or (name == "default" and whole.vision_config.model_type != PIXTRAL)
-                ),
-            ),
-        },
-        no_effect=("image_seq_length",),
-    ),
-    texts.sections(SUPPORTED["llava"].text_types),
-    [
-        keys.Section((CLIP,), towers.TOWER | keys.any_of("layer_norm_eps"), no_effect=("projection_dim",)),
-        towers.SIGLIP,
-        towers.PIXTRAL,
-    ],
-)
 
 
 class LlavaVision(nn.Module):
@@ -70,8 +42,22 @@ class LlavaVision(nn.Module):
 class Llava(texts.LikeLlava):
     model_type = "llava"
     box_format = "shares"
-    sections = SECTIONS
+    top_limits = {
+        "vision_feature_layer": towers.FEATURE_LAYERS,
+        "vision_feature_select_strategy": limits.Limit(
+            '"full", or "default" if the tower is not Pixtral\'s',
+            lambda name, top: (
+                name == "full" or (name == "default" and top.vision_config.model_type != PIXTRAL)
+            ),
+        ),
+    }
+    tower_types = (CLIP, "siglip_vision_model", PIXTRAL)
+    uses_part = True
     visual_keys = ("pixel_values", "image_sizes")
+
+    @property
+    def vision_limits(self) -> dict[str, limits.Limit]:
+        return towers.PIXTRAL if self.any_size else {"projection_dim": limits.UNUSED}
 
     @property
     def any_size(self) -> bool:
@@ -82,8 +68,8 @@ class Llava(texts.LikeLlava):
         """Patches of an image of the tower's size, and CLIP's class token."""
         return (self.vision.image_size // self.vision.patch_size) ** 2 + (self.vision.model_type == CLIP)
 
-    def build_vision(self) -> nn.Module:
-        return towers.train_what_is_used(LlavaVision(self.hf_config), self.blank_image(0))
+    def vision_modules(self) -> nn.Module:
+        return LlavaVision(self.hf_config)
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
         vision = self.vision

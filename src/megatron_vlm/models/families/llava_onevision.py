@@ -21,8 +21,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.family_parts import keys, texts, towers
-from megatron_vlm.supported import SUPPORTED
+from megatron_vlm.models.family_parts import limits, texts, towers
 
 LEAST_SHRINKING = 1.1  # of a side, as in Transformers: features of larger images are shrunk
 
@@ -36,26 +35,6 @@ def _whole_tiles(pinpoints: Any, hf_config: Any) -> bool:
 def _at_most(ratio: Any, hf_config: Any) -> bool:
     most = ratio.removeprefix("anyres_max_")
     return most != ratio and most.isdecimal() and int(most) > 0
-
-
-SECTIONS = keys.sections(
-    keys.Section(
-        ("llava_onevision",),
-        keys.TOP
-        | keys.IMAGE_TOKEN
-        | dict.fromkeys(("video_token_index", "video_token_id"), keys.VIDEO_TOKEN)
-        | keys.any_of("multimodal_projector_bias")
-        | {
-            "projector_hidden_act": keys.NAMED,
-            "image_grid_pinpoints": keys.Values("pairs of multiples of the tower's image_size", _whole_tiles),
-            "vision_aspect_ratio": keys.Values('"anyres_max_" and a number above 0', _at_most),
-            "vision_feature_layer": keys.Values(towers.LAYERS, towers.layers_exist),
-            "vision_feature_select_strategy": keys.only("full"),
-        },
-    ),
-    texts.sections(SUPPORTED["llava_onevision"].text_types),
-    towers.SIGLIP,
-)
 
 
 class OneVision(nn.Module):
@@ -131,7 +110,14 @@ def _in_rows(hf_config: Any, tiles: Tensor, size: list[int], newline: Tensor) ->
 class LlavaOnevision(texts.LikeLlava):
     model_type = "llava_onevision"
     box_format = "shares"
-    sections = SECTIONS
+    top_limits = {
+        **dict.fromkeys(("video_token_index", "video_token_id"), limits.VIDEO_TOKEN),
+        "image_grid_pinpoints": limits.Limit("pairs of multiples of the tower's image_size", _whole_tiles),
+        "vision_aspect_ratio": limits.Limit('"anyres_max_" and a number above 0', _at_most),
+        "vision_feature_layer": towers.FEATURE_LAYERS,
+        "vision_feature_select_strategy": limits.only("full"),
+    }
+    uses_part = True
     visual_keys = ("pixel_values", "image_sizes", "image_tiles", "pixel_values_videos", "video_frames")
     vision_keys = {"image_newline": "image_newline", **texts.LikeLlava.vision_keys}
     renames = (*texts.LikeLlava.renames, (r"^model\.image_newline$", "image_newline"))
@@ -147,8 +133,8 @@ class LlavaOnevision(texts.LikeLlava):
         pinpoints = self.hf_config.image_grid_pinpoints
         return image_size_to_num_patches(list(size), pinpoints, self.vision.image_size) if alone else 1
 
-    def build_vision(self) -> nn.Module:
-        return towers.train_what_is_used(OneVision(self.hf_config), self.blank_image(0))
+    def vision_modules(self) -> nn.Module:
+        return OneVision(self.hf_config)
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
         """A black square, in tiles if it has an area."""

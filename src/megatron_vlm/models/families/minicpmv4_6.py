@@ -12,31 +12,13 @@ from transformers.vision_utils import get_vision_nearest_position_ids
 
 from megatron_vlm.batch import GenericVisualInputs, count_up
 from megatron_vlm.models.families import qwen3_5
-from megatron_vlm.models.family_parts import keys, llama, patch_towers, towers
+from megatron_vlm.models.family_parts import limits, llama, patch_towers, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.parallel.transfer import on_device
 
 SIDE = 2  # patches along the side of a square, both of a window and of a feature
-SQUARE = keys.only([SIDE, SIDE], (SIDE, SIDE))
-
-
-TOP = patch_towers.TOP | {
-    "insert_layer_id": keys.Values(
-        "a layer of the tower", lambda layer, whole: 0 <= layer < whole.vision_config.num_hidden_layers
-    ),
-    "downsample_mode": keys.only("16x", "4x"),
-    "merge_kernel_size": SQUARE,
-    "merger_times": keys.only(1),  # as the processor counts tokens
-}
-NO_EFFECT = ("image_size", "drop_vision_last_layer", "patch_size")
-VISION = towers.TOWER | keys.any_of("layer_norm_eps") | {"window_kernel_size": SQUARE}
-OF_WHOLE = ("insert_layer_id",)  # Transformers takes the whole model's
-SECTIONS = keys.sections(
-    keys.Section(("minicpmv4_6",), TOP, no_effect=NO_EFFECT),
-    qwen3_5.TEXT_SECTION,
-    keys.Section(("minicpmv4_6_vision",), VISION, no_effect=OF_WHOLE),
-)
+SQUARE = limits.only([SIDE, SIDE], (SIDE, SIDE))
 
 
 class SlicedVision(patch_towers.PatchVision):
@@ -96,7 +78,18 @@ def _in_squares(hidden_PE: Tensor, sizes_N2: Tensor) -> Tensor:
 class MiniCPMV46(qwen3_5.Qwen35):
     model_type = "minicpmv4_6"
     box_format = None  # Qwen3.5's is another model's way
-    sections = SECTIONS
+    top_limits = qwen3_5.Qwen35.top_limits | {
+        "insert_layer_id": limits.Limit(
+            "a layer of the tower", lambda layer, top: 0 <= layer < top.vision_config.num_hidden_layers
+        ),
+        "downsample_mode": limits.only("16x", "4x"),
+        "merge_kernel_size": SQUARE,
+        "merger_times": limits.only(1),  # as the processor counts tokens
+        **dict.fromkeys(("image_size", "drop_vision_last_layer", "patch_size"), limits.UNUSED),
+    }
+    # of insert_layer_id, Transformers takes the whole model's
+    vision_limits = {"window_kernel_size": SQUARE, "insert_layer_id": limits.UNUSED}
+    uses_part = True
     parts: tuple[type, type] = (MiniCPMV4_6VisionModel, MiniCPMV4_6Merger)
     vision_keys = {"vision_tower.**": "model.vision_tower.**", "merger.**": "model.merger.**"}
     groups = llama.LlamaFamily.groups | {"projector": ("vision.merger.",)}
@@ -111,15 +104,14 @@ class MiniCPMV46(qwen3_5.Qwen35):
     def merge_size(self) -> int:
         return SIDE**2 if self.hf_config.downsample_mode == "16x" else SIDE
 
-    def build_vision(self) -> nn.Module:
+    def vision_modules(self) -> nn.Module:
         tower, merger = self.parts
         whole = self.hf_config
-        vision = SlicedVision(
+        return SlicedVision(
             towers.tower_of_class(tower, self.vision),
             merger(whole),
             windows_after=whole.insert_layer_id if whole.downsample_mode == "16x" else None,
         )
-        return towers.train_what_is_used(vision, self.blank_image(0))
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         """The number of features of each piece."""

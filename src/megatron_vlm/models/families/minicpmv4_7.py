@@ -10,20 +10,11 @@ from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import (
 )
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.families import minicpmv4_6, qwen3_5
-from megatron_vlm.models.family_parts import keys
+from megatron_vlm.models.families import minicpmv4_6
+from megatron_vlm.models.family_parts import limits
 from megatron_vlm.models.layers.rotary import Rotary
 
 MARKERS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
-SECTIONS = keys.sections(
-    keys.Section(
-        ("minicpmv4_7",),
-        minicpmv4_6.TOP | dict.fromkeys(MARKERS, keys.TOKEN),
-        no_effect=minicpmv4_6.NO_EFFECT,
-    ),
-    qwen3_5.TEXT_SECTION,
-    keys.Section(("minicpmv4_7_vision",), minicpmv4_6.VISION, no_effect=minicpmv4_6.OF_WHOLE),
-)
 
 
 class Canvas:
@@ -40,7 +31,7 @@ class Canvas:
 
 class MiniCPMV47(minicpmv4_6.MiniCPMV46):
     model_type = "minicpmv4_7"
-    sections = SECTIONS
+    top_limits = minicpmv4_6.MiniCPMV46.top_limits | dict.fromkeys(MARKERS, limits.TOKEN)
     parts = (MiniCPMV4_7VisionModel, MiniCPMV4_7Merger)
 
     def rotary(self) -> Rotary:

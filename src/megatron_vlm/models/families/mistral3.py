@@ -12,28 +12,13 @@ from torch import Tensor, nn
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, texts, towers
+from megatron_vlm.models.family_parts import limits, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
-from megatron_vlm.supported import SUPPORTED
 
 
 def _one_layer(layer: Any, hf_config: Any) -> bool:
     """Whether it names one layer: the projector's norm is as wide as one layer, also in Transformers."""
     return towers.layers_exist(layer, hf_config) and (isinstance(layer, int) or len(layer) == 1)
-
-
-SECTIONS = keys.sections(
-    keys.Section(
-        ("mistral3",),
-        keys.TOP
-        | keys.IMAGE_TOKEN
-        | keys.any_of("multimodal_projector_bias", "spatial_merge_size")
-        | {"projector_hidden_act": keys.NAMED}
-        | {"vision_feature_layer": keys.Values("one of the " + towers.LAYERS, _one_layer)},
-    ),
-    texts.sections(SUPPORTED["mistral3"].text_types),
-    towers.PIXTRAL,
-)
 
 
 class PixtralVision(nn.Module):
@@ -56,7 +41,10 @@ class PixtralVision(nn.Module):
 
 class Mistral3(texts.LikeLlava):
     model_type = "mistral3"
-    sections = SECTIONS
+    top_limits = {
+        "vision_feature_layer": limits.Limit("one of the " + towers.FEATURE_LAYERS.words, _one_layer)
+    }
+    vision_limits = towers.PIXTRAL
     visual_keys = ("pixel_values", "image_sizes")
 
     @property
@@ -64,13 +52,18 @@ class Mistral3(texts.LikeLlava):
         """The side of a merged patch in pixels."""
         return self.vision.patch_size * self.hf_config.spatial_merge_size
 
-    def build_vision(self) -> nn.Module:
+    @property
+    def feature_layer(self) -> int:
         layer = self.hf_config.vision_feature_layer
-        layer = layer if isinstance(layer, int) else layer[0]
-        vision = PixtralVision(self.vision, Mistral3MultiModalProjector(self.hf_config), layer)
-        if layer == -1:
-            return vision
-        return towers.train_what_is_used(vision, self.blank_image(0))
+        return layer if isinstance(layer, int) else layer[0]
+
+    @property
+    def uses_part(self) -> bool:
+        return self.feature_layer != -1
+
+    def vision_modules(self) -> nn.Module:
+        projector = Mistral3MultiModalProjector(self.hf_config)
+        return PixtralVision(self.vision, projector, self.feature_layer)
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
         """A black square of whole merged patches."""

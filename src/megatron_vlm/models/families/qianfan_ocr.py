@@ -8,7 +8,7 @@ in training, by chance, is off.
 from torch import nn
 
 from megatron_vlm.models.families import internvl
-from megatron_vlm.models.family_parts import llama, towers
+from megatron_vlm.models.family_parts import limits, llama, towers
 from megatron_vlm.models.weights.rules import Rule, Whole
 
 _LAYER = r"^(model\.vision_tower\.layers\.\d+\.)"
@@ -17,7 +17,7 @@ _EMBEDDINGS = r"^(model\.vision_tower\.embeddings\.)"
 
 class QianfanOcr(internvl.InternVL):
     model_type = "qianfan_ocr"
-    sections = internvl.sections(model_type, "drop_path_rate")
+    vision_limits = internvl.InternVL.vision_limits | {"drop_path_rate": limits.UNUSED}
     frames_as_images = False
     # what Transformers' `conversion_mapping` says of this model; it saves layers of the text as an encoder's
     renames = (
@@ -48,7 +48,7 @@ class QianfanOcr(internvl.InternVL):
         fused = towers.fused_qkv("vision_tower.layers.*.attention", "qkv", Whole(), Whole(), Whole())
         return [*super().rules, *fused]
 
-    def build_vision(self) -> nn.Module:
-        for layer in (vision := super().build_vision()).vision_tower.layers:
+    def vision_modules(self) -> nn.Module:
+        for layer in (vision := super().vision_modules()).vision_tower.layers:
             layer.drop_path1 = layer.drop_path2 = nn.Identity()
         return vision

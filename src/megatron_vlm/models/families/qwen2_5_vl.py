@@ -8,29 +8,15 @@ from transformers import PreTrainedModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.family_parts import keys, llama, patch_towers, towers
+from megatron_vlm.models.family_parts import limits, llama, patch_towers, towers
 
 MROPE = patch_towers.MRope(sections=(16, 24, 24))
-
-
-def sections(model_type: str, *vision_keys: str) -> keys.Sections:
-    """The sections of a family with this text model, whose tower has these keys besides the usual ones."""
-    text = keys.text() | {"head_dim": keys.WHOLE_HEADS, "layer_types": keys.LAYER_TYPES}
-    text |= keys.any_of("use_sliding_window", "max_window_layers")
-    text |= {"sliding_window": keys.SIZE_OR_NULL}
-    no_effect = ("vision_start_token_id", "vision_end_token_id")
-    vision = patch_towers.VISION | keys.any_of(*vision_keys)
-    return keys.sections(
-        keys.Section((model_type,), patch_towers.TOP, no_effect=no_effect),
-        keys.Section((f"{model_type}_text",), text, rope=MROPE.keys()),
-        keys.Section((f"{model_type}_vision", model_type), vision),
-    )
 
 
 class Qwen25VL(patch_towers.PatchFamily):
     model_type = "qwen2_5_vl"
     box_format = "bbox_2d_pixels"
-    sections = sections("qwen2_5_vl", "tokens_per_second", "window_size", "fullatt_block_indexes")
+    text_limits = limits.WINDOWS | {"head_dim": limits.WHOLE_HEADS}
     visual_keys = (*patch_towers.VISUAL_KEYS, "second_per_grid_ts")
     mrope = MROPE
     tower_class = Qwen2_5_VisionTransformerPretrainedModel

@@ -9,9 +9,6 @@ from megatron_vlm.models.family_parts import patch_towers
 class Qwen2VL(qwen2_5_vl.Qwen25VL):
     model_type = "qwen2_vl"
     box_format = "box_tokens"
-    sections = qwen2_5_vl.sections(
-        "qwen2_vl", "embed_dim", "mlp_ratio", "intermediate_size", "out_hidden_size"
-    )
     visual_keys = patch_towers.VISUAL_KEYS
     tokens_per_second = 1  # a moment is one step of time, whatever lies between two of them
     tower_class = Qwen2VisionTransformerPretrainedModel

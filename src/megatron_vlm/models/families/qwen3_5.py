@@ -1,7 +1,6 @@
 """Qwen3.5, 3.6 and 3.8: gated delta nets and gated attention; Qwen3-VL's tower without deepstack."""
 
-from megatron_vlm.models.families import qwen3_vl
-from megatron_vlm.models.family_parts import keys, llama, patch_towers
+from megatron_vlm.models.family_parts import limits, llama, patch_towers
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
 from megatron_vlm.models.layers.delta_net.layer import sizes_of_head
 from megatron_vlm.models.weights.rules import Cut, DeltaInputs, Rule, Whole
@@ -10,43 +9,30 @@ MROPE = patch_towers.MRope(sections=(11, 11, 10), interleaved=True, part_of_head
 KINDS = {"linear_attention": RECURRENT, "full_attention": None}
 
 
-TEXT = keys.text() | {
-    **keys.any_of("attention_bias"),
-    **keys.sizes(
-        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_value_head_dim"
-    ),
-    "attn_output_gate": keys.only(True),
-    "hidden_act": keys.only("silu"),  # the convolution has it, too
-    "output_gate_type": keys.only("swish"),
-    "linear_num_value_heads": keys.Values(
+TEXT = {
+    **dict.fromkeys(("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"), limits.SIZE),
+    "linear_value_head_dim": limits.SIZE,
+    "attn_output_gate": limits.only(True),
+    "hidden_act": limits.only("silu"),  # the convolution has it, too
+    "output_gate_type": limits.only("swish"),
+    "linear_num_value_heads": limits.Limit(
         "a multiple of linear_num_key_heads",
         lambda values, text: values > 0 == values % text.linear_num_key_heads,
     ),
-    "layer_types": keys.Values(
+    "layer_types": limits.Limit(
         "linear_attention or full_attention for each layer",
         lambda kinds, text: len(kinds) == text.num_hidden_layers and set(kinds) <= KINDS.keys(),
     ),
+    # `layer_types` follow from the interval; the others are for engines, and for prediction (`carried_keys`)
+    **dict.fromkeys(("full_attention_interval", "mamba_ssm_dtype"), limits.UNUSED),
+    **dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), limits.UNUSED),
 }
-VISION = patch_towers.VISION | keys.any_of("num_position_embeddings")
-# `layer_types` follow from the interval; the others are for engines, and for prediction (`carried_keys`)
-NO_EFFECT = (
-    "full_attention_interval",
-    "mamba_ssm_dtype",
-    "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
-)
-TEXT_SECTION = keys.Section(("qwen3_5_text",), TEXT, no_effect=NO_EFFECT, rope=MROPE.keys())
-SECTIONS = keys.sections(
-    keys.Section(("qwen3_5",), patch_towers.TOP, no_effect=qwen3_vl.MARKERS),
-    TEXT_SECTION,
-    keys.Section(("qwen3_5_vision", "qwen3_5"), VISION),
-)
 
 
 class Qwen35(patch_towers.PatchFamily):
     model_type = "qwen3_5"
     box_format = "bbox_2d"
-    sections = SECTIONS
+    text_limits = TEXT
     mrope = MROPE
     vision_keys = {"visual.**": "model.visual.**"}
     groups = llama.LlamaFamily.groups | {

@@ -1,26 +1,18 @@
 """Qwen3.5 with a mixture of experts in every layer, beside a shared expert with a gate of its own."""
 
-from megatron_vlm.models.families import qwen3_5, qwen3_vl
-from megatron_vlm.models.family_parts import keys, moe_rules, patch_towers
+from megatron_vlm.models.families import qwen3_5
+from megatron_vlm.models.family_parts import limits, moe_rules
 from megatron_vlm.models.weights.rules import Rule, Whole
-
-TEXT = qwen3_5.TEXT | moe_rules.TEXT | keys.sizes("num_experts", "shared_expert_intermediate_size")
-del TEXT["intermediate_size"]  # no layer is dense
-SECTIONS = keys.sections(
-    keys.Section(("qwen3_5_moe",), patch_towers.TOP, no_effect=qwen3_vl.MARKERS),
-    keys.Section(
-        ("qwen3_5_moe_text",),
-        TEXT | {"num_experts_per_tok": moe_rules.chosen("num_experts")},
-        no_effect=qwen3_5.NO_EFFECT,
-        rope=qwen3_5.MROPE.keys(),
-    ),
-    keys.Section(("qwen3_5_moe_vision", "qwen3_5_moe"), qwen3_5.VISION),
-)
 
 
 class Qwen35Moe(qwen3_5.Qwen35):
     model_type = "qwen3_5_moe"
-    sections = SECTIONS
+    text_limits = {
+        **qwen3_5.TEXT,
+        **moe_rules.LIMITS,
+        **dict.fromkeys(("num_experts", "shared_expert_intermediate_size"), limits.SIZE),
+        "num_experts_per_tok": moe_rules.chosen("num_experts"),
+    }
     has_experts = True
 
     @property

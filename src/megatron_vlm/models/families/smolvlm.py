@@ -10,28 +10,13 @@ from torch import Tensor, nn
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
-from megatron_vlm.models.family_parts import keys, texts, towers
-from megatron_vlm.supported import SUPPORTED
+from megatron_vlm.models.family_parts import limits, texts, towers
 
 
 def _shuffles(factor: Any, whole: Any) -> bool:
     """Whether squares of whole patches become one feature."""
     vision = whole.vision_config
     return factor > 0 == vision.image_size // vision.patch_size % factor
-
-
-SECTIONS = keys.sections(
-    keys.Section(
-        ("smolvlm",),
-        keys.TOP
-        | {
-            "image_token_id": keys.TOKEN,
-            "scale_factor": keys.Values("a divisor of the patches of a side", _shuffles),
-        },
-    ),
-    texts.sections(SUPPORTED["smolvlm"].text_types),
-    keys.Section(("smolvlm_vision",), towers.TOWER | keys.any_of("layer_norm_eps")),
-)
 
 
 class SmolVLMVision(nn.Module):
@@ -54,7 +39,7 @@ class SmolVLMVision(nn.Module):
 
 class SmolVLM(texts.HoldsTexts):
     model_type = "smolvlm"
-    sections = SECTIONS
+    top_limits = {"scale_factor": limits.Limit("a divisor of the patches of a side", _shuffles)}
     frames_as_images = True
     images_or_videos = True  # its processor gives both the same name
     hf_model = "model.text_model."
@@ -63,7 +48,7 @@ class SmolVLM(texts.HoldsTexts):
         "multi_modal_projector.**": "model.connector.**",
     }
 
-    def build_vision(self) -> nn.Module:
+    def vision_modules(self) -> nn.Module:
         return SmolVLMVision(towers.hf_tower(self.vision), SmolVLMConnector(self.hf_config))
 
     def blank_image(self, pixels: int) -> dict[str, Tensor]:

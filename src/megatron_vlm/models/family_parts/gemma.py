@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_vlm.models.family_parts import llama
+from megatron_vlm.models.family_parts import limits, llama
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 
 
@@ -10,6 +10,8 @@ class GemmaFamily(llama.LlamaFamily):
     """A family with these layers."""
 
     box_format = "box_2d"
+    text_limits = limits.WINDOWS | {"hidden_activation": limits.ACTIVATION}
+    rope_by_layer = True
     norm_before_mlp = "pre_feedforward_layernorm"
     norms_after = {
         "self_attn_bda.norm": "post_attention_layernorm",

@@ -7,21 +7,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.family_parts import keys, patch_towers
+from megatron_vlm.models.family_parts import patch_towers
 from megatron_vlm.models.positions import IMAGE, VIDEO
 from megatron_vlm.parallel.transfer import on_device
 
 MROPE = patch_towers.MRope(sections=(8, 12, 12), part_of_head=True)
-
-
-def sections(model_type: str, text: keys.Section, *vision_types: str) -> keys.Sections:
-    """The sections of such a family; `vision_types` name its vision_config."""
-    top = patch_towers.TOP | keys.any_of("video_start_token_id", "video_end_token_id")
-    return keys.sections(
-        keys.Section((model_type,), top, no_effect=("image_start_token_id", "image_end_token_id")),
-        text,
-        keys.Section(vision_types, patch_towers.VISION | keys.any_of("attention_bias", "rms_norm_eps")),
-    )
 
 
 class Glm4vVision(patch_towers.GridVision):
@@ -61,7 +51,7 @@ class GlmFamily(patch_towers.PatchFamily):
     vision_keys = {"visual.**": "model.visual.**"}
     images_or_videos = True
 
-    def build_vision(self) -> Glm4vVision:
+    def vision_modules(self) -> Glm4vVision:
         return Glm4vVision(self.tower())
 
     def visual_kinds(self, input_ids: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Text models with multi-head latent attention, as DeepSeek-V3's: sizes, keys and rules for weights."""
+"""The text models of DeepSeek-V3 and Mistral Small 4: latent attention, its limits and rules for weights."""
 
 import math
 from typing import Any
 
-from megatron_vlm.models.family_parts import keys
+from megatron_vlm.models.family_parts import limits, moe_rules
 from megatron_vlm.models.family_parts.llama import LlamaFamily
 from megatron_vlm.models.layers.attention_sizes import LatentHeads
 from megatron_vlm.models.weights.rules import Cut, Operation, Rule, Whole
@@ -17,14 +17,41 @@ def scores_of(text: Any) -> int:
     return text.qk_nope_head_dim + text.qk_rope_head_dim
 
 
-SCORES = keys.Values("qk_nope_head_dim + qk_rope_head_dim", lambda width, text: width == scores_of(text))
-ALL_HEADS = keys.Values("num_attention_heads", lambda groups, text: groups == text.num_attention_heads)
-TEXT = (
-    keys.text()
-    | keys.sizes("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-    | keys.any_of("attention_bias", "rope_interleave")
-    | {"q_lora_rank": keys.SIZE_OR_NULL, "qk_rope_head_dim": keys.EVEN, "num_key_value_heads": ALL_HEADS}
-)
+def _is_turned_part(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
+    text = rule_and_text[1]
+    return factor is not None and int(text.head_dim * factor) == text.qk_rope_head_dim
+
+
+SCORES = limits.Limit("qk_nope_head_dim + qk_rope_head_dim", lambda width, text: width == scores_of(text))
+LIMITS = {
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), limits.SIZE),
+    "q_lora_rank": limits.SIZE_OR_NULL,
+    "qk_rope_head_dim": limits.EVEN,
+    "qk_head_dim": SCORES,
+    "num_key_value_heads": limits.Limit(
+        "num_attention_heads", lambda groups, text: groups == text.num_attention_heads
+    ),
+}
+DEEPSEEK_V3 = {
+    **LIMITS,
+    **moe_rules.DEEPSEEK,
+    **moe_rules.SIGMOID,
+    "head_dim": limits.Limit("qk_rope_head_dim", lambda width, text: width == text.qk_rope_head_dim),
+    # without it, Transformers takes queries of the text for some of the tower when it reads a Kimi
+    "q_lora_rank": limits.Limit("above 0", lambda rank, text: bool(rank) and rank > 0),
+    **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), limits.UNUSED),
+}
+MISTRAL4 = {
+    **LIMITS,
+    **moe_rules.DEEPSEEK,
+    "head_dim": SCORES,
+    # a group is ranked by what softmax gives, in Megatron by what comes before
+    "n_group": limits.Limit("topk_group", lambda count, text: 0 < count == text.topk_group),
+}
+MISTRAL4_ROPE = {
+    "rope_type": limits.only("yarn"),  # in Transformers the default one turns whole heads
+    "partial_rotary_factor": limits.Limit("qk_rope_head_dim / head_dim", _is_turned_part),
+}
 
 
 def architecture(text: Any) -> dict:

@@ -3,27 +3,24 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_vlm.models.family_parts import keys
+from megatron_vlm.models.family_parts import limits
 from megatron_vlm.models.family_parts.llama import LlamaFamily
 from megatron_vlm.models.weights.rules import Cut, GatedMLP, Rule, Whole
 
-TEXT = keys.any_of("output_router_logits", "router_aux_loss_coef")
-TEXT |= {"moe_intermediate_size": keys.SIZE}
+LIMITS = {"moe_intermediate_size": limits.SIZE, "router_aux_loss_coef": limits.ANY}
 
 
-def chosen(experts: str) -> keys.Values:
+def chosen(experts: str) -> limits.Limit:
     """How many experts a token takes; `experts` is the key of their number."""
-    return keys.Values(f"1 to {experts}", lambda count, text: 1 <= count <= getattr(text, experts))
+    return limits.Limit(f"1 to {experts}", lambda count, text: 1 <= count <= getattr(text, experts))
 
 
-DEEPSEEK = dict.fromkeys(("n_routed_experts", "num_local_experts", "topk_group"), keys.NUMBER)
-DEEPSEEK |= {
-    "first_k_dense_replace": keys.NUMBER,
-    "moe_intermediate_size": keys.SIZE,
-    "output_router_logits": keys.only(False),
-    "routed_scaling_factor": keys.Values("any but 0", lambda factor, text: factor != 0),  # Megatron: 1
-    "norm_topk_prob": keys.only(True),
-    "n_shared_experts": keys.Values("at least 1", lambda count, text: count >= 1),
+DEEPSEEK = LIMITS | {
+    **dict.fromkeys(("n_routed_experts", "topk_group", "first_k_dense_replace"), limits.NUMBER),
+    "output_router_logits": limits.only(False),
+    "routed_scaling_factor": limits.Limit("any but 0", lambda factor, text: factor != 0),  # Megatron: 1
+    "norm_topk_prob": limits.only(True),
+    "n_shared_experts": limits.Limit("at least 1", lambda count, text: count >= 1),
     "num_experts_per_tok": chosen("n_routed_experts"),
 }
 
@@ -45,7 +42,7 @@ def _groups(count: Any, text: Any) -> bool:
     return even and (count == text.topk_group or text.num_experts_per_tok == 2 * text.topk_group)
 
 
-SIGMOID = {"n_group": keys.Values("topk_group, or any if num_experts_per_tok is twice that", _groups)}
+SIGMOID = {"n_group": limits.Limit("topk_group, or any if num_experts_per_tok is twice that", _groups)}
 
 
 def sigmoid(text: Any) -> dict:

@@ -8,22 +8,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, vision_utils
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import keys, llama, towers
+from megatron_vlm.models.family_parts import limits, llama, towers
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies, mrope_axes
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.models.positions import mrope_positions
 from megatron_vlm.parallel.transfer import on_device
 
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
-TOP = keys.TOP | {"image_token_id": keys.TOKEN, "video_token_id": keys.VIDEO_TOKEN}
-VISION = keys.VISION | {
-    **keys.sizes("depth", "out_hidden_size", "spatial_merge_size"),
-    "num_heads": keys.HEADS_OF_TOWER,
-    "in_channels": keys.COLOURS,
-    "head_dim": keys.only(None),  # rotary embeddings alone read it
-    **keys.any_of("rope_parameters"),
-    "temporal_patch_size": keys.NUMBER,
-}
 
 
 class PatchVision(nn.Module):
@@ -112,12 +103,11 @@ class MRope:
         axes = mrope_axes(self._sections(text.rope_parameters), self.interleaved, len(rule[0]))
         return Rotary([rule], axes)
 
-    def keys(self) -> dict[str, keys.Values]:
-        """The keys of `rope_parameters`, for `Section.rope`."""
+    def limits(self) -> dict[str, limits.Limit]:
+        """The limits of the keys of `rope_parameters`."""
         words = "three numbers" if self.interleaved else "numbers that add up to half the rotated channels"
-        mrope = {"mrope_section": keys.Values(words, self._fits)}
-        partial = keys.not_null("partial_rotary_factor") if self.part_of_head else {}
-        return keys.ROPE | partial | mrope
+        partial = limits.not_null("partial_rotary_factor") if self.part_of_head else {}
+        return partial | {"mrope_section": limits.Limit(words, self._fits)}
 
     def _sections(self, rule: dict) -> list[int]:
         return rule.get("mrope_section", list(self.sections))
@@ -137,9 +127,15 @@ class PatchFamily(llama.LlamaFamily, towers.GridFamily):
     """A family whose tower takes patches and grids, and whose positions are M-RoPE's."""
 
     visual_keys = VISUAL_KEYS
+    top_limits = {"video_token_id": limits.VIDEO_TOKEN}
+    vision_limits = {"head_dim": limits.only(None)}  # rotary embeddings alone read it
     mrope: MRope
     # a moment of a video is so many steps of time; None: the prompt tells the time, see `mrope_positions`
     tokens_per_second: float | None = None
+
+    @property
+    def rope_limits(self) -> dict[str, limits.Limit]:
+        return self.mrope.limits()
 
     def rotary(self) -> Rotary:
         return self.mrope.rotary(self.text)
@@ -153,7 +149,7 @@ class PatchFamily(llama.LlamaFamily, towers.GridFamily):
             tokens_per_second=self.tokens_per_second,
         )
 
-    def build_vision(self) -> GridVision:
+    def vision_modules(self) -> GridVision:
         return GridVision(self.tower(), self.deepstack_features)
 
     def tower(self) -> PreTrainedModel:

@@ -3,15 +3,15 @@
 A family with a text model of its own says the same of it in its file.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_vlm.models.family_parts import deepseek_v3, keys, latent, llama, mistral4, moe_rules
+from megatron_vlm.models.family_parts import latent, limits, llama, moe_rules
 from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
 from megatron_vlm.models.weights.rules import Rule
 
@@ -20,16 +20,13 @@ from megatron_vlm.models.weights.rules import Rule
 class Text:
     """One text model. Every function takes its config, the model's `text_config`."""
 
-    section: keys.Section
+    limits: dict[str, limits.Limit]
     architecture: Callable[[Any], dict]  # what it adds to `llama.architecture`
+    rope_limits: dict[str, limits.Limit] = field(default_factory=lambda: RULES)
     query_scale: Callable[[Any], Callable[[Tensor], Tensor] | None] = lambda text: None
     attention_rules: Callable[[llama.LlamaFamily], list[Rule]] = llama.LlamaFamily.attention_rules
     feed_forward_rules: Callable[[llama.LlamaFamily], list[Rule]] = llama.LlamaFamily.feed_forward_rules
     carried_keys: Callable[[llama.LlamaFamily], dict[str, str]] = lambda family: {}
-
-
-def sections(model_types: Iterable[str]) -> tuple[keys.Section, ...]:
-    return tuple(TEXTS[model_type].section for model_type in model_types)
 
 
 class HoldsTexts(llama.LlamaFamily):
@@ -38,6 +35,14 @@ class HoldsTexts(llama.LlamaFamily):
     @property
     def text_kind(self) -> Text:
         return TEXTS[self.text.model_type]
+
+    @property
+    def text_limits(self) -> dict[str, limits.Limit]:
+        return self.text_kind.limits
+
+    @property
+    def rope_limits(self) -> dict[str, limits.Limit]:
+        return self.text_kind.rope_limits
 
     @property
     def architecture(self) -> dict:
@@ -81,55 +86,43 @@ def query_scale(rule: dict, position_ids: Tensor) -> Tensor:
 
 
 # no field of Qwen2's, which Transformers reads if it is there
-_GIVEN = {
-    "head_dim": keys.Values(
-        "even and above 0", lambda width, text: width is not None and width > 0 == width % 2
-    )
-}
-_QWEN = keys.text() | {"layer_types": keys.LAYER_TYPES}
-_WINDOW = {"sliding_window": keys.SIZE_OR_NULL}
-_QWEN |= keys.any_of("use_sliding_window", "max_window_layers") | _WINDOW
-_MISTRAL = keys.text() | _WINDOW
-_RULES = keys.ROPE | {"rope_type": keys.only("default", "linear", "llama3", "yarn", "dynamic")}
-_LLAMA4_SCALING = ("llama_4_scaling_beta", "original_max_position_embeddings")
+_GIVEN = limits.Limit("even and above 0", lambda width, text: width is not None and width > 0 == width % 2)
+_WINDOW = {"sliding_window": limits.SIZE_OR_NULL}
+RULES = {"rope_type": limits.only("default", "linear", "llama3", "yarn", "dynamic")}
+_LLAMA4_SCALING = dict.fromkeys(("llama_4_scaling_beta", "original_max_position_embeddings"), limits.NUMBER)
 
 TEXTS = {
     "deepseek_v3": Text(
-        deepseek_v3.SECTION,
-        architecture=deepseek_v3.architecture,
+        latent.DEEPSEEK_V3,
+        architecture=lambda text: latent.architecture(text) | moe_rules.sigmoid(text),
+        rope_limits={},
         attention_rules=latent.attention_rules,
         feed_forward_rules=moe_rules.sigmoid_rules,
         carried_keys=moe_rules.after_the_last,
     ),
-    "llama": Text(
-        keys.Section(
-            ("llama",),
-            keys.text() | keys.any_of("attention_bias"),
-            no_effect=("pretraining_tp",),
-            rope=_RULES,
-        ),
-        architecture=llama.attention_bias,
-    ),
-    "mistral": Text(keys.Section(("mistral",), _MISTRAL, rope=_RULES), architecture=_same_window),
+    "llama": Text({}, architecture=llama.attention_bias),
+    "mistral": Text(_WINDOW, architecture=_same_window),
     "ministral3": Text(
-        keys.Section(("ministral3",), _MISTRAL, rope=keys.ROPE | dict.fromkeys(_LLAMA4_SCALING, keys.NUMBER)),
+        _WINDOW,
         architecture=_same_window,
+        rope_limits=_LLAMA4_SCALING,
         query_scale=lambda text: partial(query_scale, text.rope_parameters),
     ),
     "mistral4": Text(
-        mistral4.section(_LLAMA4_SCALING),
-        architecture=mistral4.architecture,
+        latent.MISTRAL4,
+        architecture=lambda text: latent.architecture(text) | moe_rules.deepseek(text),
+        rope_limits=_LLAMA4_SCALING | latent.MISTRAL4_ROPE,
         query_scale=lambda text: partial(query_scale, text.rope_parameters),
         attention_rules=latent.attention_rules,
         feed_forward_rules=moe_rules.deepseek_rules,
         carried_keys=moe_rules.after_the_last,
     ),
     "qwen2": Text(
-        keys.Section(("qwen2",), _QWEN | _GIVEN, rope=_RULES),
+        limits.WINDOWS | {"head_dim": _GIVEN},
         architecture=lambda text: {"add_qkv_bias": True, "layer_windows": llama.layer_windows(text)},
     ),
     "qwen3": Text(
-        keys.Section(("qwen3",), _QWEN | keys.any_of("attention_bias"), rope=_RULES),
+        limits.WINDOWS,
         architecture=lambda text: {
             **llama.attention_bias(text),
             "qk_layernorm": True,

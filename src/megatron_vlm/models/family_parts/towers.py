@@ -4,31 +4,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import linear
 from transformers import AutoModel, PreTrainedModel
 from transformers.models.pixtral import modeling_pixtral
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.family_parts import keys
+from megatron_vlm.models.family_parts import limits
 from megatron_vlm.models.layers.tower_attention import uses_segments
 from megatron_vlm.models.weights.rules import Operation, Rule
 from megatron_vlm.parallel.transfer import on_device
 
-TOWER = keys.VISION | {
-    **keys.any_of("num_hidden_layers", "tie_last_hidden_states"),
-    "num_channels": keys.COLOURS,
-}
-PIXTRAL = keys.Section(("pixtral",), TOWER | {"head_dim": keys.WHOLE_HEADS})  # of rotary alone
-SIGLIP = keys.Section(("siglip_vision_model",), TOWER | keys.any_of("layer_norm_eps", "vision_use_head"))
-
-LAYERS = "layers of the tower; what goes into the first is [0]"
+PIXTRAL = {"head_dim": limits.WHOLE_HEADS}  # of rotary alone
 
 
 def layers_exist(layers: Any, hf_config: Any) -> bool:
@@ -39,6 +30,9 @@ def layers_exist(layers: Any, hf_config: Any) -> bool:
     count = hf_config.vision_config.num_hidden_layers + 1
     layers = [layers] if isinstance(layers, int) else layers
     return len(layers) > 0 and all(-count <= layer < count for layer in layers)
+
+
+FEATURE_LAYERS = limits.Limit("layers of the tower; what goes into the first is [0]", layers_exist)
 
 
 class GridFamily(Description):
@@ -145,37 +139,6 @@ def chosen_states(tower: PreTrainedModel, pixels: Tensor, layers: int | list[int
 def _chosen(states: Sequence[Tensor], layers: int | list[int]) -> Tensor:
     layers = [layers] if isinstance(layers, int) else layers
     return torch.cat([states[layer] for layer in layers], dim=-1)
-
-
-def train_what_is_used(vision: nn.Module, image: dict[str, Tensor]) -> nn.Module:
-    """Gives back `vision` without gradients of what no feature depends on, such as its unused last layers.
-
-    They stay as they are, as in Transformers, where they get no gradient, and so do adapters of theirs:
-    Megatron would wait for the gradient of each trained parameter. Runs on shapes alone.
-    """
-    both = _Backward(vision)
-    shapes = {
-        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.is_floating_point())
-        for name, tensor in chain(both.named_parameters(), both.named_buffers())
-    }
-    with torch.enable_grad():
-        functional_call(both, shapes, (), GenericVisualInputs(**image).to("meta").as_model_kwargs())
-    for name, parameter in both.named_parameters():
-        if shapes[name].grad is None:
-            parameter.requires_grad_(False)
-            parameter.unused = True
-    return vision
-
-
-class _Backward(nn.Module):
-    """Both passes in one call, so that layers which run again in the second have the same parameters."""
-
-    def __init__(self, vision: nn.Module):
-        super().__init__()
-        self.vision = vision
-
-    def forward(self, **inputs: Any) -> None:
-        self.vision(**inputs).sum().backward()
 
 
 def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> None:
