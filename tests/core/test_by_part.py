@@ -59,7 +59,7 @@ def started(run: RunConfig, path: str):
     import_hf(chunks, path, description.weight_map)
     ddp, rules = data_parallel(chunks, run), description.weight_map.rules
     own = parameters_by_part(ddp, run.optimizer.by_part, description.groups, rules)
-    return ddp, *build_optimizer(ddp, run, own=own), list(_trained_parameters(ddp, rules))
+    return ddp, *build_optimizer(ddp, run, by_part=own), list(_trained_parameters(ddp, rules))
 
 
 def step(ddp, optimizer, scheduler, named) -> dict[str, tuple[str, int, float, float]]:

@@ -130,7 +130,7 @@ def packed_page(dataset, tmp_path_factory):
     settings = {"data.packing": "stream", "data.packing_buffer_size": 19, "data.seq_length": 512}
     run = config_of("gemma3", dataset, tmp_path_factory, **settings)
     path = tmp_path_factory.mktemp("page") / "preview.html"
-    page, _ = preview_page(run, count=100, shown=100)
+    page, _ = preview_page(run, count=100, rows_shown=100)
     path.write_text(page, encoding="utf-8")
     return path
 

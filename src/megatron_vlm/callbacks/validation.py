@@ -70,6 +70,7 @@ class Best(Callback):
             raise ConfigError(
                 f"train.best_by: {name} is no figure that there is; there are {listed(alike, 8)}."
             )
+        # compared negated where more is better, so that less is always better here
         if more_is_better is None:
             more_is_better = name in higher
         rated = -logged[name] if more_is_better else logged[name]

@@ -142,7 +142,10 @@ class BatchBroadcaster:
 def _group_of(key: Any) -> dist.ProcessGroup:
     """A new group on the host of all ranks with the same `key`."""
     keys = from_all_ranks(key)
-    members = [[rank for rank, rank_key in enumerate(keys) if rank_key == one] for one in sorted(set(keys))]
+    members = [
+        [rank for rank, rank_key in enumerate(keys) if rank_key == group_key]
+        for group_key in sorted(set(keys))
+    ]
     return dist.new_subgroups_by_enumeration(members, timeout=collective_timeout(), backend="gloo")[0]
 
 

@@ -319,10 +319,10 @@ def _filled(key: str, tensors: list[Tensor | None]) -> TensorList:
     return _field(key, [no_rows if tensor is None else tensor for tensor in tensors])
 
 
-def _equal(one: Field, other: Field) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
-    return isinstance(one, TensorList) and one == other
+def _equal(first: Field, other: Field) -> bool:
+    if isinstance(first, Tensor) and isinstance(other, Tensor):
+        return (first.dtype, first.device) == (other.dtype, other.device) and torch.equal(first, other)
+    return isinstance(first, TensorList) and first == other
 
 
 def _packed(tensor: Tensor) -> tuple:

@@ -66,18 +66,18 @@ class Memory:
     def _storages(self, kind: str) -> list[UntypedStorage]:
         """Each once, of the device; what the optimizer shares with the model belongs to the model."""
         modules = [chunk.module for chunk in self._chunks]
-        buffers = [each for chunk in self._chunks for each in chunk.buffers + chunk.expert_parallel_buffers]
-        adams = [each.optimizer for each in self._optimizer.chained_optimizers if each.optimizer is not None]
+        buffers = [item for chunk in self._chunks for item in chunk.buffers + chunk.expert_parallel_buffers]
+        adams = [item.optimizer for item in self._optimizer.chained_optimizers if item.optimizer is not None]
         states = [state for adam in adams for state in adam.state.values()]
         tensors = {
             MODEL: [
                 *(tensor for module in modules for tensor in chain(module.parameters(), module.buffers())),
-                *(each.param_data for each in buffers if each.param_data is not None),
+                *(item.param_data for item in buffers if item.param_data is not None),
             ],
-            GRADS: [each.grad_data for each in buffers],
+            GRADS: [item.grad_data for item in buffers],
             OPTIMIZER: [
                 *(param for adam in adams for group in adam.param_groups for param in group["params"]),
-                *(each for state in states for each in state.values() if isinstance(each, Tensor)),
+                *(item for state in states for item in state.values() if isinstance(item, Tensor)),
             ],
         }
         owned: dict[int, tuple[str, UntypedStorage]] = {}

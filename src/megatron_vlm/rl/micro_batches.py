@@ -178,18 +178,21 @@ def micro_batches(documents: list[Document], max_tokens: int) -> list[MicroBatch
 
 
 def _packed(documents: list[Document]) -> MicroBatch:
-    labels = [torch.where(each.scored.roll(-1), each.input_ids.roll(-1), IGNORE_INDEX) for each in documents]
-    numbers = [torch.full_like(each.input_ids, n) for n, each in enumerate(documents, start=1)]
+    labels = [
+        torch.where(document.scored.roll(-1), document.input_ids.roll(-1), IGNORE_INDEX)
+        for document in documents
+    ]
+    numbers = [torch.full_like(document.input_ids, n) for n, document in enumerate(documents, start=1)]
     row = torch.cat(labels)[None]
-    visual = [each.visual for each in documents if each.visual is not None]
+    visual = [document.visual for document in documents if document.visual is not None]
     batch: Batch = {
-        "input_ids": torch.cat([each.input_ids for each in documents])[None],
+        "input_ids": torch.cat([document.input_ids for document in documents])[None],
         "labels": row,
         "loss_mask": (row != IGNORE_INDEX).float(),
-        "position_ids": torch.cat([each.position_ids for each in documents], dim=-1).unsqueeze(-2),
+        "position_ids": torch.cat([document.position_ids for document in documents], dim=-1).unsqueeze(-2),
         "attention_mask": torch.cat(numbers)[None].int(),
         "visual_inputs": GenericVisualInputs.cat(visual),
-        "__key__": [[str(each.number) for each in documents]],
+        "__key__": [[str(document.number) for document in documents]],
         "__restore_key__": None,
     }
     return MicroBatch(check(batch), documents)

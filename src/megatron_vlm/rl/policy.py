@@ -82,7 +82,7 @@ class Policy:
         by_part = parameters_by_part(chunks, config.optimizer.by_part, described.groups, described.rules)
         self.config, self.source = config, source
         self.chunks, self.max_tokens = chunks, max_tokens
-        self.optimizer, self.scheduler = build_optimizer(chunks, config, own=by_part)
+        self.optimizer, self.scheduler = build_optimizer(chunks, config, by_part=by_part)
         self.memory = Memory(chunks, self.optimizer)
         self._empty()
 

@@ -57,7 +57,7 @@ def validation_loss(
 def logits_of(
     chunks: list[torch.nn.Module], micro_batches: list[Batch], positions: list[np.ndarray] | None = None
 ) -> list[Tensor]:
-    """The logits (n, V) of each micro batch's `wanted` tokens, indices into B * S.
+    """The logits (n, V) of the tokens at each micro batch's `positions`, indices into B * S.
     None: of all tokens, with zeros for padding. An empty list but on the last pipeline stage. Collective."""
     positions = positions or [np.arange(batch["input_ids"].numel()) for batch in micro_batches]
     streams = streams_of(chunks, micro_batches, positions)

@@ -29,12 +29,12 @@ def build_optimizer(
     model_chunks: list[DistributedDataParallel],
     config: RunConfig,
     steps: int | None = None,
-    own: ByPart | None = None,
+    by_part: ByPart | None = None,
 ) -> tuple[ChainedOptimizer, Schedule]:
     """AdamW over all trainable parameters of `model_chunks`, and its schedule over a run of `steps` steps.
 
-    `steps` None: `train.steps`, or else a schedule without an end, for what trains no run. `own` says which
-    parameters have a learning rate or weight decay for themselves (`OptimizerConfig.by_part`).
+    `steps` None: `train.steps`, or else a schedule without an end, for what trains no run. `by_part` has the
+    parameters with a learning rate or weight decay of their own (`OptimizerConfig.by_part`).
 
     Biases and all other one-dimensional parameters, such as norms, have no weight decay. Adam's moments and
     the parameters it updates are fp32, whatever the model's dtype. After each `optimizer.step()` call
@@ -48,7 +48,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         settings,
         model_chunks,
-        config_overrides=get_standard_config_overrides(settings) | _overrides(config, own or {}),
+        config_overrides=get_standard_config_overrides(settings) | _overrides(config, by_part or {}),
         use_gloo_process_groups=False,
     )
     if not optimizer.param_groups:

@@ -74,25 +74,25 @@ class KnownCosts:
 
 
 def make_plan(
-    config: RunConfig, description: Description, gpus: int, known: KnownCosts | None = None
+    config: RunConfig, description: Description, gpus: int, shared_costs: KnownCosts | None = None
 ) -> MemoryPlan:
-    """Return the plan of a configuration on `gpus` GPUs. Plans that share `known` are made faster.
+    """Return the plan of a configuration on `gpus` GPUs. Plans with the same `shared_costs` are made faster.
 
     Raises:
         ValueError: The layout does not divide GPUs, model or batch; the message says what to change.
     """
     validate(config, gpus)
-    known = known or KnownCosts()
-    image = known.image = known.image or costs.image_cost(config, description)
+    shared_costs = shared_costs or KnownCosts()
+    image = shared_costs.image = shared_costs.image or costs.image_cost(config, description)
     parallel = config.parallel
     split = (parallel.tp, parallel.cp, parallel.ep, config.train.micro_batch_size, config.data.seq_length)
     split += (config.model.recompute == "selective",)
     loaded = replace(config, model=replace(config.model, load_weights=True))  # nothing is drawn at random
     stage_costs = costs.stage_costs(config, description.architecture, image)
     megatron_config = language_model_config(loaded, description.architecture, stage_costs)
-    if split not in known.pieces:
-        known.pieces[split] = measure_pieces(config, description)
-    ranks = _Ranks(config, megatron_config, description.architecture, known.pieces[split], image, gpus)
+    if split not in shared_costs.pieces:
+        shared_costs.pieces[split] = measure_pieces(config, description)
+    ranks = _Ranks(config, megatron_config, description.architecture, shared_costs.pieces[split], image, gpus)
     stages = tuple(ranks.stage(number) for number in range(parallel.pp))
     return MemoryPlan(config, description, gpus, stages, image)
 

@@ -18,7 +18,7 @@ def preview(
     train_data_path: arguments.TrainData = None,
     hf_path: arguments.Checkpoint = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
-    shown: Annotated[int, typer.Option(min=0, help="Rows to show whole.")] = 10,
+    rows_shown: Annotated[int, typer.Option("--shown", min=0, help="Rows to show whole.")] = 10,
     output: arguments.HtmlFile = Path("preview.html"),
 ) -> None:
     """Write a page that shows the training data as the model will see it, and print how long its samples are.
@@ -30,7 +30,7 @@ def preview(
 
     from megatron_vlm.extras.preview.preview import preview_page
 
-    page, figures = preview_page(config, rows, shown)
+    page, figures = preview_page(config, rows, rows_shown)
     write_output(output, page)
     typer.echo("\n".join([*aligned(figures), f"wrote {output}"]))
 

@@ -21,7 +21,7 @@ from megatron_vlm.overrides import apply_overrides, to_yaml
 QUANTILES = {"least": 0, "half": 0.5, "95 %": 0.95, "99 %": 0.99, "most": 1}
 
 
-def preview_page(config: RunConfig, count: int, shown: int) -> tuple[str, list[list[str]]]:
+def preview_page(config: RunConfig, count: int, rows_shown: int) -> tuple[str, list[list[str]]]:
     """HTML of the first rows of the run's training data as the model will see them, and its figures."""
     with training_data(config) as (data, read):
         rows = []
@@ -32,7 +32,7 @@ def preview_page(config: RunConfig, count: int, shown: int) -> tuple[str, list[l
         drops = {drop["key"]: drop for drop in data.drops.examples()}  # each once, however often it was read
     figures = _figures(rows, patches)
     title = f"{config.name}: {_paths(config)}"
-    return _page(title, config, rows[:shown], figures, list(drops.values())), figures
+    return _page(title, config, rows[:rows_shown], figures, list(drops.values())), figures
 
 
 def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> str:

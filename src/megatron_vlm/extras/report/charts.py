@@ -58,12 +58,12 @@ def _chart(runs: Sequence[History], title: str, unit: str, metrics: list[str]) -
     return {"title": title, "unit": unit, "steps": steps, "series": series}
 
 
-def thinned(points: Points, most: int = MOST_POINTS) -> Points:
+def thinned(points: Points, most_points: int = MOST_POINTS) -> Points:
     """At most so many of the points: of each stretch the lowest and the highest, so that a spike stays."""
-    if len(points) <= most:
+    if len(points) <= most_points:
         return points
     kept = {points[0], points[-1]}
-    length = -(-len(points) // (most // 2 - 1))
+    length = -(-len(points) // (most_points // 2 - 1))
     for stretch in batched(points, length):
         kept |= {min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))}
     return sorted(kept)

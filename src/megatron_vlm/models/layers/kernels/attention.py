@@ -164,16 +164,16 @@ def documents_backward(
 def _parts(segments: Segments, scores_like: Tensor) -> Iterator[Part]:
     """Whole segments where no mask is needed, else runs of their queries with the keys that they see."""
     first_query = first_key = 0
-    left, right = segments.left, segments.right
+    keys_before, keys_after = segments.left, segments.right
     for n, m in zip(segments.query_lengths.tolist(), segments.key_lengths.tolist(), strict=True):
-        unlimited = left is None or left >= m - 1
-        is_plain = unlimited and (right is None or (right == 0 and n == m))
+        unlimited = keys_before is None or keys_before >= m - 1
+        is_plain = unlimited and (keys_after is None or (keys_after == 0 and n == m))
         at_once = max(n, 1) if is_plain else QUERIES_AT_ONCE
         for start in range(0, max(n, 1), at_once):
             stop = min(start + at_once, n)
             # query i is aligned with key i + m - n
-            low = 0 if left is None else max(0, start + m - n - left)
-            high = m if right is None else min(m, stop + m - n + right)
+            low = 0 if keys_before is None else max(0, start + m - n - keys_before)
+            high = m if keys_after is None else min(m, stop + m - n + keys_after)
             queries = slice(first_query + start, first_query + stop)
             keys = slice(first_key + low, first_key + high)
             mask = None
@@ -181,11 +181,11 @@ def _parts(segments: Segments, scores_like: Tensor) -> Iterator[Part]:
                 query_of = torch.arange(start + m - n, stop + m - n, device=scores_like.device)
                 distance = torch.arange(low, high, device=scores_like.device) - query_of[:, None]
                 mask = torch.zeros_like(distance, dtype=scores_like.dtype)
-                if left is not None:
-                    mask.masked_fill_(distance < -left, -torch.inf)
-                if right is not None:
-                    mask.masked_fill_(distance > right, -torch.inf)
-            yield Part(queries, keys, is_plain and right == 0, mask)
+                if keys_before is not None:
+                    mask.masked_fill_(distance < -keys_before, -torch.inf)
+                if keys_after is not None:
+                    mask.masked_fill_(distance > keys_after, -torch.inf)
+            yield Part(queries, keys, is_plain and keys_after == 0, mask)
         first_query += n
         first_key += m
 
@@ -213,8 +213,8 @@ def flash_backward(
 
 
 def _options(segments: Segments, scale: float) -> dict[str, Any]:
-    left, right = (-1 if limit is None else limit for limit in (segments.left, segments.right))
-    return {"scale": scale, "window_size_left": left, "window_size_right": right}
+    window = {"window_size_left": segments.left, "window_size_right": segments.right}
+    return {"scale": scale} | {side: -1 if limit is None else limit for side, limit in window.items()}
 
 
 def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:

@@ -172,8 +172,10 @@ def disagreement(
         except (RuntimeError, NotImplementedError) as error:
             return f"{name} does not run here ({str(error).splitlines()[0]}){layers}"
         expected = _with_gradients(wide, partial(dense, plan=plan, view=plan.views[window], scale=scale))
-        for tensor_name, ours, theirs in zip(("context", "dq", "dk", "dv"), results, expected, strict=True):
-            if not (error := _difference(ours, theirs)) <= LARGEST[dtype]:
+        for tensor_name, ours, reference in zip(
+            ("context", "dq", "dk", "dv"), results, expected, strict=True
+        ):
+            if not (error := _difference(ours, reference)) <= LARGEST[dtype]:
                 return f"{name} has a {tensor_name} that differs by {error:.1e}{layers}"
     return None
 

@@ -25,9 +25,9 @@ class Fused:
 
     compiles_on: str | None = "cuda"  # the type of the device, for all such functions
 
-    def __init__(self, written: Callable[..., Any]):
-        self.written = written
-        update_wrapper(self, written)
+    def __init__(self, function: Callable[..., Any]):
+        self.written = function
+        update_wrapper(self, function)
 
     def __call__(self, first: Tensor, *arguments: Any) -> Any:
         if first.device.type != Fused.compiles_on or len(first) < 2:
