@@ -1,35 +1,19 @@
 """Read a record of any source: its conversation as chat templates take it, and the media that it names.
 
-`data.on_disk.fields` is the table of names. A record has turns under one of `fields.TURNS`, or is written in
-one of these layouts:
+`data.on_disk.fields` is the table of names, and docs/data.md has an example of each layout:
 
-    question, answer            one exchange; also called prompt or instruction (query or input is appended
-                                after a newline, or is all that is asked) and response, completion, output or
-                                answers (the most frequent one counts); history: earlier pairs. Both may be
-                                lists of turns; verl's answer is `reward_model.ground_truth`
-    caption                     the reply to an image
-    text                        without any media: a document
-    texts: [{user, assistant}]  exchanges
-    texts: [text or None]       with `images: [image or None]`: an interleaved document, see `_document`
+    turns                        under one of `fields.TURNS`
+    question, answer             one exchange, with `history` before it; both may be lists of turns
+    caption                      the reply to an image
+    text                         without any media: a document
+    texts                        exchanges [{user, assistant}], or texts between images, see `_document`
+    prompt, chosen, rejected     or both answers as whole conversations, with their prompt
+    turns, rejected_response     what might have been the last reply
+    turns, rejected_messages     two conversations
 
-    prompt, chosen, rejected           TRL, and most datasets; without `prompt`, both of the others are whole
-                                       conversations; question and instruction are prompts, too;
-                                       whole conversations may also stand beside what they begin with
-    conversations, chosen, rejected    LLaMA-Factory: the turns of the prompt, and one turn each
-    messages, rejected_response        ms-swift: a conversation, and what might have been its last reply
-    messages, rejected_messages        ms-swift: two conversations
-
-The prompt and the answers of a preference record are text, a turn, or a list of turns. A text that begins
-with "Human:", as in hh-rlhf, is a whole conversation.
-
-Its media stand under `image(s)` and `video(s)`, or parts of its turns name them, as OpenAI and Qwen write
-them. An image is {"type": "image_url", "image_url": {"url": PATH}} or {"type": "image", "image": PATH}, a
-video the same with its word, or {"type": "video", "video": [PATHS OF FRAMES], "fps": 2}. A part that names
-none stands for the next medium of its record.
-
-An image is a path, encoded bytes, or Hugging Face's `{"path": ..., "bytes": ...}`. A video is a file in one
-of these forms, a list of images, or `{"frames": [images]}` with such a list and `fps` or `timestamps` (see
-`data.media.videos`). One that is an object may have limits of its own, see `chatml.limits`.
+Media stand under `image(s)` and `video(s)`, or parts of turns name them. A part that names none stands for
+the next medium of its record. A medium is a path, encoded bytes, or an object with one of ENTRY; a video may
+also be a list of images, or an object with such `frames` and `fps` or `timestamps`.
 """
 
 import json

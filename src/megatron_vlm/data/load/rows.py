@@ -19,7 +19,7 @@ from megatron_vlm.data.chatml.record import load_media, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample
 from megatron_vlm.data.load.workers import loader_of, raise_naming_samples
-from megatron_vlm.data.records.blends import Table
+from megatron_vlm.data.records.blends import MapDataset
 from megatron_vlm.data.records.streams import StreamedRows
 
 
@@ -34,7 +34,7 @@ class EncodedEntry(NamedTuple):
 class EncodedRows(Dataset):
     """Encodes the entries of an order. A row is its number in the table, or what the stream gave."""
 
-    def __init__(self, table: Table | StreamedRows, encoder) -> None:
+    def __init__(self, table: MapDataset | StreamedRows, encoder) -> None:
         self.table, self.encoder = table, encoder
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Rows by number: the interface of every map-style source, several sources as one, and rows held out of them.
+"""Map-style datasets: the interface of all of them, several blended into one, and validation splits.
 
 Rows are held out for validation by a hash of their keys. Whether one is depends on nothing but its key in its
 own source and the share: not on order, ranks, workers, seed or other sources. A larger share holds out what a
@@ -18,8 +18,8 @@ from megatron_vlm.data.accounts.fingerprint import digest
 from megatron_vlm.data.on_disk.paths import DataSource
 
 
-class Table(ABC):
-    """Rows by number, from 0. All of them are in every epoch, each under its number and in its place."""
+class MapDataset(ABC):
+    """Records by index, from 0. An index always means the same record, and every epoch has all of them."""
 
     identity: str  # changes with the data, as far as can be told without reading it
 
@@ -49,8 +49,8 @@ class Table(ABC):
         """The text that the sizes of a row's images are drawn from; None: they are not drawn."""
         return None
 
-    def parts(self) -> Mapping[str, "Table"]:
-        """The tables that it is made of, by name, if there are several sources."""
+    def parts(self) -> Mapping[str, "MapDataset"]:
+        """The datasets that it is made of, by name, if there are several sources."""
         return {}
 
     def place(self, index: int) -> int:
@@ -66,22 +66,22 @@ class Table(ABC):
 
 
 @dataclass
-class Blend(Table):
-    """Several tables, each with the number of its rows in an epoch; `exact` are the tables whose number
+class Blend(MapDataset):
+    """Several datasets, each with the number of its rows in an epoch; `exact` are the datasets whose number
     the user gave, as `#n`.
 
-    A table is passed over without end, each pass in a random order; an epoch takes the next rows of these
+    A dataset is passed over without end, each pass in a random order; an epoch takes the next rows of these
     passes. So whatever the share, every row comes as often as any other, plus or minus one.
     """
 
-    tables: Mapping[str, Table]
+    datasets: Mapping[str, MapDataset]
     counts: Mapping[str, int]  # rows in an epoch
     exact: Collection[str] = frozenset()
 
     def __post_init__(self) -> None:
-        self._names = list(self.tables)
-        self._starts = np.cumsum([0, *map(len, self.tables.values())])
-        parts = [f"{name} {self.counts[name]} {table.identity}" for name, table in self.tables.items()]
+        self._names = list(self.datasets)
+        self._starts = np.cumsum([0, *map(len, self.datasets.values())])
+        parts = [f"{name} {self.counts[name]} {dataset.identity}" for name, dataset in self.datasets.items()]
         self.identity = "\n".join(parts)
 
     def __len__(self) -> int:
@@ -90,46 +90,46 @@ class Blend(Table):
     def rows_of(self, epoch: int, seed: int) -> ndarray:
         return np.concatenate(
             [
-                start + _rows_in_turn(len(self.tables[name]), self.counts[name], epoch, (seed, number))
+                start + _rows_in_turn(len(self.datasets[name]), self.counts[name], epoch, (seed, number))
                 for number, (name, start) in enumerate(zip(self._names, self._starts[:-1], strict=True))
             ]
         )
 
     def record(self, index: int) -> tuple[dict, Path | str]:
         name, row = self._at(index)
-        return self.tables[name].record(row)
+        return self.datasets[name].record(row)
 
     def origin(self, index: int) -> tuple[str, int]:
         name, row = self._at(index)
-        return self.tables[name].origin(row)
+        return self.datasets[name].origin(row)
 
-    def parts(self) -> Mapping[str, Table]:
-        return self.tables
+    def parts(self) -> Mapping[str, MapDataset]:
+        return self.datasets
 
     def key(self, index: int) -> str:
-        """A key unique among the rows of all tables, since the tables' names are unique."""
+        """A key unique among the rows of all datasets, since the datasets' names are unique."""
         name, row = self._at(index)
-        return f"{name}-{self.tables[name].key(row)}"
+        return f"{name}-{self.datasets[name].key(row)}"
 
     def content(self) -> str:
-        """A digest in the order of the tables, on which seeds depend. Names may change as files move."""
-        return digest([[self.counts[name], table.content()] for name, table in self.tables.items()])
+        """A digest in the order of the datasets, on which seeds depend. Names may change as files move."""
+        return digest([[self.counts[name], dataset.content()] for name, dataset in self.datasets.items()])
 
     def _at(self, index: int) -> tuple[str, int]:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._names[number], index - int(self._starts[number])
 
 
-def sources_of_keys(table: object) -> list[str]:
-    """The names that the keys of a table's rows begin with, if it has several parts."""
-    names = list(table.parts()) if isinstance(table, Table) else []
+def sources_of_keys(dataset: object) -> list[str]:
+    """The names that the keys of a dataset's rows begin with, if it has several parts."""
+    names = list(dataset.parts()) if isinstance(dataset, MapDataset) else []
     return names if len(names) > 1 else []
 
 
-def in_turn(table: Table, rows: ndarray) -> ndarray:
-    """The rows, given in stored order, so that the parts of a table take turns: the first of each, then the
+def in_turn(dataset: MapDataset, rows: ndarray) -> ndarray:
+    """The rows, given in stored order, so that the parts of a dataset take turns: the first of each, then the
     second of each, and so on; a part that is over takes none."""
-    ends = np.cumsum([len(part) for part in table.parts().values()])
+    ends = np.cumsum([len(part) for part in dataset.parts().values()])
     parts = np.searchsorted(ends, rows, side="right")
     turns = np.arange(len(rows)) - np.searchsorted(parts, parts)
     return rows[np.lexsort((parts, turns))]
@@ -143,18 +143,18 @@ def _rows_in_turn(rows: int, count: int, epoch: int, seed: Sequence[int]) -> nda
     return np.concatenate(orders)[begin - passes.start * rows :][:count]
 
 
-def blend_tables(tables: Mapping[str, Table], sources: Sequence[DataSource]) -> Blend:
-    """One table of several, whose sources say how many rows an epoch has of each.
+def blend_datasets(datasets: Mapping[str, MapDataset], sources: Sequence[DataSource]) -> Blend:
+    """One dataset of several, whose sources say how many rows an epoch has of each.
 
-    Raises ValueError for a table without rows.
+    Raises ValueError for a dataset without rows.
     """
     parts, counts, exact = {}, {}, set()
-    for (name, table), source in zip(tables.items(), sources, strict=True):
-        inner, rows = {name: table}, {name: len(table)}
-        if isinstance(table, Blend):
-            inner = {f"{name}/{part}": of for part, of in table.tables.items()}
-            rows = {f"{name}/{part}": count for part, count in table.counts.items()}
-        if not len(table):
+    for (name, dataset), source in zip(datasets.items(), sources, strict=True):
+        inner, rows = {name: dataset}, {name: len(dataset)}
+        if isinstance(dataset, Blend):
+            inner = {f"{name}/{part}": of for part, of in dataset.datasets.items()}
+            rows = {f"{name}/{part}": count for part, count in dataset.counts.items()}
+        if not len(dataset):
             raise ValueError(f"data: {name} has no records; leave it out.")
         total = sum(rows.values())
         rows_in_epoch = source.rows_in_an_epoch(total)
@@ -187,103 +187,103 @@ def is_held_out(key: str, share: float) -> bool:
     return number < share * 2**64
 
 
-def hold_out(table: Table, share: float, held_out: bool) -> Table:
-    """The held-out rows, each once in an epoch; or all other rows, as many times as `table` has them,
+def hold_out(dataset: MapDataset, share: float, held_out: bool) -> MapDataset:
+    """The held-out rows, each once in an epoch; or all other rows, as many times as `dataset` has them,
     unless it says how many rows an epoch has.
 
     Raises ValueError if no row is held out, or all rows of one of the sources are.
     """
-    tables = table.tables if isinstance(table, Blend) else {"": table}
+    datasets = dataset.datasets if isinstance(dataset, Blend) else {"": dataset}
     chosen, trained = {}, {}
-    for name, source in tables.items():
+    for name, source in datasets.items():
         is_chosen = np.array([is_held_out(source.key(row), share) for row in range(len(source))], bool)
-        chosen[name] = ChosenRows(source, np.flatnonzero(is_chosen), f"{share} held out")
-        trained[name] = ChosenRows(source, np.flatnonzero(~is_chosen), f"without {share} held out")
+        chosen[name] = Subset(source, np.flatnonzero(is_chosen), f"{share} held out")
+        trained[name] = Subset(source, np.flatnonzero(~is_chosen), f"without {share} held out")
     # Training needs rows of every source, and validation needs a row of any
-    empty = [part for name, part in tables.items() if not trained[name]]
+    empty = [part for name, part in datasets.items() if not trained[name]]
     wrong = [f"all {len(part)} rows of {part.origin(0)[0]}" for part in empty]
-    wrong += [] if any(chosen.values()) else [f"none of {len(table)} rows"]
+    wrong += [] if any(chosen.values()) else [f"none of {len(dataset)} rows"]
     if wrong:
         raise ValueError(
             f"data.validation_share: {share:g} holds out {wrong[0]}; change it, or give data.valid_data_path."
         )
-    if not isinstance(table, Blend):
+    if not isinstance(dataset, Blend):
         return (chosen if held_out else trained)[""]
     # A source keeps its share of an epoch, less what is held out of it
     if held_out:
         some = {name: rows for name, rows in chosen.items() if rows}
         return Blend(some, {name: len(rows) for name, rows in some.items()})
-    counts = dict(table.counts)
-    for name in counts.keys() - table.exact:
-        counts[name] = max(1, round(counts[name] * len(trained[name]) / len(tables[name])))
+    counts = dict(dataset.counts)
+    for name in counts.keys() - dataset.exact:
+        counts[name] = max(1, round(counts[name] * len(trained[name]) / len(datasets[name])))
     return Blend(trained, counts)
 
 
 @dataclass
-class ChosenRows(Table):
-    """Some rows of a table, with the keys that they have there."""
+class Subset(MapDataset):
+    """Some rows of a dataset, with the keys that they have there."""
 
-    table: Table
+    dataset: MapDataset
     rows: ndarray
     name: str  # which part it is
 
     def __post_init__(self) -> None:
-        self.identity = f"{self.table.identity} {self.name}"
+        self.identity = f"{self.dataset.identity} {self.name}"
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def record(self, index: int) -> tuple[dict, Path | str]:
-        return self.table.record(int(self.rows[index]))
+        return self.dataset.record(int(self.rows[index]))
 
     def origin(self, index: int) -> tuple[str, int]:
-        return self.table.origin(int(self.rows[index]))
+        return self.dataset.origin(int(self.rows[index]))
 
     def content(self) -> str:
-        return digest([self.table.content(), self.name])
+        return digest([self.dataset.content(), self.name])
 
 
 # -- images in other sizes
 
 
 @dataclass
-class Resized(Table):
-    """The rows of a table, each under `count` numbers, one for every size that its images are to have.
+class Resized(MapDataset):
+    """The rows of a dataset, each under `count` indices, one for every size that its images are to have.
 
     The epochs take these sizes in turn. A number says which size it is, so whatever knows a row's number
     (lengths, orders, keys for replay) knows the size, too.
     """
 
-    table: Table
+    dataset: MapDataset
     count: int
     seed: int
 
     def __post_init__(self) -> None:
-        self.identity = f"{self.table.identity} in {self.count} sizes of seed {self.seed}"
+        self.identity = f"{self.dataset.identity} in {self.count} sizes of seed {self.seed}"
 
     def __len__(self) -> int:
-        return self.count * len(self.table)
+        return self.count * len(self.dataset)
 
     def rows_of(self, epoch: int, seed: int) -> ndarray:
-        return self.table.rows_of(epoch, seed) + epoch % self.count * len(self.table)
+        return self.dataset.rows_of(epoch, seed) + epoch % self.count * len(self.dataset)
 
     def sizes(self, index: int) -> str:
-        return f"{self.seed} {index // len(self.table)} {self.key(index)}"
+        return f"{self.seed} {index // len(self.dataset)} {self.key(index)}"
 
     def record(self, index: int) -> tuple[dict, Path | str]:
-        return self.table.record(index % len(self.table))
+        return self.dataset.record(index % len(self.dataset))
 
     def origin(self, index: int) -> tuple[str, int]:
-        return self.table.origin(index % len(self.table))
+        return self.dataset.origin(index % len(self.dataset))
 
     def key(self, index: int) -> str:
-        return self.table.key(index % len(self.table))
+        return self.dataset.key(index % len(self.dataset))
 
-    def parts(self) -> Mapping[str, Table]:
-        return self.table.parts()
+    def parts(self) -> Mapping[str, MapDataset]:
+        return self.dataset.parts()
 
     def content(self) -> str:
-        return self.table.content()
+        return self.dataset.content()
 
     def fingerprint(self) -> str:
-        return self.table.fingerprint()
+        return self.dataset.fingerprint()

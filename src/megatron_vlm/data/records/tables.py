@@ -1,6 +1,6 @@
-"""Map-style sources: rows on disk, read one at a time by number, from any process.
+"""Map-style datasets on disk: records are read one at a time by index, from any process.
 
-All tables give what `data.chatml.record` reads: a record with the package's column names, and the folder
+All of them give what `data.chatml.record` reads: a record with the package's column names, and the folder
 under which its media lie.
 """
 
@@ -30,7 +30,7 @@ from megatron_vlm.data.on_disk.rows_file import (
     tabular_kind,
     unpacked,
 )
-from megatron_vlm.data.records.blends import Table, blend_tables, path_names
+from megatron_vlm.data.records.blends import MapDataset, blend_datasets, path_names
 from megatron_vlm.data.records.meta import entries_of, read_meta
 from megatron_vlm.files import check_file, open_file
 
@@ -38,7 +38,7 @@ CHECKED_RECORDS = 1000  # the first ones: one must be there, and every mapped co
 
 
 @dataclass
-class HFTable(Table):
+class HFDataset(MapDataset):
     """A table over a `datasets.Dataset` with undecoded images."""
 
     name: str
@@ -67,7 +67,7 @@ class HFTable(Table):
         return rows_digest(self.rows, self.name)
 
 
-class JsonTable(Table):
+class JsonDataset(MapDataset):
     """Records in JSON or JSON Lines. Keeps where each lies in the file, but not the records.
 
     Raises ValueError for JSON that is not valid, and if none of the first lines is a record. A single invalid
@@ -143,7 +143,7 @@ def open_table(
     datasets: Sequence[str] = (),
     kind: str | None = None,
     subset: str | None = None,
-) -> Table:
+) -> MapDataset:
     """The rows of `path`: a file of rows, a meta file, or what `datasets` opens (folder, hub name).
 
     columns     the names of its fields and turns
@@ -165,22 +165,22 @@ def open_table(
             raise ValueError(f"data: {path} is a meta file; give its datasets as a list, or a copy on disk.")
         entries = entries_of(Path(path), columns, root, datasets)
         tables = {name: _open_entry(path, source, options) for name, (source, options) in entries.items()}
-        return blend_tables(tables, [source for source, _ in entries.values()])
+        return blend_datasets(tables, [source for source, _ in entries.values()])
     # Lines are read here, one at a time; `datasets` opens everything else
     if kind == "json":
-        return JsonTable(path, root or stores.parent(path), columns)
+        return JsonDataset(path, root or stores.parent(path), columns)
     from megatron_vlm.data.records.hub import media_root, open_rows
 
-    return HFTable(str(path), open_rows(on_disk(path), split, subset), root or media_root(path), columns)
+    return HFDataset(str(path), open_rows(on_disk(path), split, subset), root or media_root(path), columns)
 
 
-def open_sources(pairs: Sequence[tuple[DataSource, str | None]], **options: Any) -> Table:
+def open_sources(pairs: Sequence[tuple[DataSource, str | None]], **options: Any) -> MapDataset:
     """One table of all sources and their splits, each opened as by `open_table`."""
     tables = [open_table(source.path, split, subset=source.subset, **options) for source, split in pairs]
     sources = [source for source, _ in pairs]
     if len(tables) == 1 and sources[0].whole:
         return tables[0]
-    return blend_tables(dict(zip(path_names(sources), tables, strict=True)), sources)
+    return blend_datasets(dict(zip(path_names(sources), tables, strict=True)), sources)
 
 
 def kind_of(path: str | Path) -> str:
@@ -207,7 +207,7 @@ def source_splits(path: str | Path, subset: str | None = None) -> list[str]:
     return split_names(on_disk(path), subset)
 
 
-def _open_entry(meta: str | Path, source: DataSource, options: dict[str, Any]) -> Table:
+def _open_entry(meta: str | Path, source: DataSource, options: dict[str, Any]) -> MapDataset:
     """Return a dataset of a meta file: the split that it names, or else `train` if there is one."""
     if kind_of(source.path) == "meta":
         raise ValueError(f"{meta}: {source.path} is a meta file itself; name its datasets here.")

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.record import Conversation, parse_record
 from megatron_vlm.data.chatml.sample import foreign_placeholders, spellings, stand_for
-from megatron_vlm.data.records.blends import Table
+from megatron_vlm.data.records.blends import MapDataset
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import listed
 
@@ -27,7 +27,7 @@ class SourceSample:
     conversations: list[Conversation] = field(default_factory=list)
 
 
-def sample_sources(table: Table | StreamedRows) -> list[SourceSample]:
+def sample_sources(table: MapDataset | StreamedRows) -> list[SourceSample]:
     """Return records of each source, from its first to its last; of a stream the first ones."""
     if isinstance(table, StreamedRows):
         return [read_sample(table.name, table, table.first_rows(LOOKED_AT))]
