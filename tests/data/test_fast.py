@@ -42,6 +42,7 @@ TOWERS = {  # as published, for images of published sizes
     "gemma4_unified": {"mm_posemb_size": 1120},
 }
 TINY_FIRST = {"gemma4", "llava_onevision", "internvl", "smolvlm", "minicpmv4_6"}  # in `make test`
+SOON = ("gemma3", "gemma4", "qwen3_vl", "internvl", "lfm2_vl", "mistral3")  # one of each kind of images
 LATER = {"llava", "llava, siglip", "qianfan_ocr"}
 VARIANTS = {"llava, siglip": {"tower": "siglip_vision_model", "strategy": "full"}}
 UPRIGHT, ROTATED = Image.Exif(), Image.Exif()
@@ -143,7 +144,11 @@ def _videos_and_images(images_or_videos, of_one_length):
 
 
 PROCESSORS = [
-    pytest.param((name, sizes), id=f"{name} {at}", marks=() if soon else further)
+    pytest.param(
+        (name, sizes),
+        id=f"{name} {at}",
+        marks=() if soon and name in SOON else pytest.mark.long if soon else further,
+    )
     for name, published in PUBLISHED.items()
     for at, sizes in {"tiny": {}, "published": published}.items()
     for soon in [name not in LATER and (at == "tiny") == (name in TINY_FIRST)]

@@ -269,7 +269,7 @@ def of_other_families(configs: dict[str, Any], family: str) -> dict[str, Any]:
     return strays
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_keys_of_other_families_are_refused_by_name_or_do_not_reach_a_description(checkpoints, family):
     """But those that Transformers' code reads in any class, which are declared like fields."""
     raw = {name: config_of(checkpoints[name]) for name in TINY_FAMILIES}
@@ -350,6 +350,7 @@ def test_nulls_and_stray_keys_are_refused_by_name_or_accepted(checkpoints, famil
     assert not refused_or_accepted(config, changes, family)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_accepted_nulls_and_stray_keys_give_what_transformers_gives(checkpoints, family, tmp_path):
     config = config_of(checkpoints[family])

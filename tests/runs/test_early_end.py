@@ -61,6 +61,7 @@ def folder(tmp_path_factory, tiny_gemma3) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_at_the_same_step_with_the_same_figures(folder):
     """It is killed between its second and third validation, and was saved at the second."""
     whole, killed = (read_history(folder / name) for name in ("whole", "killed"))
@@ -70,6 +71,7 @@ def test_a_killed_run_ends_at_the_same_step_with_the_same_figures(folder):
     assert [start["step"] for start in killed.starts] == [1, 5, 9]
 
 
+@pytest.mark.long
 def test_its_state_is_finished_and_says_why(folder):
     for name in ("whole", "killed"):
         history = read_history(folder / name)
