@@ -33,17 +33,17 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 test: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m "not long and not soak"
 
-# Every source, each kind of family and layout in pairs (docs/design/tests.md).
+# Parity, resume, weights and packing in pairs of their factors, and some whole runs (docs/design/tests.md).
 test-long: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m "long and not soak"
 
-# Nothing new, but every combination, and many more samples, kills and interruptions: hours.
+# Every family, variant and combination, many more samples, kills and interruptions: hours, every night.
 test-soak: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest -m soak
 
 # The oldest torch and Transformers that pyproject.toml allows, over the other packages: kernels, towers, a
 # rehearsal, a run that resumes and an export. The whole of `make test` with FILES=tests. Once they are there,
-# `make test-long` also compares them with the newest.
+# `make test-soak` also compares them with the newest.
 FILES ?= tests/core/test_attention.py tests/core/test_fused.py tests/models/test_towers.py \
 	tests/core/test_rehearsal.py \
 	tests/runs/test_packing_run.py::test_a_packed_run_resumes_as_if_it_had_not_stopped \

@@ -1,4 +1,4 @@
-"""How many cells of a test each suite has: `python tests/cells.py` prints docs/design/tests.md's table."""
+"""How many cells of a test each suite has: `python tests/cells.py` prints the table."""
 
 from __future__ import annotations
 
