@@ -10,6 +10,7 @@ from megatron_vlm import recipes as recipe_table
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.program import PLAIN, Commands, processes, run, start_ranks, torchrun
+from megatron_vlm.commands.weights import show_weights
 from megatron_vlm.extras.compose.command import compose
 from megatron_vlm.extras.evaluate.command import evaluate
 from megatron_vlm.extras.plan.command import plan
@@ -112,6 +113,7 @@ app.command()(plan)
 app.command()(preview)
 app.command()(replay)
 app.command()(prepare)
+app.command()(show_weights)
 app.command()(compose)
 app.command()(evaluate)
 app.command()(report)

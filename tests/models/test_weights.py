@@ -17,10 +17,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, FineGrained
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from weight_trips import EXPERT_LAYOUTS, LAYOUTS, all_tensors, check_equal, check_tensors_equal, round_trips
 
+from megatron_vlm.commands.weights import show_weights
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
 from megatron_vlm.models.weights.files import Dequantised, hub_name
-from megatron_vlm.models.weights.rules import Vocabulary
+from megatron_vlm.models.weights.rules import Vocabulary, matches
 from megatron_vlm.models.weights.shards import SafetensorsFile, Stored
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
@@ -709,3 +710,25 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_key_and_shapes(refused, so
     prefix = norm.removesuffix("norm.weight")
     expected = CASES[family, change].replace("FAMILY", family).replace("'K", f"'{re.escape(prefix)}")
     assert re.search(expected, refused[family, change]), refused[family, change]
+
+
+# ---- the table of a family's mapping ----------------------------------------------------------------------
+
+
+def test_show_weights_prints_where_every_tensor_of_a_checkpoint_goes(tmp_path, capsys):
+    folder = build_tiny_checkpoint("kimi_k25", tmp_path / "kimi")
+    show_weights(str(folder))
+    head, *rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert head == ["Hugging Face", "Megatron", "parallel", "transform"]
+    layers = "language_model.decoder.layers.*."
+    experts = ["model.language_model.layers.*.mlp.experts.down_proj", f"{layers}mlp.experts.*.linear_fc2"]
+    assert [*experts, "experts", "8 fused"] in rows
+    output = ["model.language_model.layers.*.self_attn.o_proj.weight"]
+    assert [*output, f"{layers}self_attention.linear_proj.weight", "row"] in rows
+    patterns = []
+    for name in [row[0] for row in rows]:
+        start, *braces = re.split(r"[{}]", name)
+        patterns += [start + part + braces[1] for part in braces[0].split(",")] if braces else [start]
+    names = [hub_name(key, load("kimi_k25").renames) for key in all_tensors(folder)]
+    assert len(names) > 50
+    assert [name for name in names if not any(matches(pattern, name) for pattern in patterns)] == []
