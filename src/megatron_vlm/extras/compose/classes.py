@@ -47,7 +47,7 @@ def composed_config(
     model_type: str, vision: PreTrainedConfig, text: PreTrainedConfig, keys: Mapping[str, Any], dtype: str
 ) -> PreTrainedConfig:
     """Return the config of the whole, whose parts all run in `dtype`; `keys` belong to the whole."""
-    if hasattr(vision, "vision_use_head"):
+    if vision.model_type.startswith("siglip"):  # older Transformers only know the attribute if it is set
         vision.vision_use_head = False
     vision.dtype = text.dtype = dtype
     return CONFIG_MAPPING[model_type](
