@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_vlm.data.accounts.drops import DropReport
-from megatron_vlm.data.accounts.lost import LostSample
+from megatron_vlm.data.accounts.drops import DropReport, LostSample
 from megatron_vlm.data.load.base import next_or_too_many_drops
 from megatron_vlm.data.load.shared_memory import PLACES, SMALL, Arena, through_arenas
 from megatron_vlm.data.load.workers import close_loader

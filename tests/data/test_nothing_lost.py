@@ -29,7 +29,7 @@ from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
-from megatron_vlm.data.accounts.lost import LostSample, check_each_once
+from megatron_vlm.data.accounts.drops import LostSample, check_each_once
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load import shared_memory as arena

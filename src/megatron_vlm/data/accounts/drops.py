@@ -9,14 +9,15 @@ import mmap
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_vlm.files import naming, open_to_write
-from megatron_vlm.messages import join_lines, mask_addresses
+from megatron_vlm.messages import join_lines, listed, mask_addresses
 
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {
@@ -248,3 +249,24 @@ def _such_as(examples: list[dict]) -> str:
     keys = ", ".join(str(example["key"]) for example in examples)
     detail = examples[0].get("detail")
     return f" (such as {keys}" + (f"; the first: {detail})" if detail else ")")
+
+
+# -- rows that were neither trained on nor counted as dropped end the run
+
+REMEDY = "This is a bug: please report it; nothing is lost when you start again from the last checkpoint."
+
+
+class LostSample(RuntimeError):
+    """A row was neither trained on nor counted as dropped."""
+
+
+def lost_samples(keys: Sequence[Any], happened: str) -> LostSample:
+    """The error that says what `happened` to the rows with `keys`."""
+    return LostSample(f"data: {listed([*map(str, keys)])}: {happened}. {REMEDY}")
+
+
+def check_each_once(documents: ArrayLike, count: int, noun: str) -> None:
+    """Raises LostSample unless `documents` are 0 … count - 1, in any order."""
+    times = np.bincount(np.asarray(documents, int), minlength=count)
+    if len(times) > count or (times != 1).any():
+        raise lost_samples(np.flatnonzero(times != 1).tolist(), f"of {count} {noun}, not taken exactly once")

@@ -30,12 +30,6 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
         )
 
 
-def data_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The fields about rows and processor in which two fingerprints differ; the order of rows may differ."""
-    names = ("dataset", "shards", "chat_template", "tokenizer")
-    return [name for name in _different(saved, current) if name in names or name.startswith("processor.")]
-
-
 def _different(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The fields that differ, sorted. Another version of Transformers may have other settings."""
     same_version = saved.get(VERSION) == current.get(VERSION)

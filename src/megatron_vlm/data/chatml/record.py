@@ -27,14 +27,17 @@ import numpy as np
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.limits import LIMITS, limits_beside
-from megatron_vlm.data.chatml.tools import decode_json, expand_blocks, join_calls, read_tools
 from megatron_vlm.data.chatml.turns import (
     TurnMedia,
     audio,
+    decode_json,
+    expand_blocks,
     frame_times,
     get_only_alias,
     has_content,
+    join_calls,
     parse_turn,
+    read_tools,
     role_of,
     unread_keys,
 )

@@ -14,7 +14,7 @@ import numpy as np
 from numpy import ndarray
 from numpy.typing import ArrayLike
 
-from megatron_vlm.data.accounts.lost import check_each_once
+from megatron_vlm.data.accounts.drops import check_each_once
 
 STRIPS_PER_ROOT = 3  # strips of equal patches = this times the square root of the number of groups
 TRIES = 16  # lengths that are tried one by one, before the rest at once

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
+from megatron_vlm.data.accounts.drops import lost_samples
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
-from megatron_vlm.data.accounts.lost import lost_samples
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings, with_limited_drops
 from megatron_vlm.data.load.length_cache import measure_dataset

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from megatron_vlm.data.accounts.drops import check_each_once
 from megatron_vlm.data.accounts.fingerprint import digest
-from megatron_vlm.data.accounts.lost import check_each_once
 from megatron_vlm.data.encode.packing import Rows, attention_cost, balanced_order, pack
 from megatron_vlm.data.records.streams import Row, StreamedRows
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
-from megatron_vlm.data.accounts.lost import REMEDY, LostSample
+from megatron_vlm.data.accounts.drops import REMEDY, LostSample
 from megatron_vlm.job import watchdog
 
 PLACES = 16  # of a worker; a place that was never needed takes no memory
