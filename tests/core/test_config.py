@@ -48,15 +48,10 @@ def test_overrides_leave_the_original_alone():
     ("override", "message"),
     [
         ("train.step=3", "train.step: no such setting; did you mean train.steps?"),
-        ("train.lr=3", "train.lr: no such setting; did you mean optimizer.lr?"),
         ("trian.steps=3", "trian.steps: no such setting; did you mean train.steps?"),
-        ("train.steps.x=3", "train.steps.x: no such setting; did you mean train.steps?"),
         ("train.seed=null", "train.seed: 'null': Input should be a valid integer, unable to parse string as"),
-        ("train.steps=1.5", "train.steps: '1.5': Input should be a valid integer, unable to parse"),
         ("train.save_every=x", "train.save_every: 'x': Input should be a valid integer, unable to parse"),
-        ("parallel.sp=maybe", "parallel.sp: 'maybe': Input should be a valid boolean, unable to interpret"),
         ("model.freeze=[tower", "model.freeze: while parsing a flow sequence"),
-        ("run_dir=${oc.env:HOME}", "run_dir: '${oc.env:HOME}': ${…} is not filled in; write the value out."),
         ("train.steps", "train.steps: expected key.path=value, as train.steps=100."),
     ],
 )
@@ -82,19 +77,11 @@ def test_a_layout_that_does_not_divide_the_processes_says_what_would():
     ("overrides", "message"),
     [
         (["parallel.vpp=2"], "parallel: vpp 2 divides pipeline stages, but pp is 1; raise pp or use vpp 1."),
-        (["parallel.sp=true"], "parallel: sp splits the sequence over tensor-parallel ranks, but tp is 1; "),
         (["parallel.tp=0"], "parallel.tp: '0': Input should be greater than or equal to 1."),
-        (
-            ["parallel.tp=2", "parallel.ep=2", "parallel.sp=false"],
-            "parallel: tp 2 · ep 2 needs sequence para",
-        ),
         (["model.dtype=fp16"], "model.dtype: 'fp16': Input should be 'bf16' or 'fp32'."),
-        (["model.freeze=towers"], "model.freeze: 'towers': Input should be 'tower', 'proj"),
         (["run_dir=???"], "run_dir: not set; pass --run_dir or run_dir=…"),
         (["train.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps: 5 is not within the run's"),
-        (["optimizer.min_lr=1"], "optimizer.min_lr: 1.0 is not between 0 and lr 1e-05."),
         (["optimizer.lr=inf"], "optimizer.lr: 'inf': Input should be a finite number."),
-        (["optimizer.beta2=1"], "optimizer.beta2: '1': Input should be less than 1."),
         (["data.max_drop_share=5"], "data.max_drop_share: '5': Input should be less than or equal to 1."),
     ],
 )
@@ -156,15 +143,10 @@ BOMB_IN_A_LINE = (
     ("text", "message"),
     [
         ("a: &a {b: *a}", "aliases are not read; write it out"),
-        (BOMB, "aliases are not read; write it out"),
         (f"data: {{train_data_path: '{BOMB_IN_A_LINE}'}}", "train_data_path: aliases are not read"),
-        ("run_dir: ${name}${name}", "run_dir: .*is not filled in; write the value out"),
         ("data: {columns: {images: '${oc.env:HOME}'}}", "columns: .*images.*is not filled in"),
-        ("a: " + "b" * 2_000_000, "2000003 characters, more than 1048576"),
         ("a: " + "[" * 2000, "nested too deeply; write settings as `key: value` lines"),
-        ("recipe: 5", "recipe is 5, expected str; correct it"),
         ("recipe: null", "recipe is None, expected str"),
-        ("recipe: [a]", "expected str; correct it: `megatron-vlm recipes` lists the recipes"),
         ("recipe: gemma3_vl_4b\nargs: {1: 2}", "1: not an argument of a recipe"),
     ],
 )

@@ -50,13 +50,10 @@ def test_a_rule_holds_for_a_configuration_that_was_written_in_python(value):
     ("key", "value"),
     [
         *[(key, "maybe") for key, value in all_settings(RunConfig()).items() if isinstance(value, bool)],
-        *[("parallel.sp", "maybe"), ("parallel.vision_dp", "2.5")],
         *[("model.freeze", "[towers]")],
         *[("data.columns", "{images: [a]}"), ("data.datasets", "[[a]]"), ("data.datasets", "[a]")],
-        *[("data.train_data_path", "[]"), ("data.valid_data_path", "[null]")],
         *[("adapter.target_modules", value) for value in ("[]", "[[a]]", "(", "")],
         *[("adapter.exclude_modules", value) for value in ("[]", "*")],
-        *[("adapter.rank_pattern", value) for value in ("{q_proj: 0}", "{q_proj: a}", "{(: 8}")],
         *[("adapter.alpha_pattern", "{q_proj: 0}"), ("adapter.r", "2.5")],
     ],
 )

@@ -128,14 +128,9 @@ def test_a_name_stands_before_an_item(tmp_path, monkeypatch):
     ("kind", "paths", "others", "message"),
     [
         ("hf", "a.jsonl#0", {}, "an epoch would have none of its rows"),
-        ("hf", ["a.jsonl*2", "a.jsonl"], {}, "a.jsonl is given twice"),
         ("hf", ["x=a.jsonl", "x=b.jsonl"], {}, "the names x, x begin alike; give each source one of its own"),
-        ("energon", ["x=a", "x-y=b"], {}, "the names x, x-y begin alike"),
         ("hf", "my set=a.jsonl", {}, "'my set' before = is no name; take up to 40 letters"),
-        ("hf", f"{'x' * 41}=a.jsonl", {}, "'x+' before = is no name"),
-        ("hf", "owner/name:part", {"streaming": True}, "a stream is read whole"),
         ("energon", ["a#5", "b"], {}, "is read whole or, beside others, several times"),
-        ("energon", ["a*0.5", "b"], {}, "give an integer after"),
         ("energon", ["a*2"], {}, "is read whole or, beside others, several times"),
     ],
 )

@@ -76,35 +76,14 @@ def test_every_way_of_writing_a_record_gives_the_same_pair(name):
     ("record", "detail"),
     [
         ({"messages": [*ASKED, GOOD]}, "no rejected answer"),
-        ({"prompt": ASKED, "chosen": [GOOD]}, "no rejected answer"),
-        (
-            {"prompt": "Which?", "accepted": "A cat.", "rejected": "A dog."},
-            "data.columns.chosen=NAME names",
-        ),
         ({"accepted": TRANSCRIPT, "rejected": TRANSCRIPT}, "data.columns.chosen=NAME names"),
-        (
-            {"prompt": "Which?", "chosen": ["A cat."], "rejected": ["A dog."]},
-            "is a list of texts; write turns",
-        ),
-        ({"prompt": ASKED, "chosen": [GOOD], "rejected": [GOOD]}, "are equal"),
         ({"messages": [*ASKED, GOOD], "rejected_messages": [*ASKED[:2], BAD]}, "the prompts differ: turn 0"),
-        ({"messages": [*ASKED, GOOD], "rejected_messages": ASKED}, "the rejected answer is missing"),
-        (RECORDS["TRL"] | {"prompt": [*ASKED, turn("assistant", "A cow.")]}, "ends with a reply that is not"),
         (RECORDS["TRL"] | {"rejected_images": ["a.jpg"]}, "rejected_images"),
-        (RECORDS["TRL"] | {"chosen_images": ["a.jpg"]}, "chosen_images"),
-        ({"prompt": ASKED, "chosen": [GOOD], "rejected": 5}, "is int, no text or turns"),
         (
             RECORDS["TRL"] | {"rejected_messages": [*ASKED, BAD]},
             "rejected and rejected_messages are two",
         ),
-        (RECORDS["text"] | {"rejected_response": "A cow."}, "rejected and rejected_response are two names"),
-        (
-            RECORDS["one reply"] | {"rejected_messages": [*ASKED, BAD]},
-            "rejected_response and rejected_me",
-        ),
         (RECORDS["two conversations"] | {"chosen": "A bird."}, "chosen and messages are two names"),
-        ({"chosen": "User: Hi\n\nAssistant: A", "rejected": "User: Hi\n\nAssistant: B"}, "no prompt beside"),
-        ({"system": "Be brief.", "chosen": [GOOD], "rejected": [BAD]}, "no prompt beside the chosen"),
         (RECORDS["TRL"] | {"question": "Who?"}, "question and prompt are two names"),
     ],
 )

@@ -90,15 +90,10 @@ def test_images_may_lie_in_a_store_and_rows_on_disk(folder, encoder, tmp_path):
     ("name", "said"),
     [
         ("images/none.jpg", "is not in the store"),
-        ("../energon/.nv-meta/.info.json", "leads out of"),
         ("/etc/passwd", "leads out of"),
-        (f"s3://{BUCKET}/other/a.jpg", "an address"),
         ("images/a.lmdb::key", "is not in the store"),
-        ("images", "is not in the store"),
         ("new\nline.jpg", "is not in the store"),
-        ("no 100%.jpg", "is not in the store"),
         ("\ud800.jpg", "surrogates"),
-        ("zero\0.jpg", "is no name of a file"),
         ("é" * 600, "is no name of a file"),
     ],
 )
