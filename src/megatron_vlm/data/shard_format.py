@@ -20,8 +20,9 @@ from PIL import Image
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import Conversation, decoded, parse_record
+from megatron_vlm.data.chatml.record import Conversation, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
+from megatron_vlm.data.chatml.turns import decoded
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.data.media.patience import in_time
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video

@@ -31,12 +31,10 @@ from megatron_vlm.data.chatml.turns import (
     TurnMedia,
     audio,
     decode_json,
-    expand_blocks,
+    decoded,
     frame_times,
     get_only_alias,
-    has_content,
-    join_calls,
-    parse_turn,
+    parse_turns,
     read_tools,
     role_of,
     unread_keys,
@@ -198,16 +196,6 @@ def load_media(conversation: Conversation, root: Path | str) -> tuple[list[bytes
     return images, [_video(video, root) for video in conversation.media["video"]]
 
 
-def decoded(record: Any) -> Any:
-    """Return the object of JSON text; anything else as it is. Raises BadSample."""
-    if not isinstance(record, str | bytes):
-        return record
-    try:
-        return json.loads(record)
-    except (ValueError, RecursionError) as error:
-        raise BadSample("bad_json", str(error)) from error
-
-
 def _decoded_cell(name: str, value: Any) -> Any:
     """Return what a field has as JSON text in a cell of a CSV file; any other value as it is.
 
@@ -300,31 +288,6 @@ def _file_bytes(media: Any, root: Path | str) -> bytes:
 
 
 # -- turns
-
-
-def parse_turns(turns: Any, system: Any = None, media: TurnMedia | None = None) -> list[dict]:
-    """Return the messages of a list of turns, or JSON text of it, and of a system prompt beside it.
-
-    A turn of calls alone joins the reply before it. A system turn without content is left out. Raises
-    BadSample.
-    """
-    turns = decoded(turns)
-    if not isinstance(turns, list) or not turns:
-        raise BadSample("bad_conversation", f"no list of turns under one of {', '.join(fields.TURNS)}")
-    media = media or TurnMedia()
-    prompt = parse_turn({"role": "system", "content": system}, 0, media) if system else None
-    turns = expand_blocks(turns, media.unread)
-    messages = [parse_turn(turn, number, media) for number, turn in enumerate(turns)]
-    messages = join_calls(messages, [role_of(turn) == fields.CALL for turn in turns])
-    messages = [message for message in messages if message["role"] != "system" or has_content(message)]
-    if not messages:
-        raise BadSample("bad_conversation", f"{len(turns)} system turns without content, and no others")
-    if prompt and has_content(prompt):
-        if messages[0]["role"] != "system":
-            messages.insert(0, prompt)
-        elif messages[0]["content"] != prompt["content"]:
-            raise BadSample("bad_conversation", "system and the system turn differ; leave one out")
-    return messages
 
 
 def _parse_rejected(

@@ -11,8 +11,8 @@ from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.limits import limits_of_media
-from megatron_vlm.data.chatml.record import Conversation, decoded
-from megatron_vlm.data.chatml.turns import has_content, is_trained, join_texts
+from megatron_vlm.data.chatml.record import Conversation
+from megatron_vlm.data.chatml.turns import decoded, has_content, is_trained, join_texts
 
 # How data for other models writes where an image or a video stands. A group is a spelling.
 _NUMBERED = r"(<\|?(?i:{0})[_ -]?\d{{1,9}}\|?>)"

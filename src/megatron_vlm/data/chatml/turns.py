@@ -26,6 +26,7 @@ from megatron_vlm.data.on_disk.fields import (
     THINKING_KEYS,
     TIMES,
     TRAINED,
+    TURNS,
     WEIGHTS,
 )
 from megatron_vlm.data.on_disk.paths import PICTURES
@@ -88,6 +89,31 @@ def unread_keys(item: Mapping[str, Any], read_keys: Container[str]) -> set[str]:
     """Return the keys of an object that are not among the known ones and have a value."""
     empty = {key for key, value in item.items() if isinstance(value, str | list | None) and not value}
     return {str(key) for key in item.keys() - empty if key not in read_keys}
+
+
+def parse_turns(turns: Any, system: Any = None, media: TurnMedia | None = None) -> list[dict]:
+    """Return the messages of a list of turns, or JSON text of it, and of a system prompt beside it.
+
+    A turn of calls alone joins the reply before it. A system turn without content is left out. Raises
+    BadSample.
+    """
+    turns = decoded(turns)
+    if not isinstance(turns, list) or not turns:
+        raise BadSample("bad_conversation", f"no list of turns under one of {', '.join(TURNS)}")
+    media = media or TurnMedia()
+    prompt = parse_turn({"role": "system", "content": system}, 0, media) if system else None
+    turns = expand_blocks(turns, media.unread)
+    messages = [parse_turn(turn, number, media) for number, turn in enumerate(turns)]
+    messages = join_calls(messages, [role_of(turn) == CALL for turn in turns])
+    messages = [message for message in messages if message["role"] != "system" or has_content(message)]
+    if not messages:
+        raise BadSample("bad_conversation", f"{len(turns)} system turns without content, and no others")
+    if prompt and has_content(prompt):
+        if messages[0]["role"] != "system":
+            messages.insert(0, prompt)
+        elif messages[0]["content"] != prompt["content"]:
+            raise BadSample("bad_conversation", "system and the system turn differ; leave one out")
+    return messages
 
 
 def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
@@ -473,6 +499,16 @@ def _with_arguments(call: Any) -> Any:
         return call
     function = function | {"arguments": arguments}
     return call | {"function": function} if "function" in call else function
+
+
+def decoded(record: Any) -> Any:
+    """Return the object of JSON text; anything else as it is. Raises BadSample."""
+    if not isinstance(record, str | bytes):
+        return record
+    try:
+        return json.loads(record)
+    except (ValueError, RecursionError) as error:
+        raise BadSample("bad_json", str(error)) from error
 
 
 def decode_json(value: Any) -> Any:
