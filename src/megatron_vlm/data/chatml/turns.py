@@ -1,6 +1,6 @@
-"""Read one turn as people write it: a message as chat templates take it, and the media that it names.
+"""Read turns as people write them: messages as chat templates take them, and the media that they name.
 
-Tools, and calls of them, come out in the form that chat templates take, too.
+Tools, and calls of them, are brought to the form of chat templates, too.
 """
 
 import json
