@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     ProcessorMixin,
 )
@@ -108,30 +109,15 @@ def plan(
     by_role = {token.role: token for token in tokens}
     vocab_size = grown_rows(tokenizer, tokens, rows, vocab_multiple)
 
-    # of a whole model only the tower is taken, or what is a tower alone
-    stored = _map_tensors(tower.folder, TOWER)
-    of_tower = {key: tensor for key, tensor in stored.items() if key.startswith(TOWER)}
-    of_tower = of_tower or {TOWER + key: tensor for key, tensor in stored.items()}
-    tensors = {key: tensor for key, tensor in of_tower.items() if not key.startswith(POOLING)}
-    tensors |= _map_tensors(language.folder, TEXT)
-    if EMBEDDING not in tensors:
-        raise ConfigError(
-            f"--language-model {language.folder}: its weights lack an embedding; give the checkpoint of a "
-            "whole language model."
-        )
+    tensors = _stored_tensors(tower.folder, language.folder)
     embedding = tensors[EMBEDDING]
     if text.tie_word_embeddings:
-        text.tie_word_embeddings = torch.equal(embedding, tensors.setdefault(HEAD, embedding))
+        text.tie_word_embeddings = _are_equal(embedding, tensors.setdefault(HEAD, embedding))
 
     # the tensors must fit the model of both configs before rows are added
     keys, settings = composed.keys(vision, by_role, choices)
     config = composed_config(model_type, vision, text, keys, str(embedding.dtype).removeprefix("torch."))
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
-    for name, like in model.state_dict().items():
-        if name.startswith(PROJECTOR):
-            tensors[name] = _start(name, like.shape, embedding, seed)
-    _refuse_misfit(model, tensors, tower, language)
+    model = _fit_model(config, tensors, seed, tower, language)
     text.vocab_size = vocab_size
     text.pad_token_id = by_role["pad"].id
     if text.tie_word_embeddings:
@@ -154,14 +140,46 @@ def plan(
     )
 
 
+def _stored_tensors(tower: Path, language: Path) -> dict[str, Tensor]:
+    """The tensors of both checkpoints by their names in the composed model; of a whole model, its tower's.
+
+    Raises ConfigError if there is no embedding.
+    """
+    stored = _map_tensors(tower, TOWER)
+    of_tower = {key: tensor for key, tensor in stored.items() if key.startswith(TOWER)}
+    of_tower = of_tower or {TOWER + key: tensor for key, tensor in stored.items()}
+    tensors = {key: tensor for key, tensor in of_tower.items() if not key.startswith(POOLING)}
+    tensors |= _map_tensors(language, TEXT)
+    if EMBEDDING not in tensors:
+        raise ConfigError(
+            f"--language-model {language}: its weights lack an embedding; give the checkpoint of a "
+            "whole language model."
+        )
+    return tensors
+
+
+def _are_equal(embedding: Tensor, head: Tensor) -> bool:
+    return embedding.shape == head.shape and torch.equal(embedding, head.to(embedding.dtype))
+
+
 def _map_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors of a checkpoint as views of its files, by their names in the composed model."""
     checkpoint = HFCheckpoint(folder, ((SPELLINGS[prefix], prefix),))
     return {key: checkpoint.slices(key)[...] for key in checkpoint.files}
 
 
-def _refuse_misfit(model: PreTrainedModel, tensors: dict[str, Tensor], *sources: Component) -> None:
-    """Raise ConfigError, with torch's words, unless the model has these tensors, in these shapes."""
+def _fit_model(
+    config: PreTrainedConfig, tensors: dict[str, Tensor], seed: int, *sources: Component
+) -> PreTrainedModel:
+    """The model of a config, without values; its projector is added to the tensors.
+
+    Raises ConfigError, with torch's words, unless it has these tensors, in these shapes.
+    """
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+    for name, like in model.state_dict().items():
+        if name.startswith(PROJECTOR):
+            tensors[name] = _start(name, like.shape, tensors[EMBEDDING], seed)
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
@@ -171,6 +189,7 @@ def _refuse_misfit(model: PreTrainedModel, tensors: dict[str, Tensor], *sources:
             f"the weights in {folders} are not what config.json there asks for: {reason[:500]}; put "
             "config.json and weights of the same model into one folder."
         ) from error
+    return model
 
 
 def _row_moments(matrix: Tensor) -> tuple[Tensor, Tensor]:
