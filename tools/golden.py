@@ -137,7 +137,7 @@ def data_hashes(config: RunConfig, source: Any) -> tuple[dict[str, str], list]:
     broadcaster, content, state, iterator, data = BatchBroadcaster(), [], None, None, None
     if broadcaster.reads:
         data = RunData(config, source.processor, source.needs, *setup.data_parallel_place())
-        iterator = data.train_batches()
+        iterator = iter(data.train_loader)
     batches = []
     for number in range(BATCHES):
         read = next(iterator) if data else None

@@ -101,7 +101,7 @@ def walk_data(config) -> None:
     with Walk("open a checkpoint"):
         source = open_source(config.model.hf_path)
     data = RunData(config, source.processor, source.needs, 0, 1)
-    batches = data.train_batches()
+    batches = iter(data.train_loader)
     next(batches)
     with Walk("one JSONL sample to a batch"):
         next(batches)

@@ -90,7 +90,7 @@ class Feed:
     def _begin(self, resumed: Saved | None) -> None:
         if resumed and not self._config.data.restart:
             self._data.train_loader.load_states(resumed.loader_states)
-        self._batches = self._data.train_batches()
+        self._batches = iter(self._data.train_loader)
 
     @record_function("data")
     def train(self, step: int, read_ahead: bool) -> list[Batch]:
@@ -141,7 +141,7 @@ class Feed:
         """One pass over the validation split after a step: a function (count) -> the next batches, fewer at
         the end."""
         watchdog.beat(f"evaluating after step {step}")
-        batches = self._data and self._data.valid_batches()
+        batches = self._data and iter(self._data.valid_loader or ())
         return lambda count: self._submit(partial(self._broadcaster.take, batches, count))()
 
     def state(self) -> Any:

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.data.accounts.drops import DropReport, LostSample
 from megatron_vlm.data.load.base import next_or_too_many_drops
-from megatron_vlm.data.load.shared_memory import PLACES, SMALL, Arena, through_arenas
-from megatron_vlm.data.load.workers import close_loader
+from megatron_vlm.data.load.workers import PLACES, SMALL, Arena, close_loader, through_arenas
 
 COUNT = 5 * PLACES
 

@@ -32,7 +32,7 @@ from megatron_vlm.data.accounts import drops
 from megatron_vlm.data.accounts.drops import LostSample, check_each_once
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.load import shared_memory as arena
+from megatron_vlm.data.load import workers as arena
 from megatron_vlm.data.load.rows import EncodedEntry, RowLoader
 from megatron_vlm.data.records import tables
 

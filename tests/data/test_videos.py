@@ -288,9 +288,9 @@ def test_bad_videos_are_dropped_with_their_reason(arguments):
     for bad in (b"x", picture(1), steady(0)):
         with pytest.raises(SkipSample):
             encoder.encode_sample(sample([bad]))
-        with pytest.raises(SkipSample):
-            encoder.measure(sample([bad]))
-    assert encoder.drops.summary()["reasons"] == {"video_undecodable": 6}
+        with pytest.raises(BadSample, match="video_undecodable"):
+            encoder.documents.measure(sample([bad]))
+    assert encoder.drops.summary()["reasons"] == {"video_undecodable": 3}
 
 
 # --- from records to steps -------------------------------------------------------------------------------

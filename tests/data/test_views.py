@@ -73,7 +73,7 @@ def test_every_frame_of_a_video_is_shown(fast):
 
 def test_rows_show_replies_as_trained_and_images_in_their_place(config):
     with training_data(config) as (data, read):
-        rows = [row for _ in range(19) for row in read(next(data.train_batches()))]
+        rows = [row for _ in range(19) for row in read(next(data.train_loader))]
     assert len({row.documents[0].key for row in rows}) == 19
     images = 0
     for row in rows:
@@ -107,7 +107,7 @@ def test_boxes_are_drawn_where_the_model_is_told_they_are(tmp_path_factory):
     (folder / "rows.jsonl").write_text(json.dumps(record) + "\n")
     run = config_of("qwen2_5_vl", folder / "rows.jsonl", tmp_path_factory, **{"data.max_pixels": 100_000})
     with training_data(run) as (data, read):
-        (row,) = read(next(data.train_batches()))
+        (row,) = read(next(data.train_loader))
     (shown,) = [run.pictures[0] for run in row.documents[0].runs if run.kind == VISUAL]
     colours = np.asarray(shown).astype(int)
     drawn = np.ptp(colours, axis=2) > 50  # neither grey nor white

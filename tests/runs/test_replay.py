@@ -65,7 +65,7 @@ def test_a_step_is_made_again_from_what_the_run_folder_keeps(kind, packing, data
     data, log = run_data(config, 1, 2), BatchLog(tmp_path / "run", 1, 2, first_step=1)
     steps = {}
     for step in (1, 2, 3):
-        steps[step] = [next(data.train_batches()) for _ in range(2)]
+        steps[step] = [next(data.train_loader) for _ in range(2)]
         log.write(step, steps[step])
     data.close(), log.close()
 

@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 
 from transformers import ProcessorMixin
 
-from megatron_vlm.batch import Batch, DataNeeds
+from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.data.encode.document import DocumentEncoder
@@ -54,13 +54,6 @@ class RunData:
         self.valid_loader = provider.valid_loader(valid, **reader)
         # of each loader, what the keys of its samples begin with; none unless it reads several sources
         self.sources = [getattr(loader, "sources", ()) for loader in (self.train_loader, self.valid_loader)]
-
-    def train_batches(self) -> Iterator[Batch]:
-        return iter(self.train_loader)
-
-    def valid_batches(self) -> Iterator[Batch]:
-        """One pass over the validation split; empty when there is none."""
-        return iter(self.valid_loader or ())
 
     def close(self) -> None:
         """End the loaders' workers at once."""

@@ -99,14 +99,6 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         counts, self._dropped = self._dropped, Counter()
         return dict(counts)
 
-    def measure(self, sample: ChatMLSample) -> Measured:
-        """A document by its text and the headers of its media.
-
-        Raises SkipSample, after counting the drop, if they show that the sample cannot be trained on.
-        """
-        with self._counting_drops(sample):
-            return self.documents.measure(sample)
-
     def patches_of(self, visual_inputs: GenericVisualInputs | None) -> int:
         """The raw patches of an encoded sample's images."""
         return self.documents.processing.image_spec.patches_of(visual_inputs) if visual_inputs else 0
@@ -177,8 +169,13 @@ class PackingVLMTaskEncoder(VLMTaskEncoder):
 
     @stateless
     def preencode_sample(self, sample: ChatMLSample) -> MeasuredSample:
-        """A measured sample. Raises as `measure`."""
-        return MeasuredSample.derive_from(sample, conversation=sample, measured=self.measure(sample))
+        """Measure a sample by its text and the headers of its media.
+
+        Raises SkipSample, after counting the drop, if they show that the sample cannot be trained on.
+        """
+        with self._counting_drops(sample):
+            measured = self.documents.measure(sample)
+        return MeasuredSample.derive_from(sample, conversation=sample, measured=measured)
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> HFEncoderTaskSample:

@@ -51,9 +51,12 @@ from megatron_vlm.data.load.energon_state import (
     from_json_data,
     to_json_data,
 )
-from megatron_vlm.data.load.shared_memory import through_arenas
 from megatron_vlm.data.load.template_notes import start_notes
-from megatron_vlm.data.load.workers import raise_naming_samples, raise_on_dead_worker
+from megatron_vlm.data.load.workers import (
+    raise_naming_samples,
+    raise_on_dead_worker,
+    through_arenas,
+)
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.records.unread import SourceSample, read_sample

@@ -79,7 +79,7 @@ def _first(data: RunData, count: int) -> Iterator[Batch]:
     seen: set[str] = set()
     fresh = repeated = 0
     with tqdm(total=count, desc="reading", unit="row", leave=False, disable=None) as bar:
-        for batch in data.train_batches():
+        for batch in data.train_loader:
             if fresh == count or repeated > fresh:
                 return
             keys = set(batch["__key__"][0])
