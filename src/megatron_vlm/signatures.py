@@ -10,13 +10,9 @@ from megatron_vlm.files import open_file, read_text
 START = 4096  # bytes that are enough
 EXPLANATIONS = {
     rb"\Z": "an empty file; download or write it again",
-    rb"\0{16}": "a file that begins with zeros; download it again: the download was cut",
     rb"version https://git-lfs": "a Git LFS pointer, not the file; run `git lfs pull` in that folder",
     rb"\s*<(!doctype|html|head|body|\?xml|error)": "an HTML or XML page; download the file itself again",
     rb"\xff\xfe|\xfe\xff|\0\0\xfe\xff": "text in UTF-16 or UTF-32; save it as UTF-8",
-    rb"\x80[\x02-\x05][^\0]|PK\x03\x04.{26}[^/]{1,99}/data\.pkl": (
-        "a Python pickle, which can run any code and is not read; save it as safetensors"
-    ),
 }
 _PATTERNS = [(re.compile(start, re.DOTALL | re.IGNORECASE), text) for start, text in EXPLANATIONS.items()]
 

@@ -17,7 +17,6 @@ from megatron_vlm.data.on_disk.paths import ROWS, paths_of
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import join_lines
 from megatron_vlm.objectives import objective_of
-from megatron_vlm.signatures import unreadable_files
 from megatron_vlm.supported import ADAPTER_FILE, read_config
 from megatron_vlm.validate import misfit, sizes_in
 from megatron_vlm.weight_files import tensors_of
@@ -117,7 +116,6 @@ def checkpoint_problems(hf_path: str, load_weights: bool = True) -> Iterator[str
     path = Path(hf_path).expanduser()
     if problems or stores.is_store(hf_path) or not path.exists():
         return
-    yield from unreadable_files(path)
     if load_weights:
         try:
             tensors_of(path)
