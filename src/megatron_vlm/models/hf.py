@@ -181,11 +181,11 @@ def load_model(folder: Path, dtype: dtype | str = "auto") -> PreTrainedModel:
 
     Raises ConfigError for a weight that is missing or has another shape: Transformers would draw it.
     """
-    model, found = AutoModelForImageTextToText.from_pretrained(
+    model, loading_info = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True
     )
-    problems = [f"{name} is missing" for name in found["missing_keys"]]
-    for name, stored, wanted in found["mismatched_keys"]:
+    problems = [f"{name} is missing" for name in loading_info["missing_keys"]]
+    for name, stored, wanted in loading_info["mismatched_keys"]:
         problems.append(f"{name} is {tuple(stored)}, and config.json asks for {tuple(wanted)}")
     if problems:
         raise ConfigError(f"checkpoint {folder}: {min(problems)}; download it again.")

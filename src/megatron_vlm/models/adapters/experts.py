@@ -24,13 +24,15 @@ class ExpertLora(Lora):
     def __init__(self, target: Target, base: Tensor, seed: int):
         nn.Module.__init__(self)
         assert base.shape[1:] == (target.out, target.width)
-        here, rank, columns = len(base), target.rank, target.rank * target.experts
+        local_experts, rank, columns = len(base), target.rank, target.rank * target.experts
         self.target, self.scale = target, target.scale
         self.whole = {"lora_A": [columns, target.width], "lora_B": [target.out, columns]}
         self.axes = {"lora_A": 0, "lora_B": 0}
-        mine = initial_A(target, seed, base).unflatten(0, (-1, rank)).split(here)[self.group.rank()]
-        self.lora_A = nn.Parameter(mine.to(base.device, base.dtype, copy=True).contiguous())
-        self.lora_B = nn.Parameter(base.new_zeros(here, target.out, rank))
+        local_A = (
+            initial_A(target, seed, base).unflatten(0, (-1, rank)).split(local_experts)[self.group.rank()]
+        )
+        self.lora_A = nn.Parameter(local_A.to(base.device, base.dtype, copy=True).contiguous())
+        self.lora_B = nn.Parameter(base.new_zeros(local_experts, target.out, rank))
         for parameter in self.parameters():
             parameter.allreduce = False  # as the experts: gradients are summed over ranks that hold them
 
@@ -39,17 +41,17 @@ class ExpertLora(Lora):
         return parallel_state.get_expert_model_parallel_group()
 
     def as_in_peft(self, name: str, shards: list[Tensor]) -> Tensor:
-        whole = torch.cat(shards)
-        return whole.flatten(0, 1) if name == "lora_A" else whole.permute(1, 2, 0).flatten(1)
+        experts = torch.cat(shards)
+        return experts.flatten(0, 1) if name == "lora_A" else experts.permute(1, 2, 0).flatten(1)
 
     def part(self, name: str, values: Any) -> Tensor:
-        here = len(self.lora_A)
-        first = self.group.rank() * here
+        local_experts = len(self.lora_A)
+        first = self.group.rank() * local_experts
         if name == "lora_A":
             rank = self.target.rank
-            return values[first * rank : (first + here) * rank].unflatten(0, (here, rank))
-        whole = values[:].unflatten(1, (self.target.rank, self.target.experts))
-        return whole[..., first : first + here].permute(2, 0, 1)
+            return values[first * rank : (first + local_experts) * rank].unflatten(0, (local_experts, rank))
+        experts = values[:].unflatten(1, (self.target.rank, self.target.experts))
+        return experts[..., first : first + local_experts].permute(2, 0, 1)
 
     def sharded(self, key: str, name: str) -> ShardedTensor:
         replica = 0, 0, parallel_state.get_expert_data_parallel_rank()

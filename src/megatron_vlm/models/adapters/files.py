@@ -42,9 +42,9 @@ def notes_of_start(config: RunConfig) -> Iterator[str]:
         return
     if Path(start) == adapter_copy(config.run_dir):
         yield f"adapter.start: the run has its own copy, {start}, and reads no other folder"
-    named = json.loads(read_file(Path(start) / CONFIG, MOST_BYTES)).get("base_model_name_or_path")
-    if named and Path(str(named)).name != Path(base).name:
-        yield f"adapter.start: {start} says that it was trained on {named}; here it adapts {base}"
+    base_name = json.loads(read_file(Path(start) / CONFIG, MOST_BYTES)).get("base_model_name_or_path")
+    if base_name and Path(str(base_name)).name != Path(base).name:
+        yield f"adapter.start: {start} says that it was trained on {base_name}; here it adapts {base}"
 
 
 @reading("start")
@@ -61,9 +61,9 @@ def load_adapters(
 
     Collective. Raises ConfigError, with keys and shapes, if the folder holds anything but these adapters.
     """
-    known = on_first_rank(fingerprint, base)
+    base_fingerprint = on_first_rank(fingerprint, base)
     for chunk in chunks:
-        chunk.adapters.base = known
+        chunk.adapters.base = base_fingerprint
         for adapted in chunk.adapters.linears:
             adapted.begin()
     if start is None:
@@ -111,17 +111,17 @@ def _names_in_file(file: Path, stored: list[str], chunk: MegatronModule, renames
     has exactly the tensors that the model's adapters need.
     """
     targets = chunk.adapters.targets
-    wanted = {peft_key(target, name) for target in targets for name in ("lora_A", "lora_B")}
-    wanted |= {peft_key(target, "lora_magnitude_vector") for target in targets if target.dora}
-    wanted |= {PREFIX + key for one in chunk.adapters.saved.values() for key in one.keys}
-    by_hub_name = {hub_name(key.removeprefix(PREFIX), renames): key for key in wanted}
+    needed_keys = {peft_key(target, name) for target in targets for name in ("lora_A", "lora_B")}
+    needed_keys |= {peft_key(target, "lora_magnitude_vector") for target in targets if target.dora}
+    needed_keys |= {PREFIX + key for one in chunk.adapters.saved.values() for key in one.keys}
+    by_hub_name = {hub_name(key.removeprefix(PREFIX), renames): key for key in needed_keys}
     names = {by_hub_name.get(hub_name(key.removeprefix(PREFIX), renames), key): key for key in stored}
     # of a tensor under two names, one is unexpected
-    unexpected = set(stored) - {names[key] for key in wanted & names.keys()}
-    for keys, what in ((wanted - names.keys(), "lacks"), (unexpected, "has, and the model does not,")):
+    unexpected = set(stored) - {names[key] for key in needed_keys & names.keys()}
+    for keys, fault in ((needed_keys - names.keys(), "lacks"), (unexpected, "has, and the model does not,")):
         if keys:
             raise ConfigError(
-                f"adapter.start: {file} {what} {len(keys)} tensors, such as "
+                f"adapter.start: {file} {fault} {len(keys)} tensors, such as "
                 f"{min(keys)}; do its {CONFIG} and the model belong together, and does "
                 f"{min(stored, default='')} begin as peft's names do, with {PREFIX}?"
             )
@@ -139,11 +139,11 @@ def _fill(chunk: MegatronModule, stored: Any, names: dict[str, str]) -> None:
             local.copy_(lora.part(name, _sliced(stored, key, shape)))
             _check_finite(key, local)
     group = parallel_state.get_tensor_model_parallel_group()
-    for one, weight in saved_weights(chunk):
-        pairs = zip(one.keys, one.shapes, strict=True)
+    for module, weight in saved_weights(chunk):
+        pairs = zip(module.keys, module.shapes, strict=True)
         sources = [_sliced(stored, names[PREFIX + key], shape) for key, shape in pairs]
-        one.rule.operation.load(weight, sources, group.rank(), group.size())
-        _check_finite(PREFIX + one.keys[0], weight)
+        module.rule.operation.load(weight, sources, group.rank(), group.size())
+        _check_finite(PREFIX + module.keys[0], weight)
 
 
 def _sliced(stored: Any, key: str, shape: list[int]) -> Any:
@@ -189,15 +189,15 @@ def save_adapters(
 
 def _config_for_peft(adapter: AdapterConfig, modules: list[str], base: str) -> dict[str, Any]:
     """A list or regex stays as it was given; what it leaves to us is written out, module by module."""
-    given = {key: getattr(adapter, key) for key in READ}
-    if given["target_modules"] is None or str(given["target_modules"]).lower() == "all-linear":
-        given |= {"target_modules": modules, "exclude_modules": None}
-    given |= {key: given[key] or None for key in ("target_parameters", "modules_to_save", *LAYERS)}
+    settings = {key: getattr(adapter, key) for key in READ}
+    if settings["target_modules"] is None or str(settings["target_modules"]).lower() == "all-linear":
+        settings |= {"target_modules": modules, "exclude_modules": None}
+    settings |= {key: settings[key] or None for key in ("target_parameters", "modules_to_save", *LAYERS)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "bias": "none",
-        **given,
+        **settings,
     }

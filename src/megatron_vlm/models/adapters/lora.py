@@ -100,8 +100,8 @@ def initial_A(target: Target, seed: int, base: Tensor) -> Tensor:
     if base.is_meta:
         return base.new_empty(shape)
     numbers = torch.Generator(device="cpu").manual_seed(seed + (zlib.crc32(target.module.encode()) << 20))
-    whole = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=numbers)
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=numbers)
 
 
 class Adapted:

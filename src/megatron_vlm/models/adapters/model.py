@@ -36,9 +36,9 @@ class Adapters(nn.Module):
     @property
     def fingerprint(self) -> str:
         """It differs if modules, ranks or scales do."""
-        known = [[target.module, target.rank, target.scale, target.dora] for target in self.targets]
-        known += [[name] for name in self.saved]
-        return xxhash.xxh3_64_hexdigest(json.dumps(sorted(known)).encode())
+        identity = [[target.module, target.rank, target.scale, target.dora] for target in self.targets]
+        identity += [[name] for name in self.saved]
+        return xxhash.xxh3_64_hexdigest(json.dumps(sorted(identity)).encode())
 
 
 def add_adapters(
@@ -58,19 +58,19 @@ def add_adapters(
     for target in targets:
         by_weight.setdefault(target.weight, []).append(target)
     for name, weight in named_weights(chunk):
-        if mine := by_weight.get(name):
+        if weight_targets := by_weight.get(name):
             chunk.adapters.of_vision |= name.startswith("vision.")
-            kind = ExpertLora if mine[0].experts else Lora
-            loras = {target.place: kind(target, weight, seed) for target in mine}
-            for target in mine:
+            kind = ExpertLora if weight_targets[0].experts else Lora
+            loras = {target.place: kind(target, weight, seed) for target in weight_targets}
+            for target in weight_targets:
                 chunk.adapters._modules[target.module] = loras[target.place]  # `add_module` takes no dots
                 if hasattr(weight, "unused"):  # no feature depends on it, see `family_parts.towers`
                     loras[target.place].requires_grad_(False)
             module, own_name = owners[id(weight)]
-            if mine[0].experts:
+            if weight_targets[0].experts:
                 module.adapted[own_name] = adapted = AdaptedExperts(weight, loras[0])
             else:
-                adapted = Adapted(module, loras, mine[0], dropout)
+                adapted = Adapted(module, loras, weight_targets[0], dropout)
             chunk.adapters.linears.append(adapted)
 
 
@@ -120,9 +120,9 @@ def _saved_tensors(
         return
     trained = {id(weight) for chunk in chunks for _, weight in saved_weights(chunk)}
     keys = {}
-    for weight, one in saved.items():
-        keys |= zip(one.rule.hf_names(weight), one.keys, strict=True)
-    rules = [one.rule for one in saved.values()]
+    for weight, module in saved.items():
+        keys |= zip(module.rule.hf_names(weight), module.keys, strict=True)
+    rules = [module.rule for module in saved.values()]
     tensors = hf_tensors(chunks, rules, value=lambda weight: value(weight) if id(weight) in trained else None)
     yield from ((PREFIX + keys[hub], tensor) for hub, tensor in tensors)
 
@@ -169,5 +169,5 @@ def merge(chunk: MegatronModule) -> None:
 
 def with_adapters(chunks: list[MegatronModule]) -> Callable[[Tensor], Tensor]:
     """A function of a weight: what `merge` would make of it, as a copy; the weight stays as it is."""
-    held = {id(adapted.weight): adapted for chunk in chunks for adapted in chunk.adapters.linears}
-    return lambda weight: held[id(weight)].merged() if id(weight) in held else weight.detach()
+    by_weight = {id(adapted.weight): adapted for chunk in chunks for adapted in chunk.adapters.linears}
+    return lambda weight: by_weight[id(weight)].merged() if id(weight) in by_weight else weight.detach()

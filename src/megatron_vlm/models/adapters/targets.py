@@ -57,15 +57,15 @@ def find_targets(adapter: AdapterConfig, description: Description) -> list[Targe
     # what the rules import is trained; a linear outside them, such as another tower's, has no place
     keys = {name: hub_name(f"{name}.weight", weight_map.renames) for name in linears}
     places = {name: place for name, key in keys.items() if (place := find_weight(weight_map.rules, key))}
-    wanted = adapter.target_modules
-    if wanted is None:
+    target_modules = adapter.target_modules
+    if target_modules is None:
         of_text = [name for name, place in places.items() if place[1].startswith("language_model.")]
         names = _but(weight_map.peft_experts, of_text)
-    elif isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
+    elif isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR:
         names = [name for name in linears if not weight_map.carries(keys[name])]
     else:
-        _check_names("adapter.target_modules", wanted, modules, linears)
-        names = outside_saved(adapter.modules_to_save, fitting(wanted, filter(None, modules)))
+        _check_names("adapter.target_modules", target_modules, modules, linears)
+        names = outside_saved(adapter.modules_to_save, fitting(target_modules, filter(None, modules)))
     names = _of_layers(adapter, names)
     if adapter.exclude_modules is not None:
         _check_names("adapter.exclude_modules", adapter.exclude_modules, modules, names)
@@ -89,11 +89,11 @@ def _with_ranks(adapter: AdapterConfig, targets: list[Target]) -> list[Target]:
     names = [target.module for target in targets]
     ranks = _by_pattern("adapter.rank_pattern", adapter.rank_pattern, adapter.r, names)
     alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, names)
-    most = max(min(target.out, target.width) for target in targets)
-    if max(ranks) > most:  # it would only cost memory
+    largest_rank = max(min(target.out, target.width) for target in targets)
+    if max(ranks) > largest_rank:  # it would only cost memory
         raise ConfigError(
-            f"adapter.r: a rank of {max(ranks)} is more than any matrix with an adapter has, at most {most}; "
-            "give a smaller one: 8 to 64 are usual."
+            f"adapter.r: a rank of {max(ranks)} is more than any matrix with an adapter has, at most "
+            f"{largest_rank}; give a smaller one: 8 to 64 are usual."
         )
     root = 0.5 if adapter.use_rslora else 1  # rsLoRA, arXiv 2312.03732
     return [
@@ -112,13 +112,13 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
         parameters = {f"{name}.{key}": param for key, param in module.named_parameters(recurse=False)}
         for outside, key in enumerate(reversed(fitting(names, parameters))):
             shape = tuple(parameters[key].shape)
-            found = find_weight(weight_map.rules, hub_name(key, weight_map.renames))
-            if found is None or found[0].rows is None:
+            match = find_weight(weight_map.rules, hub_name(key, weight_map.renames))
+            if match is None or match[0].rows is None:
                 raise ConfigError(
                     f"adapter.target_parameters: {key} is {list(shape)} and holds no routed experts; other "
                     "weights have adapters by adapter.target_modules."
                 )
-            rule, weight, place = found
+            rule, weight, place = match
             assert shape == (rule.rows, *rule.row_shape), "Transformers stores them otherwise"
             experts, out, width = shape
             stored = name + outside * ".base_layer"
@@ -140,18 +140,18 @@ def find_whole(adapter: AdapterConfig, description: Description) -> dict[str, Sa
     """
     names, weight_map = adapter.modules_to_save, description.weight_map
     modules = hf_modules(description.hf_config)
-    named = fitting(names, filter(None, modules))
+    saved_modules = fitting(names, filter(None, modules))
     for end in names:
-        if not fitting([end], named):
+        if not fitting([end], saved_modules):
             known = suggestion(end, sorted({name.rpartition(".")[2] for name in modules}))
             raise _refused(f"{end} fits no module of the model{known}")
     for name in modules:  # peft compares letters, not whole parts of names
-        if name.endswith(tuple(names)) and name not in named:
+        if name.endswith(tuple(names)) and name not in saved_modules:
             raise _refused(f"peft would take {name}, too, which ends alike; give longer or whole names.")
     rules: dict[str, Rule] = {}
     parts: dict[str, dict[int, tuple[str, list[int]]]] = {}  # by weight and place: its key and shape
-    for name in named:
-        if outside := next((other for other in named if name.startswith(f"{other}.")), None):
+    for name in saved_modules:
+        if outside := next((other for other in saved_modules if name.startswith(f"{other}.")), None):
             raise _refused(f"{name} lies in {outside}, which is trained whole; name one of them.")
         for key, value in modules[name].state_dict(prefix=f"{name}.").items():
             rule, weight, place = _place(key, weight_map)
@@ -219,27 +219,27 @@ def _but(names: str | Iterable[str], modules: list[str]) -> list[str]:
 def _of_layers(adapter: AdapterConfig, modules: list[str]) -> list[str]:
     """The modules in `layers_to_transform`. A module's layer is the first number in its name, or the first
     after one of `layers_pattern`, as in peft."""
-    wanted = adapter.layers_to_transform
-    if not wanted:
+    layer_numbers = adapter.layers_to_transform
+    if not layer_numbers:
         return modules
     layers: dict[str, int] = {}
     for start in [rf"(?:^|.*?\.){name}" for name in adapter.layers_pattern] or [r".*?\.[^.]*"]:
         for module, found in matching(rf"{start}\.(?P<idx>\d+)\.", modules, "match").items():
             layers.setdefault(module, int(found["idx"]))
-    if missing := sorted(set(wanted) - set(layers.values())):
+    if missing := sorted(set(layer_numbers) - set(layers.values())):
         raise ConfigError(
             f"adapter.layers_to_transform: {missing[0]} is the layer of no module in target_modules; known "
             f"are {', '.join(map(str, sorted(set(layers.values()))))}."
         )
-    return [name for name in modules if layers.get(name) in wanted]
+    return [name for name in modules if layers.get(name) in layer_numbers]
 
 
 def _by_pattern(key: str, patterns: dict[str, float], default: float, modules: list[str]) -> list[float]:
     """The value of each module by the first pattern that fits the end of its name, as in peft."""
     values: dict[str, float] = {}
     for pattern, value in patterns.items():
-        left = [name for name in modules if name not in values]
-        if not (found := matching(rf"(.*\.)?({pattern})$", left, "match")):
+        unmatched = [name for name in modules if name not in values]
+        if not (found := matching(rf"(.*\.)?({pattern})$", unmatched, "match")):
             known = suggestion(pattern, _endings(modules))
             raise ConfigError(f"{key}: {pattern} fits no module that has an adapter{known}")
         values |= dict.fromkeys(found, value)
@@ -276,7 +276,9 @@ def _refuse(without: list[str], names: list[str], module: nn.Module, as_expert: 
     else:
         why = "is not a part of the model that is trained"
     ends = sorted({".".join(each.split(".")[-2:]) for each in without})
-    others = set(names) - set(without)
-    fits_no_other = others and not fitting(ends, others)
-    rest = f"set adapter.exclude_modules=[{','.join(ends)}]" if fits_no_other else "add it to exclude_modules"
-    raise ConfigError(f"adapter.target_modules: {name} {why}; leave it out, or {rest}.")
+    other_names = set(names) - set(without)
+    fits_no_other = other_names and not fitting(ends, other_names)
+    remedy = (
+        f"set adapter.exclude_modules=[{','.join(ends)}]" if fits_no_other else "add it to exclude_modules"
+    )
+    raise ConfigError(f"adapter.target_modules: {name} {why}; leave it out, or {remedy}.")

@@ -43,8 +43,8 @@ def _partial(factor: Any, rule_and_text: tuple[dict, Any]) -> bool:
 
 
 def _keeps_own(shared: int, text: Any) -> bool:
-    own = text.layer_types[: len(text.layer_types) - shared]
-    return shared == 0 or (shared > 0 and set(own) == set(text.layer_types))
+    unshared = text.layer_types[: len(text.layer_types) - shared]
+    return shared == 0 or (shared > 0 and set(unshared) == set(text.layer_types))
 
 
 def _has_inputs(shared: int, text: Any) -> bool:
@@ -193,10 +193,10 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
             values = not (self.text.attention_k_eq_v and kind == FULL)
             heads[kind] = Heads(text.head_dim, text.num_key_value_heads, values)
         kinds = self.text.layer_types
-        own = kinds[: len(kinds) - self.text.num_kv_shared_layers]
-        last = {kind: number for number, kind in enumerate(own)}
-        shared = [heads[kind]._replace(source=last[kind]) for kind in kinds[len(own) :]]
-        return *(heads[kind] for kind in own), *shared
+        unshared = kinds[: len(kinds) - self.text.num_kv_shared_layers]
+        last = {kind: number for number, kind in enumerate(unshared)}
+        shared = [heads[kind]._replace(source=last[kind]) for kind in kinds[len(unshared) :]]
+        return *(heads[kind] for kind in unshared), *shared
 
     @property
     def layer_inputs(self) -> int:
@@ -235,29 +235,29 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
         places = self.positions_of_patches
-        if (most := int(visual.image_grid_thw.max())) > places:
-            raise ValueError(f"{most} patches side by side, and the tower has {places} positions")
+        if (longest_side := int(visual.image_grid_thw.max())) > places:
+            raise ValueError(f"{longest_side} patches side by side, and the tower has {places} positions")
         return super().visual_tokens(visual)
 
     def visual_kinds(self, input_ids: Any) -> Any:
         """Placeholders of videos and audio, which have no features, count as a video's: a batch with one is
         refused, while Transformers embeds padding."""
         config = self.hf_config
-        others = (input_ids == config.video_token_id) | (input_ids == config.audio_token_id)
-        return (input_ids == config.image_token_id) * IMAGE + others * VIDEO
+        is_other_medium = (input_ids == config.video_token_id) | (input_ids == config.audio_token_id)
+        return (input_ids == config.image_token_id) * IMAGE + is_other_medium * VIDEO
 
     @property
     def rules(self) -> list[Rule]:
         if not self.layer_inputs:
             return [*super().rules, self.layer_rule("mlp_bda.layer_scalar", ["layer_scalar"], Whole())]
         of_all = f"{llama.MODEL}layer_inputs."
-        theirs = f"{self.hf_model}per_layer_"
+        hf_prefix = f"{self.hf_model}per_layer_"
         table = Vocabulary(self.text.vocab_size)
         return [
             *super().rules,
             Rule(f"{of_all}embedding.weight", (f"{self.hf_model}embed_tokens_per_layer.weight",), table),
-            Rule(f"{of_all}projection.weight", (f"{theirs}model_projection.weight",), Whole()),
-            Rule(f"{of_all}norm.weight", (f"{theirs}projection_norm.weight",), Whole()),
+            Rule(f"{of_all}projection.weight", (f"{hf_prefix}model_projection.weight",), Whole()),
+            Rule(f"{of_all}norm.weight", (f"{hf_prefix}projection_norm.weight",), Whole()),
             self.layer_rule("own_input.gate.weight", ["per_layer_input_gate.weight"], Whole()),
             self.layer_rule("own_input.projection.weight", ["per_layer_projection.weight"], Whole()),
             self.layer_rule("own_input.norm.weight", ["post_per_layer_input_norm.weight"], Whole()),
@@ -274,8 +274,8 @@ class Gemma4(gemma.GemmaFamily, towers.GridFamily):
             rules.append(self.layer_rule(proj, [f"self_attn.o_proj.{kind}"], cut))
             for layer, heads in enumerate(self.layer_heads):
                 ours = llama.LAYER.replace("*", str(layer)) + f"self_attention.linear_qkv.{kind}"
-                theirs = f"{self.hf_model}layers.{layer}.self_attn."
-                hf_keys = tuple(f"{theirs}{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
+                hf_prefix = f"{self.hf_model}layers.{layer}.self_attn."
+                hf_keys = tuple(f"{hf_prefix}{x}_proj.{kind}" for x in "qkv"[: 2 + heads.values])
                 operation = GroupedQKV(text.num_attention_heads, heads.groups, heads.channels, heads.values)
                 if heads.source is not None:
                     hf_keys = hf_keys[:1]

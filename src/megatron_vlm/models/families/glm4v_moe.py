@@ -14,5 +14,5 @@ class Glm4vMoe(glm4v.GlmFamily):
     @property
     def architecture(self) -> dict:
         text = self.text
-        own = {"add_qkv_bias": text.attention_bias, **moe_rules.sigmoid(text)}
-        return llama.architecture(text, self.tied) | own
+        fields = {"add_qkv_bias": text.attention_bias, **moe_rules.sigmoid(text)}
+        return llama.architecture(text, self.tied) | fields

@@ -33,8 +33,8 @@ def _whole_tiles(pinpoints: Any, hf_config: Any) -> bool:
 
 
 def _at_most(ratio: Any, hf_config: Any) -> bool:
-    most = ratio.removeprefix("anyres_max_")
-    return most != ratio and most.isdecimal() and int(most) > 0
+    tile_count = ratio.removeprefix("anyres_max_")
+    return tile_count != ratio and tile_count.isdecimal() and int(tile_count) > 0
 
 
 class OneVision(nn.Module):
@@ -98,8 +98,8 @@ def _in_rows(hf_config: Any, tiles: Tensor, size: list[int], newline: Tensor) ->
     image_DHW = tiles[1:].unflatten(0, grid).unflatten(2, (side, side)).permute(4, 0, 2, 1, 3)
     image_DHW = unpad_image(image_DHW.flatten(3, 4).flatten(1, 2), size)
     height, width = image_DHW.shape[1:]
-    most = int(hf_config.vision_aspect_ratio.removeprefix("anyres_max_"))
-    ratio = math.sqrt(height * width / (most * side**2))
+    tile_count = int(hf_config.vision_aspect_ratio.removeprefix("anyres_max_"))
+    ratio = math.sqrt(height * width / (tile_count * side**2))
     if ratio > LEAST_SHRINKING:
         shrunk = [int(height // ratio), int(width // ratio)]
         image_DHW = interpolate(image_DHW[None], shrunk, mode="bilinear")[0]

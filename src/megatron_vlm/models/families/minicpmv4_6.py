@@ -106,11 +106,11 @@ class MiniCPMV46(qwen3_5.Qwen35):
 
     def vision_modules(self) -> nn.Module:
         tower, merger = self.parts
-        whole = self.hf_config
+        hf_config = self.hf_config
         return SlicedVision(
             towers.tower_of_class(tower, self.vision),
-            merger(whole),
-            windows_after=whole.insert_layer_id if whole.downsample_mode == "16x" else None,
+            merger(hf_config),
+            windows_after=hf_config.insert_layer_id if hf_config.downsample_mode == "16x" else None,
         )
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
@@ -129,6 +129,8 @@ class MiniCPMV46(qwen3_5.Qwen35):
         pairs = int((patches_N**2).sum())
         if self.merge_size == SIDE:
             return layers * pairs
-        whole = self.hf_config.insert_layer_id + 1
+        full_layers = self.hf_config.insert_layer_id + 1
         window = SIDE**2
-        return whole * pairs + window * int(patches_N.sum()) + (layers - whole) * pairs // window**2
+        return (
+            full_layers * pairs + window * int(patches_N.sum()) + (layers - full_layers) * pairs // window**2
+        )

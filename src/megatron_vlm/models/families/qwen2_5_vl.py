@@ -37,5 +37,5 @@ class Qwen25VL(patch_towers.PatchFamily):
 
     @property
     def architecture(self) -> dict:
-        own = {"add_qkv_bias": True, "layer_windows": llama.layer_windows(self.text)}
-        return llama.architecture(self.text, self.tied) | own
+        fields = {"add_qkv_bias": True, "layer_windows": llama.layer_windows(self.text)}
+        return llama.architecture(self.text, self.tied) | fields

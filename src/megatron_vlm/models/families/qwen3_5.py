@@ -66,18 +66,18 @@ class Qwen35(patch_towers.PatchFamily):
         """Rules for both kinds of layers."""
         heads = self.architecture["delta_heads"]
         key, _, values, *others = sizes_of_head(heads)
-        ours, theirs = "self_attention.", "linear_attn."
-        inputs = [f"{theirs}in_proj_{name}.weight" for name in ("qkv", "b", "a", "z")]
+        prefix, hf_prefix = "self_attention.", "linear_attn."
+        inputs = [f"{hf_prefix}in_proj_{name}.weight" for name in ("qkv", "b", "a", "z")]
         return [
             *super().attention_rules(),
             self.layer_rule(
-                f"{ours}in_proj.weight", inputs, DeltaInputs(heads.keys, key, values, tuple(others))
+                f"{prefix}in_proj.weight", inputs, DeltaInputs(heads.keys, key, values, tuple(others))
             ),
             self.layer_rule(
-                f"{ours}conv1d", [f"{theirs}conv1d.weight"], DeltaInputs(heads.keys, key, values)
+                f"{prefix}conv1d", [f"{hf_prefix}conv1d.weight"], DeltaInputs(heads.keys, key, values)
             ),
-            self.layer_rule(f"{ours}dt_bias", [f"{theirs}dt_bias"], Cut(0)),
-            self.layer_rule(f"{ours}A_log", [f"{theirs}A_log"], Cut(0)),
-            self.layer_rule(f"{ours}out_norm", [f"{theirs}norm.weight"], Whole()),
-            self.layer_rule(f"{ours}out_proj.weight", [f"{theirs}out_proj.weight"], Cut(1)),
+            self.layer_rule(f"{prefix}dt_bias", [f"{hf_prefix}dt_bias"], Cut(0)),
+            self.layer_rule(f"{prefix}A_log", [f"{hf_prefix}A_log"], Cut(0)),
+            self.layer_rule(f"{prefix}out_norm", [f"{hf_prefix}norm.weight"], Whole()),
+            self.layer_rule(f"{prefix}out_proj.weight", [f"{hf_prefix}out_proj.weight"], Cut(1)),
         ]

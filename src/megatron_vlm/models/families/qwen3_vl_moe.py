@@ -10,7 +10,7 @@ class Qwen3VLMoe(qwen3_vl.Qwen3VL):
     text_limits = {
         **qwen3_vl.Qwen3VL.text_limits,
         **moe_rules.LIMITS,
-        "num_experts": limits.NUMBER,
+        **dict.fromkeys(("num_experts", "num_local_experts"), limits.NUMBER),
         "num_experts_per_tok": limits.Limit(
             "1 to num_experts", lambda count, text: not text.num_experts or 1 <= count <= text.num_experts
         ),

@@ -13,9 +13,9 @@ from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.family_parts import limits, texts, towers
 
 
-def _shuffles(factor: Any, whole: Any) -> bool:
+def _shuffles(factor: Any, top: Any) -> bool:
     """Whether squares of whole patches become one feature."""
-    vision = whole.vision_config
+    vision = top.vision_config
     return factor > 0 == vision.image_size // vision.patch_size % factor
 
 
@@ -31,9 +31,11 @@ class SmolVLMVision(nn.Module):
         tower = self.vision_tower
         pixels = pixel_values.to(self.multi_modal_projector.modality_projection.proj.weight.dtype)
         patches = [length // tower.patch_size for length in pixels.shape[-2:]]
-        whole = torch.ones((len(pixels), *patches), dtype=torch.bool, device=pixels.device)
+        patch_mask = torch.ones((len(pixels), *patches), dtype=torch.bool, device=pixels.device)
         # not the tower itself: it asks the device whether any patch is padding
-        states_NPE = tower.encoder(tower.embeddings(pixels, whole), attention_mask=None).last_hidden_state
+        states_NPE = tower.encoder(
+            tower.embeddings(pixels, patch_mask), attention_mask=None
+        ).last_hidden_state
         return self.multi_modal_projector(tower.post_layernorm(states_NPE)).flatten(0, 1)
 
 

@@ -59,8 +59,8 @@ class LayerWithInput(DeepstackLayer):
 
     def forward(self, hidden_states: Tensor, *, packed_seq_params: AttentionPlan, **others: Any):
         hidden, context = super().forward(hidden_states, packed_seq_params=packed_seq_params, **others)
-        hidden, own = take(hidden, packed_seq_params.asides[INPUTS], self.layer_number - 1)
-        return self.own_input(hidden, own), context
+        hidden, layer_input = take(hidden, packed_seq_params.asides[INPUTS], self.layer_number - 1)
+        return self.own_input(hidden, layer_input), context
 
 
 class PlainNorm(nn.Module):
@@ -102,8 +102,8 @@ class OwnHeadsAttention(RotarySelfAttention):
             query = self.q_layernorm(both.unflatten(-1, (-1, self.heads.channels)))
             return query, query[:, :, :0], query[:, :, :0]
         both = both.unflatten(-1, (self.num_query_groups_per_partition, -1, self.heads.channels))
-        own = 1 + self.heads.values
-        query, key, *values = both.split([both.shape[-2] - own] + own * [1], dim=-2)
+        key_value_heads = 1 + self.heads.values
+        query, key, *values = both.split([both.shape[-2] - key_value_heads] + key_value_heads * [1], dim=-2)
         key, value = key.squeeze(-2), (values or [key])[0].squeeze(-2)
         return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key), self.v_layernorm(value)
 

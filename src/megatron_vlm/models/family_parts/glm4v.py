@@ -56,6 +56,8 @@ class GlmFamily(patch_towers.PatchFamily):
 
     def visual_kinds(self, input_ids: Any) -> Any:
         """A placeholder belongs to a video frame if a begin-of-video token before it is not yet closed."""
-        begun = (input_ids == self.hf_config.video_start_token_id).cumsum(-1)
-        ended = (input_ids == self.hf_config.video_end_token_id).cumsum(-1)
-        return (input_ids == self.hf_config.image_token_id) * (IMAGE + (VIDEO - IMAGE) * (begun > ended))
+        video_starts = (input_ids == self.hf_config.video_start_token_id).cumsum(-1)
+        video_ends = (input_ids == self.hf_config.video_end_token_id).cumsum(-1)
+        return (input_ids == self.hf_config.image_token_id) * (
+            IMAGE + (VIDEO - IMAGE) * (video_starts > video_ends)
+        )

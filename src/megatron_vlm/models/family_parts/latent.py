@@ -48,7 +48,8 @@ MISTRAL4 = {
     # a group is ranked by what softmax gives, in Megatron by what comes before
     "n_group": limits.Limit("topk_group", lambda count, text: 0 < count == text.topk_group),
 }
-MISTRAL4_ROPE = {
+ROPE = limits.not_null("factor", "linear", "llama3", "yarn")
+MISTRAL4_ROPE = ROPE | {
     "rope_type": limits.only("yarn"),  # in Transformers the default one turns whole heads
     "partial_rotary_factor": limits.Limit("qk_rope_head_dim / head_dim", _is_turned_part),
 }

@@ -65,10 +65,10 @@ def _values(description: Description, reads: set[str]) -> dict[str, Any]:
 
     With them is the version of Transformers, whose defaults are among them.
     """
-    whole = json.loads(description.hf_config.to_json_string(use_diff=False))
-    values = {"transformers_version": whole["transformers_version"]}
+    hf_config = json.loads(description.hf_config.to_json_string(use_diff=False))
+    values = {"transformers_version": hf_config["transformers_version"]}
     for name in PARTS:
-        part = whole[name] if name else whole
+        part = hf_config[name] if name else hf_config
         limits = limits_of(description, name)
         for key in sorted({*part, *limits} - {*PARTS}):
             path = dotted(name, key)
@@ -78,9 +78,9 @@ def _values(description: Description, reads: set[str]) -> dict[str, Any]:
     return values
 
 
-def part_of(whole: Any, name: str) -> Any:
+def part_of(config: Any, name: str) -> Any:
     """The part of a whole config that has this name."""
-    return getattr(whole, name) if name else whole
+    return getattr(config, name) if name else config
 
 
 def dotted(name: str, key: str) -> str:
@@ -100,8 +100,8 @@ def _without_unknown_keys(description: Description) -> Any:
     hf_config = deepcopy(description.hf_config)
     for name in PARTS:
         part = part_of(hf_config, name)
-        known = vars(type(part)()).keys() | ASKED_FOR.keys() | description.limits[name].keys()
-        for key in vars(part).keys() - known:
+        kept_keys = vars(type(part)()).keys() | ASKED_FOR.keys() | description.limits[name].keys()
+        for key in vars(part).keys() - kept_keys:
             if not key.startswith("_"):
                 del vars(part)[key]
     return hf_config
@@ -179,10 +179,10 @@ def model_types(family: type[Description]) -> dict[str, tuple[str, ...]]:
 
 
 def _other_types(description: Description) -> Iterator[str]:
-    for name, known in model_types(type(description)).items():
+    for name, types in model_types(type(description)).items():
         model_type = part_of(description.hf_config, name).model_type
-        if model_type not in known:
-            yield _problem(f"{name}.model_type", model_type, only(*known).words)
+        if model_type not in types:
+            yield _problem(f"{name}.model_type", model_type, only(*types).words)
 
 
 def _outside_limits(description: Description) -> Iterator[str]:
@@ -213,9 +213,9 @@ def _unread(description: Description, reads: set[str]) -> Iterator[str]:
     for name in PARTS:
         part = part_of(description.hf_config, name)
         default = type(part)()
-        known = limits_of(description, name).keys() | PARTS
+        limited = limits_of(description, name).keys() | PARTS
         for key in [each.name for each in fields(part)]:
-            is_used = key in known or dotted(name, key) in reads
+            is_used = key in limited or dotted(name, key) in reads
             if not is_used and getattr(part, key) != getattr(default, key):
                 yield _problem(dotted(name, key), getattr(part, key), as_json(getattr(default, key)))
 

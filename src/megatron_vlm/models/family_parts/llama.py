@@ -99,19 +99,19 @@ class LlamaFamily(Description):
             architecture["kv_channels"],
             gates=architecture.get("attention_output_gate", False),
         )
-        ours, theirs = "self_attention.linear_", "self_attn."
+        prefix, hf_prefix = "self_attention.linear_", "self_attn."
         norms = {"input_layernorm": "input_layernorm"}
         if architecture.get("qk_layernorm"):
             norms |= QK_NORMS
         rules = [
-            self.layer_rule(f"{ours}qkv.weight", [f"{theirs}{x}_proj.weight" for x in "qkv"], operation),
-            self.layer_rule(f"{ours}proj.weight", [f"{theirs}o_proj.weight"], Cut(1)),
+            self.layer_rule(f"{prefix}qkv.weight", [f"{hf_prefix}{x}_proj.weight" for x in "qkv"], operation),
+            self.layer_rule(f"{prefix}proj.weight", [f"{hf_prefix}o_proj.weight"], Cut(1)),
         ]
         if architecture.get("add_qkv_bias"):
-            biases = [f"{theirs}{x}_proj.bias" for x in "qkv"]
-            rules.append(self.layer_rule(f"{ours}qkv.bias", biases, operation))
+            biases = [f"{hf_prefix}{x}_proj.bias" for x in "qkv"]
+            rules.append(self.layer_rule(f"{prefix}qkv.bias", biases, operation))
         if architecture.get("add_proj_bias"):
-            rules.append(self.layer_rule(f"{ours}proj.bias", [f"{theirs}o_proj.bias"], Whole()))
+            rules.append(self.layer_rule(f"{prefix}proj.bias", [f"{hf_prefix}o_proj.bias"], Whole()))
         return self.norm_rules(norms) + rules
 
     def feed_forward_rules(self) -> list[Rule]:

@@ -46,8 +46,8 @@ class HoldsTexts(llama.LlamaFamily):
 
     @property
     def architecture(self) -> dict:
-        own = self.text_kind.architecture(self.text)
-        return llama.architecture(self.text, self.tied) | own | _bounded(self.text)
+        fields = self.text_kind.architecture(self.text)
+        return llama.architecture(self.text, self.tied) | fields | _bounded(self.text)
 
     @property
     def carried_keys(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ TEXTS = {
     "deepseek_v3": Text(
         latent.DEEPSEEK_V3,
         architecture=lambda text: latent.architecture(text) | moe_rules.sigmoid(text),
-        rope_limits={},
+        rope_limits=latent.ROPE,
         attention_rules=latent.attention_rules,
         feed_forward_rules=moe_rules.sigmoid_rules,
         carried_keys=moe_rules.after_the_last,

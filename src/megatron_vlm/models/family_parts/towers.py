@@ -167,7 +167,7 @@ def pixtral_states(
     shapes_N2 = image_sizes // tower.patch_size
     maps = tower.patch_conv(pixels.to(tower.patch_conv.weight.dtype))
     both = zip(maps, shapes_N2.tolist(), strict=True)
-    patches = [one[:, :rows, :columns].flatten(1).t() for one, (rows, columns) in both]
+    patches = [patch_map[:, :rows, :columns].flatten(1).t() for patch_map, (rows, columns) in both]
     states = [tower.ln_pre(torch.cat(patches)[None])]
     places = on_device(_pixtral_places(tower.config, shapes_N2.tolist()), pixels.device)
     tables = tower.patch_positional_embedding(states[0], places)

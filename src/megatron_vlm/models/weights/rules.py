@@ -63,13 +63,13 @@ class Operation:
         if self.axis is None:
             return shards[:1]
         size, shapes = len(shards), self.hf_shapes(shards[0], len(shards))
-        whole = [shards[0].new_empty(shape) for shape in shapes]
+        tensors = [shards[0].new_empty(shape) for shape in shapes]
         for rank, shard in enumerate(shards):
-            for views, tensor, shape in zip(self.views(shard), whole, shapes, strict=True):
+            for views, tensor, shape in zip(self.views(shard), tensors, shapes, strict=True):
                 for view, block in zip(views, self.in_blocks(tensor, shape), strict=True):
                     of_rank = block.unflatten(self.axis, (size, -1)).select(self.axis, rank)
                     of_rank.view(view.shape).copy_(view)
-        return whole
+        return tensors
 
     def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
         """The part that a rank holds of a whole tensor of this shape, which is cut as the weight is."""
@@ -125,10 +125,14 @@ class Vocabulary(Operation):
         return [torch.cat(shards)[: self.entries]] * self.keys
 
     def part(self, source: Slices | FusedRow, shape: list[int], rank: int, size: int) -> Tensor:
-        held = -(-self.entries // size)
-        start, stop = (min(edge * held, self.entries) for edge in (rank, rank + 1))
+        rows_per_rank = -(-self.entries // size)
+        start, stop = (min(edge * rows_per_rank, self.entries) for edge in (rank, rank + 1))
         rows = source[(slice(start, stop),)]
-        return torch.cat([rows, rows.new_zeros(held - len(rows), *shape[1:])]) if len(rows) < held else rows
+        return (
+            torch.cat([rows, rows.new_zeros(rows_per_rank - len(rows), *shape[1:])])
+            if len(rows) < rows_per_rank
+            else rows
+        )
 
 
 @dataclass(frozen=True)
@@ -176,8 +180,8 @@ class DeltaInputs(Operation):
     axis: ClassVar[int] = 0
 
     def blocks(self, rows: int) -> list[int]:
-        three = [self.heads * each for each in (self.key, self.key, self.values)]
-        return three if rows == sum(three) else [rows]
+        sizes = [self.heads * each for each in (self.key, self.key, self.values)]
+        return sizes if rows == sum(sizes) else [rows]
 
     def views(self, param: Tensor) -> list[list[Tensor]]:
         sizes = [self.key, self.key, self.values, *self.others]
@@ -273,12 +277,12 @@ def find_rule(rules: list[Rule], name: str, files: Collection[str] = ()) -> tupl
     Several may fit, because checkpoints come in several layouts. Then: of the rules whose HF tensors are all
     in `files`, the one with the most tensors; else the first whose layout occurs in `files`; else the first.
     """
-    found = [(rule, names) for rule in rules if (names := rule.hf_names(name))]
-    if not found:
+    fitting = [(rule, names) for rule in rules if (names := rule.hf_names(name))]
+    if not fitting:
         raise LookupError(f"no weight rule for parameter {name}; add one to the family's list")
-    complete = [pair for pair in found if all(key in files for key in pair[1])]
-    of_layout = (pair for pair in found if any(matches(hf, key) for hf in pair[0].hf for key in files))
-    return max(complete, key=lambda pair: len(pair[1]), default=None) or next(of_layout, found[0])
+    complete = [pair for pair in fitting if all(key in files for key in pair[1])]
+    of_layout = (pair for pair in fitting if any(matches(hf, key) for hf in pair[0].hf for key in files))
+    return max(complete, key=lambda pair: len(pair[1]), default=None) or next(of_layout, fitting[0])
 
 
 def find_weight(rules: list[Rule], key: str) -> tuple[Rule, str, int] | None:
