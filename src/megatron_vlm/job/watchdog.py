@@ -1,8 +1,9 @@
 """Ends a job in which no rank makes progress for `train.hang_seconds`, with the stacks of all ranks.
 
-Code that can take long calls `beat`. Each rank writes its beats into `<errors>/rankN.json`, and a thread of
-each rank reads the files of all. If no rank made progress, each writes the stacks of its threads and data
-workers to `<errors>/rankN.txt`, the last line names the rank that hangs, and all end.
+Code that can take long calls `beat`. Each rank writes its beats into a small file, and a thread of each rank
+reads the files of all: in torchrun's folder or, over several machines, in `<errors>`. If no rank made
+progress, each writes the stacks of its threads and data workers to `<errors>/rankN.txt`, the last line names
+the rank that hangs, and all end.
 
 A rank that was stopped (SIGSTOP, Ctrl-Z) and continues in time goes on: the time in which it did not run does
 not count. `kill -USR2 PID` writes a rank's stacks at any time.
@@ -146,7 +147,14 @@ class Watch:
         self.path = errors / f"rank{rank()}.txt"
         self.owns_files = not os.path.lexists(self.path)  # if it is not new, another live run may write to it
         self.file = io.TextIOWrapper(open_to_write(self.path, "ab"), "utf-8")
-        self._heartbeat = open_to_write(errors / f"rank{rank()}.json", "r+b", buffering=0)
+        # a start that is refused in the folder of a live run must not write there
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        is_local = error_file and not has_several_machines()
+        self._heartbeats = Path(error_file).parent.parent if is_local else errors
+        self._heartbeats.mkdir(parents=True, exist_ok=True)
+        self._heartbeat = None  # nobody reads it if there is one rank
+        if world_size() > 1:
+            self._heartbeat = open_to_write(self._heartbeats / f"rank{rank()}.json", "r+b", buffering=0)
         self.write()
         faulthandler.enable(self.file)
         faulthandler.register(signal.SIGUSR2, self.file)  # works while compiled code holds the interpreter
@@ -157,7 +165,8 @@ class Watch:
         """Change some of the content. It takes some ten microseconds, and others see all of it at once."""
         with self._lock:  # the thread writes, too
             self.content |= news
-            os.pwrite(self._heartbeat.fileno(), json.dumps(self.content).encode().ljust(ROOM), 0)
+            if self._heartbeat is not None:
+                os.pwrite(self._heartbeat.fileno(), json.dumps(self.content).encode().ljust(ROOM), 0)
 
     def others(self) -> list[dict[str, Any]]:
         """Return the content of the other ranks' files, as far as they are there and belong to this job."""
@@ -166,7 +175,7 @@ class Watch:
             # one that does not exist yet, or is being written, comes with the next look
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
                 if number != rank():
-                    contents.append(json.loads(read_file(self.errors / f"rank{number}.json")))
+                    contents.append(json.loads(read_file(self._heartbeats / f"rank{number}.json")))
         return [content for content in contents if content.get("port") == self.content["port"]]
 
     def has_another_ended(self) -> bool:
