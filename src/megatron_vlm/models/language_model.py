@@ -147,10 +147,12 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
+    # a recurrent layer and latent attention replace attention as a whole
     if is_recurrent(megatron_config, layer):
         self_attention = ModuleSpec(module=GatedDeltaNet)
     if megatron_config.latent_heads:
         self_attention = ModuleSpec(module=LatentAttention)
+    # the outputs of attention and feed-forward are added as they are, or after a norm
     norm_then_add = ModuleSpec(NormThenAdd, params={"config": megatron_config})
     add = norm_then_add if megatron_config.norm_after_sublayer else deepstack.plain_add
     mlp_linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)

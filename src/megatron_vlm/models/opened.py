@@ -56,12 +56,14 @@ def build_model(
     Raw pixels of the data path need the checkpoint's `processor`, see `models.pixels`.
     """
     architecture = description.architecture
+    # stages hold different numbers of layers, so that tower and output layer count as work
     costs = architecture["num_layers"], 0.0, 0.0
     if config.parallel.pp > 1:
         costs = stage_costs(config, architecture, image_cost(config, description))
     megatron_config = language_model_config(config, architecture, costs)
     backends = kernel_checks.attention_backends(megatron_config, config.model, device)
     megatron_config.attention_backends = backends
+    # kernels must agree with plain PyTorch on this device before they are used
     if device.type == "cuda":
         problem = kernel_checks.fused_disagreement(megatron_config, device)
         kernel_checks.check("fused", problem, config.model)

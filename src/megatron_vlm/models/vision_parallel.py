@@ -35,11 +35,13 @@ def spread_over_ranks(
     features = vision(own or [blank]).movedim(-2, 0)
     if not own:
         features = features[:0]
+    # each rank sends every other the features that it wants
     maker, row = _makers(shares, visual_tokens)
     sent = [row[ids[maker[ids] == rank]] for ids in wanted]
     received = np.bincount(maker[wanted[rank]], minlength=size).tolist()
     flat = features.flatten(1).index_select(0, on_device(np.concatenate(sent), features.device))
     by_maker = all_to_all(group, flat, received, list(map(len, sent)))
+    # they arrive sorted by the rank that made them, and go back into document order
     order = np.argsort(np.argsort(maker[wanted[rank]], kind="stable"))
     mine = by_maker.index_select(0, on_device(order, features.device))
     return mine.unflatten(1, features.shape[1:]).movedim(0, -2)

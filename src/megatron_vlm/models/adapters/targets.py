@@ -110,6 +110,7 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
     targets: dict[str, Target] = {}
     for name, module in modules.items():
         parameters = {f"{name}.{key}": param for key, param in module.named_parameters(recurse=False)}
+        # the last parameter is the innermost: each earlier one lies in one wrapper more
         for outside, key in enumerate(reversed(fitting(names, parameters))):
             shape = tuple(parameters[key].shape)
             match = find_weight(weight_map.rules, hub_name(key, weight_map.renames))
@@ -123,6 +124,7 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
             experts, out, width = shape
             stored = name + outside * ".base_layer"
             targets[key] = Target(key, rule, weight, place, out, width, experts=experts, stored=stored)
+    # a name that fits nothing is refused, with the names that would fit
     for name in names:
         if not fitting([name], targets):
             of_experts = [rule for rule in weight_map.rules if rule.rows and rule.block is None]

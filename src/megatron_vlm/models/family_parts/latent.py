@@ -97,6 +97,7 @@ def attention_rules(family: LlamaFamily) -> list[Rule]:
         rule("linear_kv_up_proj.weight", "kv_b_proj.weight", Cut(0)),
         rule("linear_proj.weight", "o_proj.weight", Cut(1)),
     ]
+    # queries come from the hidden states at once, or by way of a lower rank
     if text.q_lora_rank is None:
         rules.append(rule("linear_q_proj.weight", "q_proj.weight", Cut(0)))
     else:
@@ -105,6 +106,7 @@ def attention_rules(family: LlamaFamily) -> list[Rule]:
             rule("q_layernorm.weight", "q_a_layernorm.weight", Whole()),
             rule("linear_q_up_proj.weight", "q_b_proj.weight", Cut(0)),
         ]
+    # only what goes down to a lower rank, and the output, may have biases
     if text.attention_bias:
         rules += [
             rule("linear_kv_down_proj.bias", "kv_a_proj_with_mqa.bias", Whole()),

@@ -56,12 +56,14 @@ class LatentAttention(MegatronModule):
                 **common,
             )
 
+        # queries, by way of a lower rank if there is one
         if heads.query_rank is None:
             self.linear_q_proj = cut_by_heads(width, heads.scores)
         else:
             self.linear_q_down_proj = WholeLinear(width, heads.query_rank, config, config.add_qkv_bias)
             self.q_layernorm = RMSNorm(config, heads.query_rank, LATENT_EPS)
             self.linear_q_up_proj = cut_by_heads(heads.query_rank, heads.scores)
+        # keys and values: down to one rank that all heads share, and up to each head
         made = heads.rank + heads.turned
         self.linear_kv_down_proj = WholeLinear(width, made, config, config.add_qkv_bias)
         self.kv_layernorm = RMSNorm(config, heads.rank, LATENT_EPS)

@@ -252,6 +252,7 @@ def balancing_settings(config: RunConfig, architecture: dict) -> dict:
     over layers and counts a token once. So the coefficient is scaled: one layer has the same loss as in
     Transformers, several have the mean. Raises ConfigError for what only experts have in a model without.
     """
+    # the run's setting goes over the checkpoint's
     coefficient = config.model.load_balancing
     if "num_moe_experts" not in architecture:
         settings = {"parallel.ep": config.parallel.ep > 1, "model.load_balancing": coefficient}

@@ -145,6 +145,7 @@ def export_hf(
     """
     checkpoint = HFCheckpoint(source, weight_map.renames)
     with folder_aside(output) as aside:
+        # the small files first; then each stage writes its weights, and rank 0 names all files
         on_first_rank(copy_side_files, checkpoint.folder, aside)
         on_first_rank(write_chat_template, aside, chat_template)
         on_first_rank(adapt_config, aside / CONFIG_FILE, weight_map, checkpoint.is_fp8)
