@@ -110,12 +110,6 @@ def hang_in_files(doing: str) -> None:
     time.sleep(10_000)
 
 
-def closed_pipe(_: str) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.write(writer, b"said")
-
-
 def spin() -> None:
     while True:
         pass
@@ -128,8 +122,6 @@ FAULTS = {
     "path": lambda _: Path("/no/such\x1b[31mfile").read_text(),
     "full": full_disk,
     "exit": lambda _: sys.exit(0),
-    "closed pipe": closed_pipe,
-    "os_exit": lambda _: os._exit(0),
     "os_exit_7": lambda _: os._exit(7),
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "kill_once": kill_once,
@@ -142,7 +134,6 @@ FAULTS = {
     "spin": lambda _: spin(),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "data": lambda _: wait_for_data(),
-    "import": lambda _: hang_in_files("importing a checkpoint"),
     "save": lambda _: hang_in_files(f"saving step {FAILS_IN}"),
     "pause": lambda _: stop_for(5),
 }
