@@ -17,7 +17,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.bad_sample import BadSample
 from megatron_vlm.data.chatml.sample import ChatMLSample, grounding
 from megatron_vlm.data.chatml.turns import is_trained
-from megatron_vlm.data.encode.chat_template import RenderedChat
+from megatron_vlm.data.encode.chat_template import ChatTemplate, RenderedChat
 from megatron_vlm.data.encode.processing import HFProcessor, KnownProcessor
 from megatron_vlm.data.encode.replies import Span, between_thinking
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
@@ -60,8 +60,8 @@ class DocumentEncoder:
         self._processor, self._data, self._needs = processor, data, needs
         self.per_sample = 1  # documents; a pair of `data.preferences` has two
         self.boxes = grounding().Boxes(processor, data, needs.box_format)
-        text = TextEncoder(processor, data.thinking == "mask", spoken=self.boxes.tokens)
-        self.chat = text.chat
+        self.chat = ChatTemplate(processor, data.thinking == "mask", self.boxes.tokens)
+        text = TextEncoder(processor, self.chat)
         fast_processor = KnownProcessor(text, needs.visual_keys, data.decode_seconds)
         self.why_hf_processor = fast_processor.why_not() if fast else "fast is off"
         self.processing = fast_processor

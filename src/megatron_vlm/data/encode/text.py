@@ -15,7 +15,6 @@ ids are searched for text. (Up to Transformers 5.17, its own assistant mask is w
 import copy
 import functools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -60,11 +59,11 @@ class TextEncoder:
     Raises ValueError if the tokenizer gives no offsets (only fast tokenizers do), and as `ChatTemplate`.
     """
 
-    def __init__(self, processor: ProcessorMixin, mask_thinking: bool = False, spoken: Sequence[str] = ()):
+    def __init__(self, processor: ProcessorMixin, chat: ChatTemplate | None = None):
         self.tokenizer = processor.tokenizer
         if not self.tokenizer.is_fast:
             raise ValueError(f"{type(self.tokenizer).__name__} gives no offsets; load the fast tokenizer")
-        self.chat = ChatTemplate(processor, mask_thinking, spoken)
+        self.chat = chat or ChatTemplate(processor)
         self.image_spec = get_image_spec(processor)
         self._typed_tokens = TypedTokens(self.tokenizer, self.chat.added_control_tokens)
         self.marked_tokenizer = MarkedTokenizer(self.tokenizer, self._typed_tokens)
