@@ -124,7 +124,7 @@ def generate(folder: Path, layers: int) -> None:
     from transformers import AutoModelForImageTextToText
 
     from megatron_vlm.models.hf import load_config
-    from megatron_vlm.models.weights.shards import SafetensorsFile, Stored, split
+    from megatron_vlm.models.weights.files import SafetensorsFile, Stored, split
 
     stored = json.loads(CONFIG.read_text())
     stored["text_config"]["num_hidden_layers"] = layers

@@ -94,9 +94,7 @@ REASONS = {
     "core/optimizer/distrib_optimizer.py DistributedOptimizer.state_dict": WRITTEN,
     "core/optimizer/optimizer.py MegatronOptimizer._extract_common_per_param_step": WRITTEN,
     "core/optimizer/optimizer.py Float16OptimizerWithFloat16Params.sharded_state_dict": WRITTEN,
-    (
-        "megatron_vlm/training/sharded_optimizer.py ShardedOptimizer.sharded_param_state_fully_reshardable"
-    ): WRITTEN,
+    ("megatron_vlm/training/optimizer.py ShardedOptimizer.sharded_param_state_fully_reshardable"): WRITTEN,
 }
 OF_EACH_KIND = ("1 process", "TP2+SP", "PP2·VPP2", "CP2", "EP2")
 

@@ -16,8 +16,7 @@ from typing import Any
 from megatron_vlm import stores
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
-from megatron_vlm.inputs import odd_fields
-from megatron_vlm.signatures import explain_file
+from megatron_vlm.inputs import explain_file, odd_fields
 from megatron_vlm.stores import fetched
 
 CONFIG_FILE = "config.json"

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+from megatron_vlm.adapter_settings import adapter_problems
+from megatron_vlm.adapter_settings import problem as pattern_problem
 from megatron_vlm.config import (
     EPOCH,
     ConfigError,
@@ -14,8 +16,6 @@ from megatron_vlm.config import (
     all_settings,
     fewest_processes,
 )
-from megatron_vlm.config_rules.adapters import adapter_problems
-from megatron_vlm.config_rules.patterns import problem as pattern_problem
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.messages import join_lines, suggestion
 from megatron_vlm.objectives import OBJECTIVES, objective_of

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import check_file, open_file, read_file
-from megatron_vlm.signatures import explain_file
+from megatron_vlm.inputs import explain_file
 from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config
 
 # the forms of tensors that are read

@@ -178,8 +178,8 @@ def test_what_is_kept_for_the_backward_pass_is_linear_in_the_tokens():
 def test_operations_are_those_of_the_products():
     from torch.utils.flop_counter import FlopCounterMode
 
+    from megatron_vlm.models.costs import delta_rule_flops
     from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
-    from megatron_vlm.models.work.costs import delta_rule_flops
 
     heads, tokens = DeltaHeads(keys=2, values=6, key_channels=128, value_channels=128, taps=4), 640
     query, key = torch.randn(2, tokens, 2, 128)

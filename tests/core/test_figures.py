@@ -30,11 +30,10 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     """By case, what StepWork counts of a batch, and what a step does, with attention as it must be."""
     from transformers import AutoConfig
 
+    from megatron_vlm.models.costs import StepWork, delta_rule_flops
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.layers.delta_net.rule import DeltaRule
     from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.work.costs import delta_rule_flops
-    from megatron_vlm.models.work.step_work import StepWork
     from megatron_vlm.objectives import objective_of
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import gradients
@@ -221,8 +220,8 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
     """The figures of a step in every layout, and those that they must be."""
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+    from megatron_vlm.models.costs import StepWork
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.work.step_work import StepWork
 
     folder = tmp_path_factory.mktemp("figures")
     path = build_tiny_checkpoint("qwen3_vl_moe", folder / "model")

@@ -32,9 +32,9 @@ def run_of(folder: str, dtype: str, offload: bool, name: str) -> RunConfig:
 def trained(folder: str, dtype: str) -> dict[str, list]:
     """Losses and the exported files' bytes: of whole runs, and of runs that went on the other way."""
     from megatron_vlm.callbacks.exports import export_step
-    from megatron_vlm.training import offloaded_adam
+    from megatron_vlm.training import optimizer
 
-    offloaded_adam.PIECE = 1000  # most parameters have several
+    optimizer.PIECE = 1000  # most parameters have several
     case = saved_cases.read(f"{folder}/case.pt")
     found = {}
     for name, ways in {"kept": (0, 0), "away": (1, 1), "then away": (0, 1), "then kept": (1, 0)}.items():

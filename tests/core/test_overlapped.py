@@ -28,20 +28,20 @@ LINEARS = {"gathered": 2, "scattered": 2}  # of a layer: q k v, gate and up; out
 
 def every_case(path: str, file: str) -> dict[str, dict[str, float]]:
     """By case: the largest difference, and how often the overlapped products were called."""
-    from megatron_vlm.parallel import overlapped, setup, weight_gradients
+    from megatron_vlm.parallel import linears, setup
 
     setup.init_distributed(ParallelConfig(tp=2), seed=1)
     case, calls, found = saved_cases.read(file), {}, {}
-    counted(overlapped, calls)
+    counted(linears, calls)
     for name, (tp, settings) in CASES.items():
         layout = ParallelConfig(tp=tp, distributed_optimizer=False)
         if name == "added in the product":
-            weight_gradients.DEVICES.append("cpu")
+            linears.DEVICES.append("cpu")
         else:
             expected = outcome(path, case, layout, **settings)
         assert not calls
         ours = outcome(path, case, replace(layout, tp_comm_overlap=True), **settings)
-        weight_gradients.DEVICES[:] = ["cuda", "meta"]
+        linears.DEVICES[:] = ["cuda", "meta"]
         found[name] = {"difference": differences(ours, expected), **calls}
         calls.clear()
     return found

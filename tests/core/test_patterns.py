@@ -20,7 +20,7 @@ USES = ("match", "fullmatch", "search", "sub", "split", "findall", "finditer")
 # made of names that only their function knows: words of a tokenizer, escaped and with possessive repeats,
 # types of errors, patterns of Transformers, and rules for weights
 LOCAL = {
-    "config_rules.patterns": 1,
+    "adapter_settings": 1,
     "data.encode.chat_template": 7,
     "data.encode.processing": 2,
     "extras.grounding.convention": 2,  # tried in tests/data/test_boxes.py
@@ -30,7 +30,7 @@ LOCAL = {
     "models.weights.files": 1,
     "models.weights.rules": 1,
     "extras.report.charts": 1,  # of the names of our own figures
-    "signatures": 1,
+    "inputs": 1,
 }
 SAMPLES = (" ", "a", "0", "_", ".", "/", "<", "\u00e9")
 

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.cli import app, run
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
+from megatron_vlm.models import costs
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.models.layers.attention_sizes import LatentHeads
-from megatron_vlm.models.work import costs
 from megatron_vlm.parallel.layout import pipeline_layout
 from megatron_vlm.recipes import load_recipe
 from megatron_vlm.recipes.published import CONFIGS

@@ -58,18 +58,18 @@ def both(family: str, cells: list[tuple[str, str]]) -> dict[tuple[str, str], tup
     says. The real step does as on a GPU what a CPU need not do: it copies pixels from the host, and linears
     add the gradients of their weights."""
     from megatron_vlm.models import vlm
-    from megatron_vlm.parallel import setup, weight_gradients
+    from megatron_vlm.parallel import linears, setup
 
     hf_config, measured, rank = config_of(family), {}, int(os.environ["RANK"])
     copied, vlm.on_device = vlm.on_device, lambda numbers, device: torch.as_tensor(numbers).clone()
-    weight_gradients.DEVICES.append("cpu")
+    linears.DEVICES.append("cpu")
     setup.init_distributed(LAYOUTS["dp 2"], seed=1)
     for cell in cells:
         setup.reset_layout(LAYOUTS[cell[0]], seed=1)
         measured[cell] = real_step(run_named(*cell), hf_config)
     setup.shutdown()
     vlm.on_device = copied
-    weight_gradients.DEVICES.remove("cpu")
+    linears.DEVICES.remove("cpu")
     return {cell: (measured[cell], rehearsed(run_named(*cell), hf_config, rank)) for cell in cells}
 
 

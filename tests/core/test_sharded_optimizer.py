@@ -4,7 +4,7 @@ import checkpoint_memory
 import pytest
 import torch
 
-from megatron_vlm.training.sharded_optimizer import boxes
+from megatron_vlm.training.optimizer import boxes
 from tiny.distributed import run_distributed
 
 MOST_MEMORY = 2.5  # shards; docs/checkpoints.md has what was seen

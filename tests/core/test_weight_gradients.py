@@ -13,8 +13,8 @@ from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, Paralle
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.models.layers.kernels import checks as kernel_checks
 from megatron_vlm.models.layers.kernels.checks import check, weight_gradient_disagreement
-from megatron_vlm.parallel import weight_gradients
-from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
+from megatron_vlm.parallel import linears
+from megatron_vlm.parallel.linears import wgrad_gemm_accum_fp32
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -31,18 +31,18 @@ LINEARS, MICRO_BATCHES = 4, 2  # of a layer: q k v together, output, gate and up
 
 def every_case(path: str, file: str) -> dict[str, dict[str, float]]:
     """By case: calls of the product, layers, and the largest difference."""
-    from megatron_vlm.parallel import setup, weight_gradients
+    from megatron_vlm.parallel import linears, setup
 
     setup.init_distributed(ParallelConfig(tp=2), seed=1)
     case, found, calls = saved_cases.read(file), {}, []
-    product = weight_gradients.wgrad_gemm_accum_fp32
-    weight_gradients.wgrad_gemm_accum_fp32 = lambda *given: calls.append(given) or product(*given)
+    product = linears.wgrad_gemm_accum_fp32
+    linears.wgrad_gemm_accum_fp32 = lambda *given: calls.append(given) or product(*given)
     for name, settings in CASES.items():
         expected, layers = gradients(path, case, **settings)
         assert not calls
-        weight_gradients.DEVICES.append("cpu")
+        linears.DEVICES.append("cpu")
         ours, _ = gradients(path, case, **settings)
-        weight_gradients.DEVICES.remove("cpu")
+        linears.DEVICES.remove("cpu")
         assert ours.keys() == expected.keys() and any(grad.any() for grad in expected.values())
         differences = [
             ((ours[key] - grad).abs().max() / grad.abs().max().clamp_min(1e-12)).item()
@@ -94,16 +94,16 @@ def test_the_check_before_a_run_sees_a_product_that_does_not_add(monkeypatch, dt
     def sets(x, grad, total):
         total.copy_(grad.t().float() @ x.float())
 
-    monkeypatch.setattr(weight_gradients, "in_product", True)
+    monkeypatch.setattr(linears, "in_product", True)
     checked()
-    assert weight_gradients.in_product
+    assert linears.in_product
     monkeypatch.setattr(kernel_checks, "wgrad_gemm_accum_fp32", sets)
     with pytest.raises(ConfigError, match=r"differ by .+ model.fallbacks=\[weight_gradients\] trains with"):
         checked()
-    assert weight_gradients.in_product
+    assert linears.in_product
     with pytest.warns(UserWarning, match="made first and then added"):
         checked(fallbacks=["weight_gradients"])
-    assert not weight_gradients.in_product
+    assert not linears.in_product
     x, grad, total = torch.randn(5, 3, dtype=dtype), torch.randn(5, 4, dtype=dtype), torch.ones(4, 3)
     wgrad_gemm_accum_fp32(x, grad, total)
     assert torch.equal(total, torch.ones(4, 3) + grad.t() @ x)

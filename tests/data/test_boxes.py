@@ -13,7 +13,7 @@ from samples import sample_of
 
 from megatron_vlm.batch import GenericVisualInputs, count_up
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.document import DocumentEncoder

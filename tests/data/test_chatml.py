@@ -3,7 +3,7 @@ import json
 import pytest
 from samples import clean
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.chatml.turns import is_trained

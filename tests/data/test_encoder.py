@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoProcessor
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
-from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
+from megatron_vlm.data.accounts.drops import BadSample, DropReport, TooManyDrops
 from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, join_documents
 from megatron_vlm.models.families import describe

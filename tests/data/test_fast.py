@@ -18,11 +18,11 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up, is_raw
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media.images import decode_image, decode_pixels
 from megatron_vlm.models.families import load
-from megatron_vlm.models.pixels import PixelNormalizer
+from megatron_vlm.models.vlm import PixelNormalizer
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
 from tiny.corpus import default_corpus
 from tiny.distributed import run_distributed

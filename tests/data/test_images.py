@@ -10,7 +10,7 @@ import pytest
 from pairs import first_soon
 from PIL import Image
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.media import images
 from megatron_vlm.data.media.images import decode_image
 

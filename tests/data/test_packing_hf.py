@@ -11,8 +11,7 @@ from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.load.hf import HFProvider
-from megatron_vlm.data.load.length_cache import DROPPED, measure_dataset
+from megatron_vlm.data.load.hf import DROPPED, HFProvider, measure_dataset
 from megatron_vlm.data.load.sampler import BalancedSampler
 
 SEQ_LENGTH = 160
@@ -143,7 +142,7 @@ def test_a_sample_whose_pixels_are_broken_leaves_its_row_to_the_others(tmp_path,
 
 
 def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder, encoder, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.data.load.length_cache.PART", 10)
+    monkeypatch.setattr("megatron_vlm.data.load.hf.PART", 10)
     rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder, 0)
     first = measure_dataset(rows, tmp_path)
     parts = sorted(tmp_path.glob("*/*.lengths"))

@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media import patience, videos
 from megatron_vlm.data.media.patience import in_time

@@ -15,7 +15,7 @@ from PIL import Image
 from published_templates import CALLS, CONVERSATIONS, FOLDER, PUBLISHED, REPLY, THINKS, TOOLS, USER
 from samples import templated
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.chatml.turns import is_blank
 from megatron_vlm.data.encode.chat_template import RenderedChat, set_chat_template

@@ -6,7 +6,7 @@ import random
 import pytest
 from samples import templated
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.chat_template import ChatTemplate
 from megatron_vlm.data.encode.replies import REPLY, TURN, UntaggedReplies

@@ -5,7 +5,7 @@ from PIL import Image
 from samples import templated
 from transformers import AutoProcessor, Gemma3Processor
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.encode.chat_template import RenderedChat

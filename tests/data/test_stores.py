@@ -21,7 +21,7 @@ from store_server import BUCKET, KEY, SECRET, Line, forget, put, store  # noqa: 
 from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.checks.paths import checkpoint_problems, data_problems  # noqa: E402
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig  # noqa: E402
-from megatron_vlm.data.accounts.bad_sample import BadSample  # noqa: E402
+from megatron_vlm.data.accounts.drops import BadSample  # noqa: E402
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder  # noqa: E402
 from megatron_vlm.data.media.files import read_media  # noqa: E402
 from megatron_vlm.messages import printable  # noqa: E402

@@ -19,7 +19,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLM
 from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.media.videos import VideoRules, decode_video
 from megatron_vlm.models.families import describe
-from megatron_vlm.models.pixels import PixelNormalizer
+from megatron_vlm.models.vlm import PixelNormalizer
 from tiny.checkpoints import build_tiny_checkpoint
 
 FAMILIES = ["internvl", "llava_onevision"]

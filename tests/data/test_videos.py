@@ -17,14 +17,14 @@ from programs import COMMAND, run_program
 
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.media.videos import VideoRules, choose_frames, decode_video, plan_video
-from megatron_vlm.models.pixels import PixelNormalizer
+from megatron_vlm.models.vlm import PixelNormalizer
 from tiny.checkpoints import build_tiny_checkpoint
 
 FAMILIES = first_soon(

@@ -58,7 +58,7 @@ def parts(run: RunConfig) -> tuple[list, Any, Any]:
 
 def as_megatron_does() -> None:
     from megatron_vlm.training import tensor_files
-    from megatron_vlm.training.sharded_optimizer import ShardedOptimizer
+    from megatron_vlm.training.optimizer import ShardedOptimizer
 
     for name in (
         "sharded_param_state_fully_reshardable",

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from megatron_vlm.adapter_settings import READ, WITHOUT_EFFECT, with_peft_settings
 from megatron_vlm.config import AdapterConfig, ConfigError
-from megatron_vlm.config_rules.peft_config import READ, WITHOUT_EFFECT, with_peft_settings
 
 SOUND = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 OTHERS = ["bias", "init_lora_weights", "megatron_config", "use_qalora", "something_new"]

@@ -16,7 +16,7 @@ from megatron_vlm.batch import DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.models.families.mistral3 import Mistral3
-from megatron_vlm.models.pixels import PixelNormalizer
+from megatron_vlm.models.vlm import PixelNormalizer
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 

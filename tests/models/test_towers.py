@@ -26,8 +26,7 @@ from megatron_vlm.models.hf import load_processor
 from megatron_vlm.models.layers import tower_attention
 from megatron_vlm.models.layers.kernels.attention import KERNELS
 from megatron_vlm.models.opened import build_model
-from megatron_vlm.models.vision_parallel import balanced_shares
-from megatron_vlm.models.vlm import recompute_layers
+from megatron_vlm.models.vlm import balanced_shares, recompute_layers
 from megatron_vlm.parallel import setup
 from megatron_vlm.recipes.published import CONFIGS, SIZES
 from megatron_vlm.supported import too_old

@@ -22,7 +22,7 @@ import rollout_engines
 import torch
 
 from examples.rl.http_rollouts import EngineError, HttpEngine
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.rl.rollouts import RolloutPrompt
 from tiny.checkpoints import build_tiny_checkpoint

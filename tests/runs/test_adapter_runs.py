@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForImageTextToText
 
+from megatron_vlm import adapter_settings
+from megatron_vlm.adapter_settings import with_peft_settings
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.config_rules import patterns
-from megatron_vlm.config_rules.peft_config import with_peft_settings
 from megatron_vlm.models.adapters.files import _config_for_peft
 from megatron_vlm.models.adapters.targets import find_targets, find_whole, hf_modules
 from megatron_vlm.models.hf import open_source
@@ -591,7 +591,7 @@ SLOW = r"(?:.|\w|l)*[XZ]"  # each name is tried in more ways than there is time
     ],
 )
 def test_a_pattern_that_never_ends_is_refused_by_name(source, monkeypatch, settings):
-    monkeypatch.setattr(patterns, "SECONDS", 0.1)
+    monkeypatch.setattr(adapter_settings, "SECONDS", 0.1)
     began = time.process_time()
     with pytest.raises(
         ConfigError, match=r"the pattern .*\(\?:\.\|.* was not done with .* after 0.1 s; write it"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.load.workers import close_loader, loader_of, raise_naming_samples
 from megatron_vlm.imports import load_object
 from megatron_vlm.inputs import reading

@@ -18,7 +18,7 @@ from megatron_vlm.models.layers.kernels.checks import (
 )
 from megatron_vlm.models.layers.kernels.fused import compiled_on
 from megatron_vlm.parallel import setup
-from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
+from megatron_vlm.parallel.linears import wgrad_gemm_accum_fp32
 
 
 def models(sizes: Sizes) -> dict[str, SimpleNamespace]:

@@ -17,10 +17,10 @@ from megatron_vlm.batch import Batch, GenericVisualInputs
 from megatron_vlm.config import ModelConfig, RunConfig
 from megatron_vlm.extras.plan.plan import RESERVE, make_plan
 from megatron_vlm.extras.plan.rehearsal import example_batch, rehearse
+from megatron_vlm.models.costs import StepWork
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.opened import build_model
-from megatron_vlm.models.work.step_work import StepWork
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import peak_flops
 from megatron_vlm.training.gradients import data_parallel

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm import stores
+from megatron_vlm.adapter_settings import with_peft_settings
 from megatron_vlm.config import AdapterConfig, ConfigError, DataPaths, RunConfig
-from megatron_vlm.config_rules.peft_config import with_peft_settings
 from megatron_vlm.data.on_disk.paths import ROWS, paths_of
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import join_lines

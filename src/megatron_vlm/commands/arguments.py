@@ -247,7 +247,7 @@ def image_of(path: Path) -> bytes:
         raise ConfigError(f"--image: {path} does not exist; give the path of an image file.")
     content = read_file(path)
 
-    from megatron_vlm.data.accounts.bad_sample import BadSample
+    from megatron_vlm.data.accounts.drops import BadSample
     from megatron_vlm.data.media.images import decode_image
 
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from PIL.PngImagePlugin import PngInfo
 
 from megatron_vlm.config import MISSING, RunConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_turns
 from megatron_vlm.data.chatml.sample import grounding, place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens

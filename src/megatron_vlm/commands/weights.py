@@ -24,7 +24,7 @@ def show_weights(
 
     description, _ = look_at(model)
     rows = [("Hugging Face", "Megatron", "parallel", "transform")]
-    rows += [(_joined(rule.hf), rule.param, _parallel(rule), _transform(rule)) for rule in description.rules]
+    rows += [(_join_pieces(rule.hf), rule.param, _parallel(rule), _transform(rule)) for rule in description.rules]
     rows += [(key, "", "not read", reason) for key, reason in description.carried_keys.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -32,7 +32,7 @@ def show_weights(
         typer.echo(printable("  ".join(cells).rstrip(), 1000))
 
 
-def _joined(names: tuple[str, ...]) -> str:
+def _join_pieces(names: tuple[str, ...]) -> str:
     """The names as one, with what differs in braces: `self_attn.{q,k,v}_proj.weight`."""
     if len(names) == 1:
         return names[0]

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from megatron_vlm.models.layers.kernels.fused import Fused, wide
 from megatron_vlm.models.stream import Stream
-from megatron_vlm.parallel.weight_gradients import gradient_of, sum_for, wgrad_gemm_accum_fp32
+from megatron_vlm.parallel.linears import gradient_of, sum_for, wgrad_gemm_accum_fp32
 
 CHUNK_BYTES = 2**30  # of the fp32 logits at a time; each chunk reads and writes the gradient of the weight
 NEVER = -1e9  # a logit whose probability is zero; finite, as 0 * inf is not a number

@@ -17,12 +17,11 @@ from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.encode.chat_template import set_chat_template
 from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.image_processors.base import set_image_options
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import reading, unparsable_files, unreadable_files
 from megatron_vlm.messages import join_lines
 from megatron_vlm.models.families import describe
-from megatron_vlm.models.weights.ties import are_tied
+from megatron_vlm.models.weights.files import are_tied
 from megatron_vlm.overrides import read_template
-from megatron_vlm.signatures import unparsable_files, unreadable_files
 from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
 from megatron_vlm.weight_files import has_weights
 

@@ -1,4 +1,16 @@
-"""The one place that builds Megatron's language model."""
+"""The one place that builds Megatron's language model, and its layers that take more than hidden states.
+
+Deepstack (arXiv 2406.04334) adds visual features to the hidden states after each of the first layers. They
+travel, already at their tokens' places, as extra rows of the hidden states' batch axis: layer i of n takes
+(S, 1 + n - i, D), adds the first of the extras to its output and passes on the rest. So sequence
+parallelism, recomputation and differentiation treat them like the hidden states. They go to another
+pipeline stage if a layer there needs them; all stages' messages then have room for what leaves the first.
+Without pipelines, a stream without images has none.
+
+Inputs of each layer's own ("per-layer embeddings", `LayerInputs`) are made from tokens and their first
+hidden states. The table of tokens is cut along the vocabulary; the linears, a few hundred channels wide,
+are whole on every rank of tensor parallelism and see, under sequence parallelism, the rank's own tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +24,173 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import VocabParallelEmbedding, scatter_to_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from torch import Tensor
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.models import deepstack
-from megatron_vlm.models.layers.aside import Aside
+from megatron_vlm.models.layers.aside import Aside, put
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, LatentHeads, is_recurrent
 from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward
 from megatron_vlm.models.layers.latent_attention import LatentAttention
-from megatron_vlm.models.layers.layer_inputs import INPUTS, LayerInputs
 from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.models.layers.rotary import Rotary
 from megatron_vlm.models.stream import Stream, check_positions
-from megatron_vlm.parallel import setup, weight_gradients
+from megatron_vlm.parallel import linears, setup
 from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout, stage_layers
-from megatron_vlm.parallel.linears import BiasedRowParallelLinear, ColumnParallelLinear, RowParallelLinear
+from megatron_vlm.parallel.linears import (
+    BiasedRowParallelLinear,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    WholeLinear,
+)
 from megatron_vlm.validate import misfit
+
+
+class DeepstackLayer(TransformerLayer):
+    """A transformer layer that adds its own visual features, if it has any, to its output."""
+
+    __call__ = torch.nn.Module.__call__  # Megatron's looks for CUDA graphs, of which there are none
+
+    def forward(self, hidden_states: Tensor, **kwargs):
+        layer = super().forward if torch.is_grad_enabled() else self._without_gradients
+        extras = hidden_states.shape[1] - 1
+        if not extras:
+            return layer(hidden_states, **kwargs)
+        hidden, mine, rest = hidden_states.split([1, 1, extras - 1], dim=1)
+        hidden, context = layer(hidden.contiguous(), **kwargs)
+        return torch.cat((hidden + mine, rest), dim=1), context
+
+    def _without_gradients(
+        self, hidden: Tensor, packed_seq_params, padding_mask: Tensor | None, **_
+    ) -> tuple[Tensor, None]:
+        """Calls the same modules in the same order as Megatron's layer. That also prepares to recompute and
+        offload them."""
+        attended = self.self_attention(self.input_layernorm(hidden), packed_seq_params=packed_seq_params)
+        add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
+        hidden = add(attended, hidden, self.hidden_dropout)
+        fed = self.mlp(self.pre_mlp_layernorm(hidden), padding_mask=padding_mask)
+        add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
+        return add(fed, hidden, self.hidden_dropout), None
+
+
+def plain_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Megatron's bias-dropout-add for models without dropout."""
+    return _added
+
+
+def _added(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+    output, bias = output_and_bias
+    return residual + (output if bias is None else output + bias)
+
+
+def extras_before(config: TransformerConfig, layer_number: int) -> int:
+    """For how many layers the input of layer `layer_number` (counted from 1) carries features."""
+    return max(0, config.deepstack_layers - (layer_number - 1))
+
+
+def extras_between_stages(config: TransformerConfig) -> int:
+    """For how many layers a message between pipeline stages has room for features."""
+    if not config.deepstack_layers or config.pipeline_model_parallel_size == 1:
+        return 0
+    virtual = config.virtual_pipeline_model_parallel_size
+    first_stage = stage_layers(config, 0, 0 if virtual else None)
+    return extras_before(config, len(first_stage) + 1)
+
+
+def fill_message(config: TransformerConfig, hidden_SBD: Tensor, last_layer: int) -> Tensor:
+    """The output of a stage, padded to the size that messages have."""
+    extras = extras_before(config, last_layer + 1)
+    unused = extras_between_stages(config) - extras
+    if not unused:
+        return hidden_SBD
+    rows = hidden_SBD.shape[1] // (1 + extras)
+    return pad(hidden_SBD, (0, 0, 0, unused * rows))
+
+
+def read_message(config: TransformerConfig, message_SBD: Tensor, first_layer: int) -> Tensor:
+    """The part of a message that a stage's first layer takes."""
+    room, extras = extras_between_stages(config), extras_before(config, first_layer)
+    if room == extras:
+        return message_SBD
+    rows = message_SBD.shape[1] // (1 + room)
+    return message_SBD[:, : rows * (1 + extras)].contiguous()
+
+
+INPUTS = -1  # their place among `AttentionPlan.asides`
+
+
+class LayerInputs(MegatronModule):
+    """Puts aside (T, 1, C) for each layer: (norm(linear(embedded)) + embedding of the token) / √2.
+
+    A placeholder has the embedding of padding, which has no gradient, as in Transformers (Gemma4TextModel).
+    """
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.channels = channels = config.layer_inputs
+        width = config.num_layers * channels
+        self.embedding = VocabParallelEmbedding(
+            config.padded_vocabulary,
+            width,
+            init_method=config.init_method,
+            reduce_scatter_embeddings=config.sequence_parallel,
+            config=config,
+        )
+        self.projection = WholeLinear(config.hidden_size, width, config)
+        self.norm = RMSNorm(config, channels, config.layernorm_epsilon)
+        # rounded to the weights' dtype, as Transformers does
+        self.scale = torch.tensor(channels**0.5, dtype=config.params_dtype, device="cpu").item()
+
+    def forward(self, ids_1T: Tensor, embedded_T1D: Tensor, aside: Aside) -> Tensor:
+        """The embedded tokens, after which the aside has the inputs of each layer."""
+        pad = self.config.pad_token
+        is_pad = ids_1T == pad
+        for token in self.config.placeholders:
+            is_pad = is_pad | (ids_1T == token)
+        own = self.embedding(ids_1T.masked_fill(is_pad, pad))
+        is_pad_T1 = is_pad.t()
+        if self.config.sequence_parallel:
+            is_pad_T1 = scatter_to_sequence_parallel_region(is_pad_T1)
+        else:
+            own = own.transpose(0, 1)
+        own = torch.where(is_pad_T1[..., None], own.detach(), own) * self.scale
+        # a leaf was made by nothing that is trained
+        source_T1D = embedded_T1D.detach() if embedded_T1D.is_leaf else embedded_T1D
+        projected = self.projection(source_T1D) * self.config.hidden_size**-0.5
+        context, own = (each.unflatten(-1, (-1, self.channels)) for each in (projected, own))
+        inputs_T1LC = (self.norm(context) + own) * 2**-0.5
+        return put(embedded_T1D, aside, *inputs_T1LC.unbind(-2))
+
+
+class OwnInput(nn.Module):
+    """A layer's use of its own input: hidden + norm(projection(activation(gate(hidden)) * input)), times
+    a number of the checkpoint's, which is not trained."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.activation = config.activation_func
+        self.gate = WholeLinear(config.hidden_size, config.layer_inputs, config)
+        self.projection = WholeLinear(config.layer_inputs, config.hidden_size, config)
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
+
+    def forward(self, hidden_T1D: Tensor, input_T1C: Tensor) -> Tensor:
+        gated = self.activation(self.gate(hidden_T1D)) * input_T1C
+        return (hidden_T1D + self.norm(self.projection(gated))) * self.layer_scalar
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -59,7 +210,7 @@ class LanguageModelConfig(TransformerConfig):
     most_positions: int | None = None  # the rotary rule is known for so many
     layer_heads: tuple[Heads, ...] = ()  # of each layer; empty: kv_channels and num_query_groups of all
     layer_ffn: tuple[int, ...] = ()  # of each layer's feed-forward; empty: ffn_hidden_size of all
-    layer_inputs: int = 0  # channels of an input of each layer's own, see `layers.layer_inputs`
+    layer_inputs: int = 0  # channels of an input of each layer's own, see `LayerInputs`
     placeholders: tuple[int, ...] = ()  # tokens that have padding's input
     own_layer_spec: Callable[[LanguageModelConfig, int], ModuleSpec] | None = None  # a family's, from ours
     wide_norms: bool = False  # see `RMSNorm`
@@ -69,7 +220,7 @@ class LanguageModelConfig(TransformerConfig):
     add_proj_bias: bool = False  # the output projection of attention has a bias
     deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backends: Mapping[int, str] = field(default_factory=dict)  # by channels of a layer's heads
-    images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `vision_parallel`
+    images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `models.vlm`
 
     @property
     def padded_vocabulary(self) -> int:
@@ -119,7 +270,7 @@ def language_model_config(
         perform_initialization=not config.model.load_weights,
         calculate_per_token_loss=True,  # ranks sum gradients, which `training.gradients` divides once
         deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=setup.device().type in weight_gradients.DEVICES,
+        gradient_accumulation_fusion=setup.device().type in linears.DEVICES,
         # These need CUDA extensions that we do not ask for.
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -154,11 +305,11 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
         self_attention = ModuleSpec(module=LatentAttention)
     # the outputs of attention and feed-forward are added as they are, or after a norm
     norm_then_add = ModuleSpec(NormThenAdd, params={"config": megatron_config})
-    add = norm_then_add if megatron_config.norm_after_sublayer else deepstack.plain_add
+    add = norm_then_add if megatron_config.norm_after_sublayer else plain_add
     mlp_linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
     dense_mlp = partial(GatedFeedForward.as_mlp_submodule, submodules=mlp_linears)
     return ModuleSpec(
-        module=deepstack.DeepstackLayer,
+        module=DeepstackLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=self_attention,
@@ -189,7 +340,7 @@ class LanguageModel(GPTModel):
         vp_stage: int | None,
     ):
         if megatron_config.gradient_accumulation_fusion:
-            weight_gradients.install()
+            linears.install()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         spec = megatron_config.own_layer_spec or layer_spec
         specs = [spec(megatron_config, layer) for layer in stage_layers(megatron_config, stage, vp_stage)]
@@ -250,7 +401,7 @@ class LanguageModel(GPTModel):
         )
         if self.post_process:
             return output
-        return deepstack.fill_message(self.config, output, self.decoder.layers[-1].layer_number)
+        return fill_message(self.config, output, self.decoder.layers[-1].layer_number)
 
     def _without_gradients(
         self,
@@ -278,7 +429,7 @@ class LanguageModel(GPTModel):
         """Called by Megatron's schedules with the previous stage's output."""
         message = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         if message is not None:
-            message = deepstack.read_message(self.config, message, self.decoder.layers[0].layer_number)
+            message = read_message(self.config, message, self.decoder.layers[0].layer_number)
         super().set_input_tensor(message)
 
     def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **others):

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron_vlm.adapter_settings import with_peft_settings
 from megatron_vlm.config import RunConfig
-from megatron_vlm.config_rules.peft_config import with_peft_settings
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.adapters.files import load_adapters
 from megatron_vlm.models.adapters.model import add_adapters
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
+from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.language_model import language_model_config
@@ -19,7 +20,6 @@ from megatron_vlm.models.layers.delta_net.kernel_check import check_delta_nets
 from megatron_vlm.models.layers.kernels import checks as kernel_checks
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.models.weights.importing import import_hf
-from megatron_vlm.models.work.costs import image_cost, stage_costs
 from megatron_vlm.parallel import setup
 
 
@@ -53,7 +53,7 @@ def build_model(
 ) -> list[VLMModel]:
     """This rank's model chunks (several with virtual pipeline stages), frozen or with adapters as said.
 
-    Raw pixels of the data path need the checkpoint's `processor`, see `models.pixels`.
+    Raw pixels of the data path need the checkpoint's `processor`, see `models.vlm`.
     """
     architecture = description.architecture
     # stages hold different numbers of layers, so that tower and output layer count as work

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.job import watchdog
-from megatron_vlm.models.deepstack import extras_between_stages
 from megatron_vlm.models.head import output_losses
+from megatron_vlm.models.language_model import extras_between_stages
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel import setup
 

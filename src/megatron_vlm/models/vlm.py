@@ -1,25 +1,156 @@
-"""VLMModel: HF tower and projector, placement of their features, then Megatron's language model."""
+"""VLMModel: HF tower and projector, placement of their features, then Megatron's language model.
+
+Pixels come as bytes and are normalised here as the HF processors do it. The towers of tensor- and context-
+parallel ranks are replicas: with a share of the images each, one collective sends every feature to the
+ranks that hold its token; else every rank computes all and takes its own.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megatron_vlm.batch import Batch, GenericVisualInputs
+from megatron_vlm.batch import Batch, GenericVisualInputs, is_raw
+from megatron_vlm.data.image_processors import get_image_spec
+from megatron_vlm.data.image_processors.base import ImageProcessorSpec
 from megatron_vlm.models.adapters.model import Adapters
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.head import output_losses
 from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig
-from megatron_vlm.models.pixels import PixelNormalizer
 from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
-from megatron_vlm.models.vision_parallel import spread_over_ranks
 from megatron_vlm.parallel.transfer import on_device
+
+
+class PixelNormalizer(nn.Module):
+    """Raw pixels (see `megatron_vlm.batch`) → what the HF processor would have made, to the bit.
+
+    processor   the checkpoint's. Raw pixels raise ValueError if it is None, or if its image or video
+                processor lacks `image_mean`, `image_std` or `rescale_factor`
+    """
+
+    def __init__(self, processor: Any | None):
+        super().__init__()
+        images, videos = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
+        spec = ImageProcessorSpec if processor is None else get_image_spec(processor)
+        self._pads_to_largest = spec.pads_to_largest
+        # raw patches of videos hold all moments already
+        self.images = _Normalizer(images, spec.colours_last, getattr(images, "temporal_patch_size", 1))
+        self.videos = _Normalizer(videos, spec.colours_last)
+
+    def forward(self, visual: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same fields, with raw pixels normalized to `dtype`, or only scaled; others stay as they are.
+
+        Starts work on the device and never waits for it.
+        """
+        fields = {"pixel_values": self.images, "pixel_values_videos": self.videos}
+        raw = [name for name in fields if name in visual and is_raw(visual[name])]
+        if unknown := [name for name in raw if not fields[name].knows]:
+            raise ValueError(
+                f"uint8 {' and '.join(unknown)}, but the model was built without the checkpoint's processor, "
+                "which says how to normalize them; pass it to build_model."
+            )
+        sizes = visual["image_sizes"] if raw and self._pads_to_largest else None
+        return visual | {name: fields[name](visual[name], dtype, sizes) for name in raw}
+
+
+class _Normalizer(nn.Module):
+    """Normalizes raw pixels of one kind, and repeats the moment in each patch `repeats` times."""
+
+    def __init__(self, part: Any | None, colours_last: bool, repeats: int = 1):
+        super().__init__()
+        settings = [getattr(part, name, None) for name in ("image_mean", "image_std", "rescale_factor")]
+        self.knows, self.repeats = None not in settings, repeats
+        self.colours_at = 2 if colours_last else 1  # in the patches that the tower takes
+        self.only_scaled = not getattr(part, "do_normalize", True)  # Gemma 4's tower does the rest, in fp32
+        if self.knows:
+            mean, std, self.factor = settings
+            # fused as in transformers: image_processing_backends.py, _fuse_mean_std_and_rescale_factor
+            self.register_buffer("mean", torch.tensor(mean) * (1.0 / self.factor), persistent=False)
+            self.register_buffer("std", torch.tensor(std) * (1.0 / self.factor), persistent=False)
+
+    def forward(self, pixels: Tensor, dtype: torch.dtype, sizes: Tensor | None) -> Tensor:
+        return self._images(pixels, dtype, sizes) if pixels.dim() == 4 else self._patches(pixels, dtype)
+
+    def _images(self, pixels_NHWC: Tensor, dtype: torch.dtype, sizes: Tensor | None) -> Tensor:
+        ready = self._normalized(pixels_NHWC, dtype).permute(0, 3, 1, 2).contiguous()
+        for image, (height, width) in zip(ready, () if sizes is None else sizes.tolist(), strict=False):
+            image[:, height:] = 0  # padding is black in raw pixels, but zero in what the processor returns
+            image[:, :, width:] = 0
+        return ready
+
+    def _patches(self, pixels_PF: Tensor, dtype: torch.dtype) -> Tensor:
+        ready = self._normalized(pixels_PF.unflatten(-1, (-1, len(self.mean))), dtype)
+        ready = ready.transpose(self.colours_at, 2)
+        return ready[:, :, None].expand(-1, -1, self.repeats, -1).flatten(1)
+
+    def _normalized(self, colours_last: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.only_scaled:
+            return colours_last.float().mul_(self.factor)
+        return colours_last.float().sub_(self.mean).div_(self.std).to(dtype)
+
+
+def spread_over_ranks(
+    vision: Callable[[list[GenericVisualInputs]], Tensor],
+    visual: GenericVisualInputs,
+    visual_tokens: list[int],
+    blank: GenericVisualInputs,
+    wanted: list[np.ndarray],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """The features that this rank wants, each computed on one rank of the group: (m, D), or (1 + n, m, D).
+
+    `visual_tokens` is how many features each item has; `wanted` lists for every rank of the group the
+    features, counted in document order, that it wants. A rank without items computes `blank` instead, so that
+    all ranks do the same collectives.
+    """
+    items, size, rank = visual.items(), group.size(), group.rank()
+    shares = balanced_shares(visual_tokens, size)
+    own = [items[i] for i in shares[rank]]
+    features = vision(own or [blank]).movedim(-2, 0)
+    if not own:
+        features = features[:0]
+    # each rank sends every other the features that it wants
+    maker, row = _makers(shares, visual_tokens)
+    sent = [row[ids[maker[ids] == rank]] for ids in wanted]
+    received = np.bincount(maker[wanted[rank]], minlength=size).tolist()
+    flat = features.flatten(1).index_select(0, on_device(np.concatenate(sent), features.device))
+    by_maker = all_to_all(group, flat, received, list(map(len, sent)))
+    # they arrive sorted by the rank that made them, and go back into document order
+    order = np.argsort(np.argsort(maker[wanted[rank]], kind="stable"))
+    mine = by_maker.index_select(0, on_device(order, features.device))
+    return mine.unflatten(1, features.shape[1:]).movedim(0, -2)
+
+
+def balanced_shares(sizes: list[int], ranks: int) -> list[list[int]]:
+    """The indices of the items that each rank takes, ascending. The largest item is given out first, and each
+    goes to the rank with the least load."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        rank = loads.index(min(loads))
+        shares[rank].append(i)
+        loads[rank] += sizes[i]
+    return [sorted(share) for share in shares]
+
+
+def _makers(shares: list[list[int]], sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """For every feature in document order, the rank that computes it and its row there."""
+    starts = np.cumsum([0, *sizes])
+    maker, row = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
+    for rank, share in enumerate(shares):
+        features = np.concatenate(
+            [np.empty(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in share)]
+        )
+        maker[features], row[features] = rank, np.arange(len(features))
+    return maker, row
 
 
 class VLMModel(MegatronModule):
@@ -82,7 +213,7 @@ class VLMModel(MegatronModule):
     def _embed(self, stream: Stream) -> Tensor:
         """Token embeddings with the visual features in place: (T, 1, D), this rank's part of T under SP.
 
-        With deepstack, (T, 1 + n, D) as `models.deepstack` wants it.
+        With deepstack, (T, 1 + n, D) as `models.language_model` wants it.
         """
         hidden_TD = self.language_model.embed(stream.input_ids)
         deep = stream.visual_inputs is not None or self.config.pipeline_model_parallel_size > 1

@@ -1,19 +1,153 @@
-"""Megatron's parallel linears, which without gradients do their product and collectives, and nothing else.
+"""Megatron's parallel linears: without gradients, their products, and with communication overlapped.
+
+Without gradients they do their product and collectives, and nothing else.
 
 Megatron prepares at every call for the backward pass. Where a token at a time passes, in generation, this
 takes longer on a CPU than a small product. The sums are the same.
+
+Gradients of linears and of the head are added to Megatron's buffers by the product that computes them.
+Otherwise each micro batch writes the gradient of every weight in 16 bits, reads it again and adds it.
+Megatron takes the product from Apex, which has to be compiled; on CUDA torch has one, too.
+
+With `tp_comm_overlap` the products exchange rows while they multiply, by torch's operators on symmetric
+memory: a rank multiplies its own rows while the next rank's rows arrive, and sends the rows of one rank
+while it multiplies the next rank's. On a CPU, and on shapes, torch's stand-ins of the same signature
+exchange all rows at once. None of this has run on a GPU yet: `models.layers.kernels.checks` compares it
+there before a run.
 """
 
+import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric
 from torch.nn.functional import grouped_mm, linear, pad
 
-from megatron_vlm.parallel.overlapped import GatheredProduct, ScatteredProduct
+from megatron_vlm.parallel.operators import check
+
+DEVICES = ["cuda", "meta"]  # on which linears are built so; meta is what a rehearsal has for CUDA
+in_product = True  # False: the check found torch's product wrong, and gradients are made first
+
+
+def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_output_TO: Tensor, main_grad_OI: Tensor) -> None:
+    """main_grad += grad_outputᵀ · input, in one kernel on CUDA. Name and arguments are Apex's."""
+    dtype = main_grad_OI.dtype
+    if not in_product:
+        main_grad_OI.add_(grad_output_TO.t() @ input_TI)
+        return
+    if input_TI.device.type == "cpu":  # which has no such kernel
+        input_TI, grad_output_TO = input_TI.to(dtype), grad_output_TO.to(dtype)
+    wider = {} if input_TI.dtype == dtype else {"out_dtype": dtype}
+    torch.addmm(main_grad_OI, grad_output_TO.t(), input_TI, **wider, out=main_grad_OI)
+
+
+def sum_for(weight: Tensor) -> Tensor:
+    """Where a backward pass adds the gradient of `weight`, in fp32 or wider: Megatron's buffer, or zeros."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    buffer = getattr(weight, "main_grad", None)
+    return torch.zeros_like(weight, dtype=dtype) if buffer is None or buffer.dtype != dtype else buffer
+
+
+def gradient_of(weight: Tensor, total: Tensor) -> Tensor | None:
+    """The backward pass returns this. Megatron's hook leaves its buffer alone if the weight says so, but it
+    wants a gradient; where the weight is the embedding, too (`zero_out_wgrad`), the embedding gives one."""
+    if total is not getattr(weight, "main_grad", None):
+        return total.to(weight.dtype)
+    weight.grad_added_to_main_grad = True
+    return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def _sum_of_shapes(*inputs: object, out: Tensor, **factors: object) -> Tensor:
+    return out
+
+
+# Torch 2.11 has no rule for shapes with `out_dtype`, and takes one in which the dtype is a factor.
+SHAPES = torch.library.Library("aten", "IMPL")
+SHAPES.impl("addmm.dtype_out", _sum_of_shapes, "Meta", allow_override=True)
+wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32  # Apex's for buffers in 16 bits
+
+
+def install() -> None:
+    """Lets Megatron find the product here, in Apex's place. It is used where a config has
+    `gradient_accumulation_fusion`, for weights that are trained."""
+    layers.fused_weight_gradient_mlp_cuda = sys.modules[__name__]
+    layers._grad_accum_fusion_available = True
+
+
+PRIVATE = {
+    "fused_all_gather_matmul": "A Bs gather_dim group_name return_A",
+    "fused_matmul_reduce_scatter": "A B reduce_op scatter_dim group_name",
+}
+check(PRIVATE, torch.ops.symm_mem)
+gathered_product = torch.ops.symm_mem.fused_all_gather_matmul.default
+scattered_product = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
+STAND_INS = {
+    gathered_product: symmetric._fused_all_gather_matmul_fallback,
+    scattered_product: symmetric._fused_matmul_reduce_scatter_fallback,
+}
+ON_CPU = torch.library.Library("symm_mem", "IMPL")
+for operator, stand_in in STAND_INS.items():
+    ON_CPU.impl(operator.name().split("::")[1], stand_in, "CPU")
+
+
+class GatheredProduct(torch.autograd.Function):
+    """(T, B, O): rows of all ranks, x (t, B, I) on this one, times its outputs' weights (O, I)."""
+
+    @staticmethod
+    def forward(ctx, x_tBI: Tensor, weight_OI: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x_tBI if ctx.needs_input_grad[1] else None, weight_OI)
+        ctx.group = group
+        rows = x_tBI.contiguous()
+        weights = [weight_OI.t()]
+        return gathered_product(rows, weights, 0, group.group_name, return_A=False)[1][0]
+
+    @staticmethod
+    def backward(ctx, grad_TBO: Tensor):
+        x_tBI, weight_OI = ctx.saved_tensors
+        grad_TBO = grad_TBO.contiguous()
+        if not ctx.needs_input_grad[1]:
+            return scattered_product(grad_TBO, weight_OI, "sum", 0, ctx.group.group_name), None, None
+        # As Megatron does: the rows are on their way beside the product for the input's gradient, and that
+        # beside the product for the weights' gradient.
+        x_TBI = x_tBI.new_empty(len(grad_TBO), *x_tBI.shape[1:])
+        arriving = dist.all_gather_into_tensor(x_TBI, x_tBI.contiguous(), ctx.group, async_op=True)
+        grad_TBI = grad_TBO.flatten(0, 1).mm(weight_OI).view_as(x_TBI)
+        arriving.wait()
+        grad_tBI = torch.empty_like(x_tBI, memory_format=torch.contiguous_format)
+        leaving = dist.reduce_scatter_tensor(grad_tBI, grad_TBI, group=ctx.group, async_op=True)
+        total = sum_for(weight_OI)
+        wgrad_gemm_accum_fp32(x_TBI.flatten(0, 1), grad_TBO.flatten(0, 1), total)
+        leaving.wait()
+        return grad_tBI, gradient_of(weight_OI, total), None
+
+
+class ScatteredProduct(torch.autograd.Function):
+    """(t, B, O): this rank's rows of the sum over ranks of x (T, B, I) times their inputs' weights (O, I)."""
+
+    @staticmethod
+    def forward(ctx, x_TBI: Tensor, weight_OI: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x_TBI if ctx.needs_input_grad[1] else None, weight_OI)
+        ctx.group = group
+        return scattered_product(x_TBI.contiguous(), weight_OI.t(), "sum", 0, group.group_name)
+
+    @staticmethod
+    def backward(ctx, grad_tBO: Tensor):
+        x_TBI, weight_OI = ctx.saved_tensors
+        trained = ctx.needs_input_grad[1]
+        name = ctx.group.group_name
+        grad_TBO, [grad_TBI] = gathered_product(grad_tBO.contiguous(), [weight_OI], 0, name, return_A=trained)
+        if not trained:
+            return grad_TBI, None, None
+        total = sum_for(weight_OI)
+        wgrad_gemm_accum_fp32(x_TBI.flatten(0, 1), grad_TBO.flatten(0, 1), total)
+        return grad_TBI, gradient_of(weight_OI, total), None
+
 
 ALIGNED = 8  # channels of a row in bf16, of which torch's grouped product on CUDA takes multiples alone
 MOST_NUMBERS = 2**31 - 1  # of an operand with rows: its kernels count in 32 bits

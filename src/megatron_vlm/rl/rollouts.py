@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.batch import Prompt
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_turns
 from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens

@@ -13,9 +13,9 @@ from torch import distributed as dist
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
 from megatron_vlm.job import stops
+from megatron_vlm.models.costs import StepWork, Work
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.layers.moe import Router
-from megatron_vlm.models.work.step_work import StepWork, Work
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.transfer import on_device

@@ -1,4 +1,4 @@
-"""Counts of encoded and of dropped samples, over all loader workers of all ranks."""
+"""Why samples cannot be trained on, and counts of encoded and dropped samples over all workers and ranks."""
 
 import contextlib
 import copy
@@ -18,6 +18,29 @@ from numpy.typing import ArrayLike
 
 from megatron_vlm.files import naming, open_to_write
 from megatron_vlm.messages import join_lines, listed, mask_addresses
+
+
+class BadSample(Exception):
+    """This sample cannot be trained on; `reason` is a key of `drops.REASONS`, `detail` is for people."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+# What processors raise on images and videos that they cannot take: beside ValueErrors of their own, those of
+# arithmetic with sizes that become 0, torch's, and one for a size that MiniCPM-V's sets only where it resizes
+REFUSALS = (ArithmeticError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+
+
+def refused_by_processor(error: Exception) -> BadSample:
+    """The BadSample that says what a processor raised on the media of a sample, one of REFUSALS."""
+    text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    return BadSample("processor_error", text)
+
 
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 # The words of qwen-vl-utils for a part that is an image or a video, and for an entry of `images` or `videos`

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.limits import LIMITS, limits_beside
 from megatron_vlm.data.chatml.turns import (
     TurnMedia,

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.energon import Sample, edataclass
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.limits import limits_of_media
 from megatron_vlm.data.chatml.record import Conversation
 from megatron_vlm.data.chatml.turns import decoded, has_content, is_trained, join_texts

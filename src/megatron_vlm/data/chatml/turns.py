@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import eq
 from typing import Any
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.limits import LIMITS, named_limits
 from megatron_vlm.data.on_disk.fields import (
     AUDIO_PARTS,

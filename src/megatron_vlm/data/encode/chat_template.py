@@ -19,7 +19,7 @@ from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.turns import INVISIBLE
 from megatron_vlm.data.encode.replies import REPLY, TURN, Span, UntaggedReplies, between_thinking
 from megatron_vlm.data.on_disk.fields import DOCUMENT

@@ -14,7 +14,7 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.batch import IGNORE_INDEX, DataNeeds, GenericVisualInputs
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.sample import ChatMLSample, grounding
 from megatron_vlm.data.chatml.turns import is_trained
 from megatron_vlm.data.encode.chat_template import ChatTemplate, RenderedChat

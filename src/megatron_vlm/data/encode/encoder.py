@@ -16,8 +16,7 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.batch import DROPPED, IGNORE_INDEX, Batch, DataNeeds, GenericVisualInputs, check
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.accounts.drops import DropReport
+from megatron_vlm.data.accounts.drops import BadSample, DropReport
 from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
 from megatron_vlm.data.encode.packing import pack_buffer

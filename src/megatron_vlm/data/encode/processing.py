@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.data.accounts.bad_sample import REFUSALS, BadSample, refused_by_processor
+from megatron_vlm.data.accounts.drops import REFUSALS, BadSample, refused_by_processor
 from megatron_vlm.data.encode.chat_template import RenderedChat, placeholder_tokens
 from megatron_vlm.data.encode.replies import Span
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder

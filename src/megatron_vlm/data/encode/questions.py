@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_vlm.batch import Prompt
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.chatml.turns import is_blank
 from megatron_vlm.data.encode.chat_template import text_of

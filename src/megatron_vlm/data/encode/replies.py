@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.turns import is_trained
 
 Span = tuple[int, int]

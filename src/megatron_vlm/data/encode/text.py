@@ -24,7 +24,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
-from megatron_vlm.data.accounts.bad_sample import REFUSALS, refused_by_processor
+from megatron_vlm.data.accounts.drops import REFUSALS, refused_by_processor
 from megatron_vlm.data.encode.chat_template import (
     MARK_PAIRS,
     MARKS,

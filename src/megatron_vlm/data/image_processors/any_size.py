@@ -7,7 +7,7 @@ from transformers.image_processing_utils import get_size_dict
 from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.image_processors.base import ImageProcessorSpec
 
 

@@ -18,7 +18,7 @@ from transformers import ProcessorMixin
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.media.videos import VideoPlan
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of raw patches

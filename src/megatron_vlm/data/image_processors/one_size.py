@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers.image_transforms import get_resize_output_image_size
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.image_processors.base import SWITCHES, Frame, ImageProcessorSpec, resized
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 

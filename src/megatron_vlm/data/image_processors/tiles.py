@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.image_processors.base import Frame, Grid, resized
 from megatron_vlm.data.image_processors.one_size import OneSize
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS

@@ -31,8 +31,7 @@ from torch.utils.data import DataLoader
 
 from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.accounts.drops import TooManyDrops
+from megatron_vlm.data.accounts.drops import BadSample, TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
 from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings, with_limited_drops
@@ -51,7 +50,7 @@ from megatron_vlm.data.load.energon_state import (
     from_json_data,
     to_json_data,
 )
-from megatron_vlm.data.load.template_notes import start_notes
+from megatron_vlm.data.load.start_notes import SourceSample, read_sample, start_notes
 from megatron_vlm.data.load.workers import (
     raise_naming_samples,
     raise_on_dead_worker,
@@ -59,7 +58,6 @@ from megatron_vlm.data.load.workers import (
 )
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
-from megatron_vlm.data.records.unread import SourceSample, read_sample
 from megatron_vlm.data.shard_format import cook_record, read_parts
 from megatron_vlm.inputs import reading
 

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
+from numpy import ndarray
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+from xxhash import xxh3_64_digest
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import lost_samples
-from megatron_vlm.data.accounts.fingerprint import encoder_settings
+from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings, with_limited_drops
-from megatron_vlm.data.load.length_cache import measure_dataset
 from megatron_vlm.data.load.rows import EncodedRows, RowLoader
 from megatron_vlm.data.load.sampler import (
     BalancedSampler,
@@ -33,14 +38,81 @@ from megatron_vlm.data.load.sampler import (
     ShuffledSampler,
     StreamSampler,
 )
-from megatron_vlm.data.load.template_notes import start_notes
+from megatron_vlm.data.load.start_notes import sample_sources, start_notes
 from megatron_vlm.data.load.workers import close_loader, loader_of
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import Resized, hold_out, in_turn, sources_of_keys
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
-from megatron_vlm.data.records.unread import sample_sources
+from megatron_vlm.files import naming, read_file, write_whole
 from megatron_vlm.inputs import reading
+from megatron_vlm.job import watchdog
+from megatron_vlm.messages import printable
+
+PART = 1000  # rows in a file
+DROPPED = -1
+
+
+def measure_dataset(
+    rows, folder: str | Path | None = None, num_workers: int = 0, rank: int = 0, world_size: int = 1
+) -> tuple[ndarray, ndarray]:
+    """(tokens, patches) of each row of an `EncodedRows`; DROPPED for a row that is dropped.
+
+    Reads the parts that `folder` has and measures the rest, with a progress bar on rank 0. Ranks begin with
+    different parts; a rank measures the parts of others too if they are missing, so no rank waits.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    settings = encoder_settings(rows.encoder)
+    key = digest([rows.fingerprint, rows.table.identity, settings, transformers.__version__])
+    folder = Path(folder or cache / "megatron_vlm" / "lengths") / key
+    with naming(folder, "set data.lengths_cache to a folder that can be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+    parts = _Parts(rows, folder)
+    missing = [number for number in range(len(parts)) if parts.read(number) is None]
+    if (damaged := sum(parts.path(number).exists() for number in missing)) and not rank:
+        tqdm.write(printable(f"data.lengths_cache: {damaged} damaged files of {folder} are measured again"))
+    # each rank begins elsewhere, so that ranks together measure every part once
+    missing.sort(key=lambda number: (number - rank) % world_size)
+    loader = loader_of(parts, missing, num_workers if missing else 0)
+    done = len(parts) - len(missing)
+    quiet = rank > 0 or not missing
+    for _ in tqdm(loader, "measuring", len(parts), unit=f" x {PART} rows", initial=done, disable=quiet):
+        watchdog.beat()
+    tokens, patches = np.concatenate([parts.read(number) for number in range(len(parts))]).T
+    return tokens, patches
+
+
+class _Parts(Dataset):
+    """Measures a part, by its number, if its file is missing or damaged. A file has a checksum before the
+    numbers."""
+
+    def __init__(self, rows, folder: Path) -> None:
+        self._rows, self._folder = rows, folder
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // PART)
+
+    def __getitem__(self, number: int) -> None:
+        if self.read(number) is None:
+            costs = [self._rows.measured(index) or (DROPPED, DROPPED) for index in self._indices(number)]
+            content = np.array(costs, "<i4").tobytes()
+            write_whole(self.path(number), xxh3_64_digest(content) + content)
+
+    def path(self, number: int) -> Path:
+        return self._folder / f"{number * PART:012d}.lengths"
+
+    def read(self, number: int) -> ndarray | None:
+        """(tokens, patches) of each row of a part; None if its file is missing or is not what was written."""
+        try:
+            raw = read_file(self.path(number))
+        except (OSError, ValueError):
+            return None
+        is_whole = len(raw) == 8 * (1 + len(self._indices(number))) and xxh3_64_digest(raw[8:]) == raw[:8]
+        return np.frombuffer(raw[8:], "<i4").reshape(-1, 2) if is_whole else None
+
+    def _indices(self, number: int) -> range:
+        return range(number * PART, min((number + 1) * PART, len(self._rows)))
+
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
 MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over

@@ -12,8 +12,7 @@ from megatron.energon import SkipSample
 from torch.utils.data import Dataset
 
 from megatron_vlm.batch import DROPPED, Batch
-from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.data.accounts.drops import MIN_SAMPLES, DropReport, TooManyDrops, lost_samples
+from megatron_vlm.data.accounts.drops import MIN_SAMPLES, BadSample, DropReport, TooManyDrops, lost_samples
 from megatron_vlm.data.chatml.record import load_media, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.document import HFEncoderTaskSample

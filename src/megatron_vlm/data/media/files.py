@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from megatron_vlm import stores
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.media.images import to_rgb
 from megatron_vlm.files import MOST_BYTES, check_file, read_file
 from megatron_vlm.imports import optional_package

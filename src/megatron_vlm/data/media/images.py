@@ -17,8 +17,8 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
-from megatron_vlm.signatures import explain
+from megatron_vlm.data.accounts.drops import BadSample
+from megatron_vlm.inputs import explain
 
 # Below Pillow's own bomb warning. While it is decoded, a pixel takes up to 8 bytes, so an image up to 640 MB;
 # in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/data/test_images.py measures).

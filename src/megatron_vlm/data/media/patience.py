@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 
 # Seconds of one wait. However long a process was stopped, it loses at most one of these.
 SLICE = 1.0

@@ -20,10 +20,10 @@ import torch
 from PIL import Image
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
 from megatron_vlm.data.media.patience import leave_if_late
-from megatron_vlm.signatures import explain
+from megatron_vlm.inputs import explain
 
 # Containers of one video each: no playlists, which would open other files, and no single images.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"

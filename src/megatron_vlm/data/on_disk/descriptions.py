@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.files import NotAFile, open_file
-from megatron_vlm.inputs import odd_fields
-from megatron_vlm.signatures import explain_file
+from megatron_vlm.inputs import explain_file, odd_fields
 
 RESTORE = "restore the file or prepare the dataset again"
 CACHE = "make room there, or set HF_HOME to a folder that you may write to"

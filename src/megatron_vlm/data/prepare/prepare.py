@@ -124,7 +124,7 @@ def prepare_energon_dataset(
                 bar.update(result.samples + len(result.skipped_lines))
         results.sort(key=lambda result: result.order)
         names = list(dict.fromkeys(name for part in parts for name in part.splits))
-        from megatron_vlm.data.records.unread import first_notes, sample_sources
+        from megatron_vlm.data.load.start_notes import first_notes, sample_sources
 
         notes = [note for part in parts for note in first_notes(sample_sources(part.source.open()))]
         summary = _finish(aside, output, names, results, notes)

@@ -137,7 +137,7 @@ ENGINES = {"local": run_here, "ray": run_on_ray}
 
 def write_shard(job: ShardJob) -> ShardResult:
     """Writes one tar. Raises InterruptedError if the main process is to end."""
-    from megatron_vlm.data.accounts.bad_sample import BadSample
+    from megatron_vlm.data.accounts.drops import BadSample
     from megatron_vlm.data.chatml.record import load_media, parse_record
     from megatron_vlm.data.shard_format import sample_parts
 

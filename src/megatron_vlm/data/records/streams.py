@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm import stores
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.accounts.fingerprint import digest
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.chatml.record import parse_record

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm import stores
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.columns import Columns
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.utils.data import Dataset
 
 from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.questions import Question, QuestionEncoder

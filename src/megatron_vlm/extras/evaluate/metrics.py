@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.accounts.bad_sample import BadSample
+from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.imports import calling, load_object
 from megatron_vlm.messages import suggestion
 

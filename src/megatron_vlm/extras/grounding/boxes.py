@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 from transformers import ProcessorMixin
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.bad_sample import REFUSALS, BadSample, refused_by_processor
+from megatron_vlm.data.accounts.drops import REFUSALS, BadSample, refused_by_processor
 from megatron_vlm.data.image_processors import explain_unknown, get_image_spec
 from megatron_vlm.data.image_processors.base import Frame
 from megatron_vlm.data.media.images import SizedImage, image_size, target_size

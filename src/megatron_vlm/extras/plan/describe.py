@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_vlm.config import derived
 from megatron_vlm.extras.plan.plan import RESERVE, MemoryPlan
 from megatron_vlm.messages import aligned
-from megatron_vlm.models.work import costs
+from megatron_vlm.models import costs
 
 MOST_REHEARSED = 5  # layouts of a search
 

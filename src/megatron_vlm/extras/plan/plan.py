@@ -12,17 +12,17 @@ from itertools import chain
 
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.extras.plan.pieces import Parameters, Pieces, measure_pieces
-from megatron_vlm.models.deepstack import extras_before
+from megatron_vlm.models import costs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.head import CHUNK_BYTES
 from megatron_vlm.models.language_model import (
     DTYPES,
     LanguageModelConfig,
+    extras_before,
     has_experts,
     language_model_config,
 )
 from megatron_vlm.models.layers.attention_sizes import heads_of
-from megatron_vlm.models.work import costs
 from megatron_vlm.parallel.layout import stage_layers
 from megatron_vlm.validate import validate
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_vlm.parallel import setup
-from megatron_vlm.parallel.overlapped import STAND_INS, gathered_product
+from megatron_vlm.parallel.linears import STAND_INS, gathered_product
 
 META = torch.device("meta")
 aten = torch.ops.aten

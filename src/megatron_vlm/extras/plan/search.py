@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.extras.plan.plan import KnownCosts, MemoryPlan, Stage, make_plan
+from megatron_vlm.models import costs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.attention_sizes import heads_of
-from megatron_vlm.models.work import costs
 from megatron_vlm.overrides import apply_overrides
 
 SIZES = (1, 2, 4, 8, 16, 32)

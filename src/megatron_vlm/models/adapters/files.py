@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_vlm import weight_files
+from megatron_vlm.adapter_settings import CONFIG, LAYERS, MOST_BYTES, READ, with_peft_settings
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
-from megatron_vlm.config_rules.peft_config import CONFIG, LAYERS, MOST_BYTES, READ, with_peft_settings
 from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
 from megatron_vlm.inputs import reading
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights

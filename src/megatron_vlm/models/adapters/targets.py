@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from megatron_vlm.adapter_settings import matching
 from megatron_vlm.config import AdapterConfig, ConfigError
-from megatron_vlm.config_rules.patterns import matching
 from megatron_vlm.messages import suggestion
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.weights.files import hub_name

@@ -10,15 +10,19 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megatron_vlm.models.deepstack import DeepstackLayer
-from megatron_vlm.models.language_model import LanguageModelConfig, has_experts
+from megatron_vlm.models.language_model import (
+    INPUTS,
+    DeepstackLayer,
+    LanguageModelConfig,
+    OwnInput,
+    has_experts,
+)
 from megatron_vlm.models.language_model import layer_spec as our_layer_spec
 from megatron_vlm.models.layers.aside import put, take
 from megatron_vlm.models.layers.attention import RotarySelfAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import Heads, feed_forward_width, heads_of
 from megatron_vlm.models.layers.kernels.fused import norm
-from megatron_vlm.models.layers.layer_inputs import INPUTS, OwnInput
 from megatron_vlm.models.layers.moe import MoE, Router
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.parallel.linears import ColumnParallelLinear

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.utils import unwrap_model
 from torch.nn import Module, Parameter
 
-from megatron_vlm.config_rules.patterns import matching
+from megatron_vlm.adapter_settings import matching
 from megatron_vlm.models.weights.rules import ADAPTERS, Rule, find_rule, named_global_weights
 from megatron_vlm.parallel.setup import from_all_ranks
 

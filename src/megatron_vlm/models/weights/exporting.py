@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import copy_file, read_text, write_whole
 from megatron_vlm.job import watchdog
-from megatron_vlm.models.weights.files import HFCheckpoint
+from megatron_vlm.models.weights.files import HFCheckpoint, SafetensorsFile, name_shards, split
 from megatron_vlm.models.weights.rules import (
     EXPERT,
     Rule,
@@ -25,7 +25,6 @@ from megatron_vlm.models.weights.rules import (
     is_transposed,
     named_global_weights,
 )
-from megatron_vlm.models.weights.shards import SafetensorsFile, name_shards, split
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.setup import folder_aside, on_first_rank
 from megatron_vlm.supported import CONFIG_FILE

@@ -21,9 +21,8 @@ from megatron_vlm.models.layers.feed_forward import gated
 from megatron_vlm.models.layers.kernels.attention import KERNELS
 from megatron_vlm.models.layers.kernels.fused import Fused, compiled_on, norm, of_channels, rotate
 from megatron_vlm.models.layers.tower_attention import heads, kernels, use_sdpa, view_of
-from megatron_vlm.parallel import weight_gradients
-from megatron_vlm.parallel.overlapped import GatheredProduct, ScatteredProduct
-from megatron_vlm.parallel.weight_gradients import wgrad_gemm_accum_fp32
+from megatron_vlm.parallel import linears
+from megatron_vlm.parallel.linears import GatheredProduct, ScatteredProduct, wgrad_gemm_accum_fp32
 
 FOR_CUDA = ("flash", "cudnn")  # in 16 bits
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of the largest number
@@ -136,7 +135,7 @@ def check(part: str, problem: str | None, model: ModelConfig) -> None:
     if part == "fused":
         Fused.compiles_on = None
     else:
-        weight_gradients.in_product = False
+        linears.in_product = False
 
 
 def tower_views(device: torch.device) -> tuple[AttentionPlan, dict[int | None, View]]:

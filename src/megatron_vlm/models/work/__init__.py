@@ -1,1 +1,0 @@
-"""The work of a model: what its parts cost, and what a batch asks of it."""
