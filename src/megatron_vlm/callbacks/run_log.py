@@ -150,7 +150,7 @@ class RunLog(Callback):
 
 
 def note_start(run_dir: str | Path, first_step: int, total_steps: int) -> None:
-    """Add a line about this start to starts.jsonl: when, by which command, and with what."""
+    """Add a line about this start to starts.jsonl: time, command, host and versions."""
     row = {"step": first_step, "total_steps": total_steps, "time": time.time(), "command": sys.argv}
     row |= {"processes": watchdog.world_size(), "host": socket.gethostname(), "device": _device()}
     row["versions"] = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}

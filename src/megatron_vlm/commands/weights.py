@@ -24,7 +24,9 @@ def show_weights(
 
     description, _ = look_at(model)
     rows = [("Hugging Face", "Megatron", "parallel", "transform")]
-    rows += [(_join_pieces(rule.hf), rule.param, _parallel(rule), _transform(rule)) for rule in description.rules]
+    rows += [
+        (_join_pieces(rule.hf), rule.param, _parallel(rule), _transform(rule)) for rule in description.rules
+    ]
     rows += [(key, "", "not read", reason) for key, reason in description.carried_keys.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
