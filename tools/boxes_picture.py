@@ -14,7 +14,7 @@ from textwrap import wrap
 from PIL import Image, ImageDraw, ImageFont
 
 from megatron_vlm.config import DataConfig
-from megatron_vlm.extras.grounding.boxes import Boxes, Found, draw
+from megatron_vlm.extras.grounding.boxes import Boxes, ParsedAnswer, draw
 from megatron_vlm.extras.grounding.objects import read_objects
 from megatron_vlm.models.families import load
 
@@ -63,7 +63,8 @@ def main() -> None:
         written = (wrap(line.expandtabs(4), 66, drop_whitespace=False) for line in text.splitlines())
         lines += [", ".join(families), *("    " + line for line in chain.from_iterable(written)), ""]
     left = draw(
-        scene(), [Found(box, label) for box, label in zip(OBJECTS["bbox"], OBJECTS["ref"], strict=True)]
+        scene(),
+        [ParsedAnswer(box, label) for box, label in zip(OBJECTS["bbox"], OBJECTS["ref"], strict=True)],
     )
     step = FONT_SIZE + 6
     page = Image.new("RGB", (WIDTH, 2 * MARGIN + max(SIZE[1], step * len(lines))), "white")

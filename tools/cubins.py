@@ -249,7 +249,7 @@ def rows(beginnings: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder
         gate_backwards = traced_gate_backwards()
         pretend_a_card()
-        with cpu.standing_in(torch.device("cuda", 0)):
+        with cpu.stand_in(torch.device("cuda", 0)):
             with fake_tensor.FakeTensorMode():
                 given = cases(gate_backwards)
             for name, (function, arguments) in given.items():

@@ -26,7 +26,7 @@ from megatron_vlm.callbacks.samples import BatchLog  # noqa: E402
 from megatron_vlm.config import RunConfig  # noqa: E402
 from megatron_vlm.extras.report.history import read_history  # noqa: E402
 from megatron_vlm.extras.report.page import report_page  # noqa: E402
-from megatron_vlm.files import write_whole  # noqa: E402
+from megatron_vlm.files import atomic_write  # noqa: E402
 from megatron_vlm.overrides import apply_overrides  # noqa: E402
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -69,7 +69,7 @@ def made_up_run(folder: Path, lr: float, seed: int = 0) -> Path:
     batches.close()
     (folder / "drops").mkdir()
     drop = {"key": "charts-000381", "reason": "over_length", "detail": "4630 tokens, seq_length = 4096"}
-    write_whole(folder / "drops/rank0.jsonl", json.dumps(drop) + "\n")
+    atomic_write(folder / "drops/rank0.jsonl", json.dumps(drop) + "\n")
     return folder
 
 
@@ -83,7 +83,7 @@ def main() -> None:
             drawn = Image.open(io.BytesIO(page.picture())).convert("RGB").quantize(128)
             out = io.BytesIO()
             drawn.save(out, "PNG", optimize=True)
-            write_whole(IMAGES / f"report_{name}.png", out.getvalue())
+            atomic_write(IMAGES / f"report_{name}.png", out.getvalue())
             print(
                 f"report_{name}.png: {len(out.getvalue()) // 1000} kB, console: {page.complaints or 'silent'}"
             )

@@ -19,13 +19,19 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig, derived
 from megatron_vlm.data.generation_prompt import vocabulary_notes
 from megatron_vlm.data.run_data import RunData
-from megatron_vlm.files import write_whole
+from megatron_vlm.files import atomic_write
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.milestones import Epochs, Milestones, check_validation, milestones, validation_notes
+from megatron_vlm.job.step_schedule import (
+    Epochs,
+    StepSchedule,
+    check_validation,
+    milestones,
+    validation_notes,
+)
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
-from megatron_vlm.training.checkpoint import Saved
+from megatron_vlm.training.checkpoint import CheckpointInfo
 
 HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.validation_share` holds out
 
@@ -37,7 +43,7 @@ class Feed:
     first `train`.
     """
 
-    def __init__(self, config: RunConfig, source: Source, saved: Saved):
+    def __init__(self, config: RunConfig, source: Source, saved: CheckpointInfo):
         watchdog.beat("opening the data")
         self._config, self._train = config, config.train
         self._begun = saved.step, 0 if config.data.restart else saved.extra.get("rows", 0)
@@ -65,14 +71,14 @@ class Feed:
             data.valid_loader.probe_sources()  # or the run would end at its first validation
         if self._config.data.validation_share and setup.is_first_rank():
             lines = [json.dumps({"key": key}) + "\n" for key in self._data.valid_loader.keys()]
-            write_whole(Path(self._config.run_dir, HELD_OUT), "".join(lines))
+            atomic_write(Path(self._config.run_dir, HELD_OUT), "".join(lines))
 
     @property
     def reads(self) -> bool:
         """Whether this rank reads data, and does not only receive it."""
         return self._data is not None
 
-    def milestones(self) -> Milestones:
+    def milestones(self) -> StepSchedule:
         """The steps of the run, counted by its data; on the first rank alone."""
         has_questions = self._config.data.score_path is not None
         check_validation(
@@ -80,14 +86,14 @@ class Feed:
         )
         return milestones(self._train, self._epochs, *self._begun)
 
-    def resume(self, resumed: Saved | None) -> None:
+    def resume(self, resumed: CheckpointInfo | None) -> None:
         """Begin to read: where `resumed` was saved, unless the data is to begin again (`data.restart`)."""
         watchdog.beat("finding the place in the data")
         self._resumed = resumed
         if self._data:
             self._submit(partial(self._begin, resumed))()
 
-    def _begin(self, resumed: Saved | None) -> None:
+    def _begin(self, resumed: CheckpointInfo | None) -> None:
         if resumed and not self._config.data.restart:
             self._data.train_loader.load_states(resumed.loader_states)
         self._batches = iter(self._data.train_loader)
@@ -103,7 +109,7 @@ class Feed:
         coming = self._coming or self._submit(take)
         micro_batches, self._coming = coming(), None
         if self._data:
-            self._dropped = self._data.drops.arrived_everywhere()
+            self._dropped = self._data.drops.total_arrived()
         if self._reader is not None and read_ahead:
             self._coming = self._submit(take)
         return micro_batches
@@ -123,7 +129,7 @@ class Feed:
         and on all ranks but the first."""
         return {"epoch": self._epochs.at(self.rows_after(step))} if self._epochs else {}
 
-    def notes(self, milestones: Milestones) -> Iterator[str]:
+    def notes(self, milestones: StepSchedule) -> Iterator[str]:
         """Lines that a user should know about where the run begins, and its data, before the first step."""
         if self._resumed:
             yield f"resumed after step {self._resumed.step} from {self._resumed.path}"

@@ -85,18 +85,18 @@ def open_to_write(path: str | Path, mode: str = "wb", buffering: int = -1) -> Bi
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:
-    """Copy a regular file of any size to a new name in a folder of `folder_aside`. Raises as `open_file`."""
+    """Copy a regular file of any size to a new name in an `atomic_directory`. Raises as `open_file`."""
     with open_file(source) as original, open_to_write(target, "xb") as file:
         shutil.copyfileobj(original, file)
 
 
-def write_whole(path: str | Path, content: str | bytes | Iterable[bytes]) -> None:
+def atomic_write(path: str | Path, content: str | bytes | Iterable[bytes]) -> None:
     """Write a file that holds all of the old or all of the new content, whenever this process is killed.
 
     A link at `path` is replaced, not followed. Raises OSError that names the path and the remedy.
     """
     path, content = Path(path), content.encode(errors="replace") if isinstance(content, str) else content
-    with naming(path):
+    with add_path_to_errors(path):
         aside = temporary_name(path)
         try:
             with open(aside, "xb") as file:
@@ -111,7 +111,7 @@ def write_whole(path: str | Path, content: str | bytes | Iterable[bytes]) -> Non
 
 
 @contextlib.contextmanager
-def folder_aside(output: str | Path) -> Iterator[Path]:
+def atomic_directory(output: str | Path) -> Iterator[Path]:
     """Yield a new folder beside `output`, under a temporary name, which becomes `output` when the block ends.
 
     If the block fails, nothing is left; a process that is killed leaves `.NAME.*.partial`. Raises
@@ -120,7 +120,7 @@ def folder_aside(output: str | Path) -> Iterator[Path]:
     """
     output = Path(output)
     new_parents = [folder for folder in output.parents if not folder.exists()]
-    with naming(output):
+    with add_path_to_errors(output):
         refuse_existing(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         aside = temporary_name(output)
@@ -157,9 +157,9 @@ def check_output(path: str | Path) -> None:
 
 
 def write_output(path: str | Path, content: str | bytes) -> None:
-    """Write a page or a picture that a command makes. Raises as `check_output` and `write_whole`."""
+    """Write a page or a picture that a command makes. Raises as `check_output` and `atomic_write`."""
     check_output(path)
-    write_whole(path, content)
+    atomic_write(path, content)
 
 
 def refuse_existing(output: Path) -> None:
@@ -181,7 +181,7 @@ def refuse_odd(folder: Path, *, links: bool) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path, remedy: str = "give another path") -> Iterator[None]:
+def add_path_to_errors(path: Path, remedy: str = "give another path") -> Iterator[None]:
     """Name in an error of the disk what could not be written and, if that is why, how much is free.
     Libraries in Rust raise errors of their own, with the number in their text."""
     try:

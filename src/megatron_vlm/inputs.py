@@ -53,7 +53,7 @@ def unparsable_files(folder: Path) -> Iterator[str]:
             yield f"{file} is no JSON object ({reason}); download it again."
 
 
-def reading(source: str) -> Callable[[Callable], Callable]:
+def attribute_errors_to(source: str) -> Callable[[Callable], Callable]:
     """Decorate a function that reads an input: an error from inside is then about that, and no bug.
 
     `source` is an argument of the function or an attribute of one (`self.path`), or else words that name it.

@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.files import folder_aside
+from megatron_vlm.files import atomic_directory
 from megatron_vlm.messages import printable
 
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the file of MSC_CONFIG"
@@ -150,7 +150,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         for leftover in folder.parent.glob(f".{folder.name}.*"):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         if not folder.is_dir():
-            with folder_aside(folder) as aside:
+            with atomic_directory(folder) as aside:
                 make(aside)
     return folder
 

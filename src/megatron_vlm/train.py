@@ -101,7 +101,7 @@ def train_one_step(run: Run) -> None:
     """One optimizer step with the next global batch, and what callbacks do before and after it."""
     began = time.monotonic()
     rates = learning_rates(run.scheduler)
-    goes_on = run.milestones.goes_on_after(run.step)
+    goes_on = run.milestones.has_step_after(run.step)
     run.micro_batches = run.feed.train(run.step, read_ahead=goes_on)
     waited = time.monotonic() - began
     run.callbacks.on_step_begin(run)

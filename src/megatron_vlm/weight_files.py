@@ -122,7 +122,7 @@ def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: Any) -> OnDi
         if is_known and scale.dtype in (*FLOATS, *EXPONENTS) and axes == len(scale.shape) == max(axes, 2):
             sizes = [*[1] * (axes - len(sizes)), *sizes]
             fused = [axis > 0 and axes == 3 for axis in range(axes)]
-            blocks = tuple(map(_blocks, tensor.shape, scale.shape, sizes, fused))
+            blocks = tuple(map(_scale_block_indices, tensor.shape, scale.shape, sizes, fused))
             if len(blocks) == axes and None not in blocks:
                 return tensor._replace(scale=scale, blocks=blocks)
         stored += (
@@ -136,7 +136,7 @@ def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: Any) -> OnDi
 
 
 @cache
-def _blocks(length: int, count: int, size: int | None, fused: bool) -> tuple[int, ...] | None:
+def _scale_block_indices(length: int, count: int, size: int | None, fused: bool) -> tuple[int, ...] | None:
     """Which of `count` scales each position of an axis has; None if there cannot be so many.
 
     A scale is for `size` positions, the last one for those that are left; without a size, for equal parts. If

@@ -62,7 +62,7 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(kinds, tmp_path):
                 files.open_to_write(tmp_path / name, mode)
     with pytest.raises(NotAFile, match="is a pipe, not a file"):
         files.open_to_write(kinds("pipe"))
-    files.write_whole(tmp_path / "to_mine", "new")  # replaces the link
+    files.atomic_write(tmp_path / "to_mine", "new")  # replaces the link
     assert (tmp_path / "mine.txt").read_text() == "mine" and (tmp_path / "to_mine").read_text() == "new"
     assert not (tmp_path / "nothing").exists()
 
@@ -81,16 +81,16 @@ def test_what_fails_on_the_way_leaves_the_old_file_alone(tmp_path):
         yield b"first\n"
         raise ValueError("the source is bad")
 
-    files.write_whole(tmp_path / "file", "old")
+    files.atomic_write(tmp_path / "file", "old")
     with pytest.raises(ValueError, match="the source is bad"):
-        files.write_whole(tmp_path / "file", lines())
+        files.atomic_write(tmp_path / "file", lines())
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "no"), RuntimeError("I/O error: full (os error 28)")])
 def test_an_error_of_the_disk_has_the_path_the_free_bytes_and_the_remedy(tmp_path, error):
     """Of Python, and of a library in Rust."""
-    with pytest.raises(OSError) as caught, files.folder_aside(tmp_path / "new/out"):
+    with pytest.raises(OSError) as caught, files.atomic_directory(tmp_path / "new/out"):
         raise error
     said = r".*/new/out: No space left on device; \S+ [GM]B are free there; make room and start again\."
     assert re.fullmatch(said, str(caught.value))
@@ -102,9 +102,9 @@ def test_two_that_write_one_folder_leave_each_other_alone(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError, match=r"out exists; give a new name or remove it\.$"):  # noqa: SIM117
-        with files.folder_aside(tmp_path / "out") as slow:
+        with files.atomic_directory(tmp_path / "out") as slow:
             (slow / "a").write_text("slow")
-            with files.folder_aside(tmp_path / "out") as fast:
+            with files.atomic_directory(tmp_path / "out") as fast:
                 (fast / "a").write_text("fast")
     assert (tmp_path / "out/a").read_text() == "fast"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]

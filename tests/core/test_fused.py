@@ -17,7 +17,14 @@ from megatron_vlm.models.layers import feed_forward
 from megatron_vlm.models.layers.feed_forward import gated
 from megatron_vlm.models.layers.kernels import fused
 from megatron_vlm.models.layers.kernels.checks import check, fused_disagreement
-from megatron_vlm.models.layers.kernels.fused import Fused, compiled_on, merge_axes, norm, of_channels, rotate
+from megatron_vlm.models.layers.kernels.fused import (
+    Fused,
+    compiled_on,
+    merge_leading_dims,
+    norm,
+    of_channels,
+    rotate,
+)
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
@@ -135,10 +142,10 @@ def test_axes_are_joined_without_a_copy():
     all_three = torch.randn(5, 1, 3, 4, HEAD, dtype=torch.float64, requires_grad=True)
     query, key = all_three[..., :2, :], all_three[..., 2:3, :]
     for x, shape in ((query, (15, 2, HEAD)), (key, (15, HEAD))):
-        assert merge_axes(x) is x
+        assert merge_leading_dims(x) is x
         with compiled_on("cpu"):
-            assert merge_axes(x).shape == shape and merge_axes(x).data_ptr() == x.data_ptr()
-            assert torch.equal(merge_axes(x), x.reshape(shape))
+            assert merge_leading_dims(x).shape == shape and merge_leading_dims(x).data_ptr() == x.data_ptr()
+            assert torch.equal(merge_leading_dims(x), x.reshape(shape))
         weight = torch.rand(HEAD, dtype=torch.float64, requires_grad=True)
         found, expected = norm(x, weight, 1e-6, False), llama_norm(x, weight)
         torch.testing.assert_close(found, expected)
@@ -146,7 +153,9 @@ def test_axes_are_joined_without_a_copy():
         for ours, theirs in zip(*grads, strict=True):
             torch.testing.assert_close(ours, theirs)
     with compiled_on("cpu"):
-        assert merge_axes(all_three).shape == (60, HEAD) and merge_axes(all_three[:1, 0, 0, 0]).shape == (
+        assert merge_leading_dims(all_three).shape == (60, HEAD) and merge_leading_dims(
+            all_three[:1, 0, 0, 0]
+        ).shape == (
             1,
             HEAD,
         )

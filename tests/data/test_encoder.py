@@ -236,7 +236,7 @@ def test_drops_are_counted_over_forked_workers(tmp_path, monkeypatch):
 
 
 def test_too_many_drops_stop_the_run_and_say_what_to_do():
-    report = DropReport().limited(0.1)
+    report = DropReport().with_max_share(0.1)
     for _ in range(9):
         report.keep()
     report.epoch = 10

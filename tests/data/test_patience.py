@@ -16,7 +16,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media import patience, videos
-from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.patience import call_with_timeout
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
 from megatron_vlm.models.families import load
 from tiny.checkpoints import build_tiny_checkpoint
@@ -60,16 +60,16 @@ def wait_until(holds, seconds=30.0) -> bool:
 @pytest.mark.parametrize("decode", [decode_video, plan_video])
 def test_a_clip_that_takes_long_is_dropped_and_its_thread_ends(long_clip, decode, monkeypatch):
     frames = []
-    monkeypatch.setattr(videos, "leave_if_late", lambda: (frames.append(1), patience.leave_if_late()))
+    monkeypatch.setattr(videos, "exit_if_abandoned", lambda: (frames.append(1), patience.exit_if_abandoned()))
     rules = VideoRules(fps=100, max_frames=FRAMES)
     with pytest.raises(
         BadSample, match=f"decode_timeout: {len(long_clip)} bytes, not decoded in 0.01 seconds"
     ):
-        in_time(0.01, decode, long_clip, rules)
+        call_with_timeout(0.01, decode, long_clip, rules)
     assert wait_until(lambda: not [t for t in decoding_threads() if t.is_late])
     assert len(frames) < FRAMES  # of which the first pass alone looks at each
     with pytest.raises(BadSample, match="0.01 seconds before"):  # at once
-        in_time(0.01, decode, long_clip, rules)
+        call_with_timeout(0.01, decode, long_clip, rules)
     assert not [t for t in decoding_threads() if t.is_late]
 
 

@@ -7,7 +7,7 @@ from megatron_vlm.callbacks import Callback, Callbacks, Run
 from megatron_vlm.callbacks.run_log import RunLog
 from megatron_vlm.callbacks.trackers import trackers_of
 from megatron_vlm.config import RunConfig
-from megatron_vlm.job.milestones import Milestones
+from megatron_vlm.job.step_schedule import StepSchedule
 
 
 class DropsOf:
@@ -39,7 +39,7 @@ def begun_run(
     trackers = trackers_of(config) if is_first_rank else []
     callbacks = Callbacks([RunLog(config), *trackers, *own])
     callbacks.load_state_dict({"RunLog": state})
-    run = Run(config, Milestones(config.train, steps), callbacks, is_first_rank, step=done, feed=DropsOf())
+    run = Run(config, StepSchedule(config.train, steps), callbacks, is_first_rank, step=done, feed=DropsOf())
     callbacks.on_train_begin(run)
     return run
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from megatron_vlm.models.adapters.lora import Adapted, Lora
+from megatron_vlm.models.adapters.lora import Lora, LoRAHook
 from megatron_vlm.models.adapters.targets import Target
 from megatron_vlm.models.weights.rules import Rule, Whole
 from tiny.checkpoints import build_tiny_checkpoint
@@ -39,7 +39,7 @@ def test_dora_with_dropout_is_that_of_peft():
     target = Target("0", Rule("0.weight", ("0.weight",), Whole()), "0.weight", 0, 6, 8, 3, 2.0, True)
     linear.requires_grad_(False)
     lora = Lora(target, linear.weight, seed=1)
-    Adapted(linear, {0: lora}, target, 0.4)
+    LoRAHook(linear, {0: lora}, target, 0.4)
     ours = [lora.lora_A, lora.lora_B, lora.lora_magnitude_vector]
     with torch.no_grad():
         for mine, of_peft in zip(ours, theirs, strict=True):

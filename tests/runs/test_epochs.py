@@ -22,7 +22,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLM
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.records.blends import is_held_out
-from megatron_vlm.job.milestones import Epochs, milestones
+from megatron_vlm.job.step_schedule import Epochs, milestones
 from megatron_vlm.overrides import apply_overrides, from_yaml, to_yaml
 from megatron_vlm.recipes import compose
 from tiny.distributed import run_distributed

@@ -48,7 +48,7 @@ def _run(parallel: ParallelConfig, dropped_by_rank: list[int], steps: int) -> tu
     broadcaster, began = BatchBroadcaster(), time.monotonic()
     report = DropReport(ranks=setup.data_parallel_place()[1])
     rank, _ = setup.data_parallel_place()
-    batches = _reading(report.limited(MAX_SHARE), rank, dropped_by_rank) if broadcaster.reads else None
+    batches = _reading(report.with_max_share(MAX_SHARE), rank, dropped_by_rank) if broadcaster.reads else None
     for step in range(steps):
         try:
             broadcaster.take(batches, 1, report if broadcaster.reads else None)

@@ -11,7 +11,7 @@ import torch
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.load.workers import close_loader, loader_of, raise_naming_samples
 from megatron_vlm.imports import load_object
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.job.errors import explain
 from megatron_vlm.stores import StoreError
 
@@ -24,19 +24,19 @@ class Reader:
     def __init__(self, path: Path):
         self.path = path
 
-    @reading("path")
+    @attribute_errors_to("path")
     def named(self, path: Path) -> None:
         np.load(path)
 
-    @reading("self.path")
+    @attribute_errors_to("self.path")
     def held(self) -> None:
         np.load(self.path)
 
-    @reading("the numbers")
+    @attribute_errors_to("the numbers")
     def said(self, path: Path) -> None:
         np.load(path)
 
-    @reading("self.path")
+    @attribute_errors_to("self.path")
     def outer(self) -> None:
         self.said(self.path)
 
@@ -78,7 +78,7 @@ def test_an_error_in_a_file_of_the_user_is_no_bug(tmp_path):
 
 
 def test_what_takes_all_memory_is_named():
-    @reading("the numbers")
+    @attribute_errors_to("the numbers")
     def read() -> bytearray:
         return bytearray(1 << 60)
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_vlm.config import TrainConfig, seconds_in
 from megatron_vlm.job import stops
-from megatron_vlm.job.milestones import Milestones
+from megatron_vlm.job.step_schedule import StepSchedule
 
 STEPS = 14
 SAID = "with a checkpoint; start the same command again to go on."
@@ -208,11 +208,11 @@ def test_what_signals_do_before_and_within_steps(before, within, code, said, tmp
 def test_a_run_stops_after_the_step_that_has_begun(asked_in, stops_after, saves):
     """What the next step needs is on its way when a step ends, unless that saves or validates."""
     train = TrainConfig(steps=10, save_every=4, eval_every=6, keep_best=True)
-    stopping = Milestones(train, 10).stopping_soon(asked_in)
+    stopping = StepSchedule(train, 10).stopping_soon(asked_in)
     assert stopping.stop == stops_after and stopping.stopping_soon(asked_in + 1).stop == stops_after
     assert [step for step in range(1, 11) if stopping.saves_after(step)] == saves
     assert [step for step in range(1, 11) if stopping.evaluates_after(step)] == [4, 6, 8, 10]
-    assert stops_after is None or not stopping.goes_on_after(stops_after)
+    assert stops_after is None or not stopping.has_step_after(stops_after)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "3h 50m", "-5", "50m3h", "1.2.3", "h"])

@@ -16,7 +16,7 @@ from gpu_check.stack import documents, our_step, packed
 from megatron_vlm.callbacks import Callbacks, Run
 from megatron_vlm.callbacks.profiler import Profiler
 from megatron_vlm.config import PROFILE_WARM_UP, RunConfig
-from megatron_vlm.job.milestones import Milestones
+from megatron_vlm.job.step_schedule import StepSchedule
 
 STEPS = 2  # that are recorded
 
@@ -29,7 +29,7 @@ def rows(sizes: Sizes, about: About) -> Iterator[Row]:
         batch = packed(documents(documents_of(tokens), description))
         config = RunConfig(run_dir=str(about.folder))
         profiler = Profiler(STEPS)
-        run = Run(config, Milestones(config.train, STEPS), Callbacks([profiler]), model=chunks)
+        run = Run(config, StepSchedule(config.train, STEPS), Callbacks([profiler]), model=chunks)
         run.callbacks.on_train_begin(run)
         for _ in range(PROFILE_WARM_UP + STEPS):
             step(batch)

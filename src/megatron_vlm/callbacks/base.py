@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from megatron_vlm.batch import Batch
     from megatron_vlm.feed import Feed
-    from megatron_vlm.job.milestones import Milestones
+    from megatron_vlm.job.step_schedule import StepSchedule
     from megatron_vlm.models.hf import Source
     from megatron_vlm.training.figures import StepFigures
     from megatron_vlm.training.losses import StepLoss
@@ -37,7 +37,7 @@ class Run:
     """The parts of a run, and where it is. Every rank has one."""
 
     config: RunConfig
-    milestones: Milestones  # the last step, and what is due after each
+    milestones: StepSchedule  # the last step, and what is due after each
     callbacks: Callbacks
     is_first_rank: bool = True
     step: int = 0  # the one that is trained, or was trained last
@@ -60,7 +60,7 @@ class Run:
 
         The run then validates, scores, saves and exports as at its end, and `reason` is its last line.
         """
-        last = self.step + self.milestones.goes_on_after(self.step)
+        last = self.step + self.milestones.has_step_after(self.step)
         self.milestones = self.milestones.ending(last, reason)
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -14,7 +14,7 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.parallel.setup import device, group_beside, use_device
 from megatron_vlm.run_folder.folder import checkpoints
 from megatron_vlm.training.checkpoint import begin_save
-from megatron_vlm.training.tensor_files import Copies
+from megatron_vlm.training.tensor_files import PinnedSnapshot
 
 
 class Checkpoints(Callback):
@@ -70,7 +70,7 @@ class CheckpointWriter:
         beside = config.train.async_save
         self._config = config
         self._run = (model_chunks, optimizer, scheduler)
-        self._copies = Copies()
+        self._copies = PinnedSnapshot()
         gc.collect()
         atexit.register(gc.unfreeze)  # triton's library reports at length what is alive at the very end
         gc.freeze()  # Megatron collects garbage in every save: half a second without what is there now

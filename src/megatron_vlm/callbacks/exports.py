@@ -21,7 +21,7 @@ from torch.nn import Module
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.callbacks.run_log import last_lines
 from megatron_vlm.config import RunConfig
-from megatron_vlm.files import naming, need_room, open_to_write, temporary_name
+from megatron_vlm.files import add_path_to_errors, need_room, open_to_write, temporary_name
 from megatron_vlm.job import stops, watchdog
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.hf import Source
@@ -200,7 +200,7 @@ def export_step(
 
 
 def _make_room(folder: Path, needed: int) -> None:
-    with naming(folder):
+    with add_path_to_errors(folder):
         folder.parent.mkdir(exist_ok=True)
         if folder.exists():
             folder.rename(temporary_name(folder))

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import PROFILE_WARM_UP
-from megatron_vlm.files import write_whole
+from megatron_vlm.files import atomic_write
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import join_lines
 from megatron_vlm.models.language_model import LanguageModel
@@ -81,7 +81,7 @@ class Profiler(Callback):
         profiler.export_chrome_trace(f"{self._path}.json.gz")
         watchdog.beat("adding up the profile")
         table_of_parts = table(seconds_by_part(profiler.events()), self._steps)
-        write_whole(f"{self._path}.txt", table_of_parts + "\n")
+        atomic_write(f"{self._path}.txt", table_of_parts + "\n")
         trace = f"trace: {self._path}.json.gz, for https://ui.perfetto.dev"
         self.text = join_lines([table_of_parts, trace])
         self._run.message(self.text)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.files import open_file, open_to_write, write_whole
+from megatron_vlm.files import atomic_write, open_file, open_to_write
 from megatron_vlm.job import watchdog
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.overrides import to_yaml
@@ -74,7 +74,7 @@ class RunLog(Callback):
         self._started = time.monotonic()
         self._formats = {**objective_of(run.config).figures, **IN_WORDS}
         steps = run.milestones.steps
-        write_whole(self._folder / "config.yaml", to_yaml(self._config))
+        atomic_write(self._folder / "config.yaml", to_yaml(self._config))
         note_start(self._folder, self._first_step, steps)
         keep_rows_before(self._folder / "metrics.jsonl", self._first_step)
         self._file = open_to_write(self._folder / "metrics.jsonl", "ab")
@@ -188,7 +188,7 @@ def draw_losses(metrics: str | Path, picture: str | Path) -> None:
     axes.legend()
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    write_whole(picture, drawn.getvalue())
+    atomic_write(picture, drawn.getvalue())
 
 
 def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -221,7 +221,7 @@ def keep_rows_before(path: Path, step: int) -> None:
     """Takes the rows of `step` and of later steps out of a file of `read_rows`, if it is there."""
     if path.exists():
         rows = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] < step]
-        write_whole(path, "".join(rows))
+        atomic_write(path, "".join(rows))
 
 
 def _is_total(name: str) -> bool:

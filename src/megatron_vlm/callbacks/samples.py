@@ -14,7 +14,7 @@ from typing import Any
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.callbacks.run_log import keep_rows_before, read_rows
 from megatron_vlm.files import open_to_write
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.job.errors import is_anothers_end, is_worker_death
 from megatron_vlm.messages import listed
 
@@ -71,7 +71,7 @@ class BatchLog:
         self._file.close()
 
 
-@reading("run_dir")
+@attribute_errors_to("run_dir")
 def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
     """The lines of one step, with their `rank`, in the order of ranks and micro batches.
 
@@ -101,7 +101,7 @@ def note_samples(
     numbers = getattr(error, "micro_batches", range(len(micro_batches)))
     keys = keys_of([micro_batches[number] for number in numbers])
     keys_text = f", on this rank with {named(keys)}" if keys else ""
-    error.add_note(f"step {step}{keys_text}; {how_to_look(run_dir, step)}")
+    error.add_note(f"step {step}{keys_text}; {replay_command(run_dir, step)}")
 
 
 def keys_of(micro_batches: list[dict[str, Any]]) -> list[str]:
@@ -114,7 +114,7 @@ def named(keys: Iterable[str]) -> str:
     return f"samples {listed([*keys])}"
 
 
-def how_to_look(run_dir: str | Path, step: int) -> str:
+def replay_command(run_dir: str | Path, step: int) -> str:
     """The command that shows a step's samples."""
     return f"look at all of them: megatron-vlm replay {run_dir} --step {step} --output page.html"
 

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from megatron_vlm.callbacks import Callback, Run
-from megatron_vlm.callbacks.samples import how_to_look, keys_of, named
+from megatron_vlm.callbacks.samples import keys_of, named, replay_command
 from megatron_vlm.parallel import setup
 
 WINDOW = 128  # steps
@@ -54,7 +54,7 @@ class Spikes(Callback):
         metrics["spikes"] = self.count
         if self.why:
             keys = dict.fromkeys(chain(*setup.from_all_ranks(keys_of(run.micro_batches))))
-            look = how_to_look(run.config.run_dir, run.step)
+            look = replay_command(run.config.run_dir, run.step)
             run.message(f"step {run.step}: {self.why}; {named(keys)}; {look}")
 
     def trains(self, loss: float, norm: float) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.config import RunConfig
-from megatron_vlm.files import read_text, write_whole
+from megatron_vlm.files import atomic_write, read_text
 from megatron_vlm.imports import optional_package
 from megatron_vlm.overrides import flatten, load_yaml, to_yaml
 
@@ -88,7 +88,7 @@ class MLflow(Tracker):
         params = [mlflow.entities.Param(key, str(value)[:6000]) for key, value in settings.items()]
         for start in range(0, len(params), 100):  # the most of one call
             self._client.log_batch(self._run, params=params[start : start + 100])
-        write_whole(file, self._run + "\n")
+        atomic_write(file, self._run + "\n")
 
     def on_log(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         from mlflow.entities import Metric
@@ -122,7 +122,7 @@ class CSV(Tracker):
         writer = csv.DictWriter(text, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        write_whole(self._folder / "metrics.csv", text.getvalue())
+        atomic_write(self._folder / "metrics.csv", text.getvalue())
 
 
 NAMED: dict[str, type[Tracker]] = {"csv": CSV, "mlflow": MLflow}

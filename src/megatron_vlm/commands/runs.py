@@ -61,7 +61,7 @@ def import_run(config: RunConfig) -> None:
     optimizer, scheduler = build_optimizer(model, config)
     checkpoint.save(config.run_dir, 0, model, optimizer, scheduler)
     if setup.is_first_rank():  # as in training: export and other commands read it
-        run_folder.write_whole(Path(config.run_dir, "config.yaml"), to_yaml(config))
+        run_folder.atomic_write(Path(config.run_dir, "config.yaml"), to_yaml(config))
     lock.close()
     setup.shutdown()
 

@@ -14,7 +14,7 @@ from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.image_processors.base import image_options
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import read_text
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.messages import listed
 from megatron_vlm.supported import GENERATION_FILE
 
@@ -39,7 +39,7 @@ def encode_prompt(
     }
 
 
-@reading("processor.tokenizer.name_or_path")
+@attribute_errors_to("processor.tokenizer.name_or_path")
 def processor_outputs(
     processor: ProcessorMixin, messages: list[dict], images: list[bytes]
 ) -> Mapping[str, Tensor]:
@@ -55,7 +55,7 @@ def processor_outputs(
     )
 
 
-@reading("folder")
+@attribute_errors_to("folder")
 def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
     """The end-of-turn and end-of-text ids of the checkpoint.
 

@@ -11,7 +11,7 @@ from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.accounts.drops import DropReport
 from megatron_vlm.data.encode.document import DocumentEncoder
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder, VLMTaskEncoder
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.objectives import objective_of
 
 # dataset_type -> class that takes a DataConfig and has `train_loader(...)` and `valid_loader(...)`
@@ -35,7 +35,7 @@ class RunData:
     The drops of rank R are written to `<run_dir>/drops/rankR.jsonl`.
     """
 
-    @reading("config.data.train_data_path")
+    @attribute_errors_to("config.data.train_data_path")
     def __init__(
         self, config: RunConfig, processor: ProcessorMixin, needs: DataNeeds, rank: int, world_size: int
     ):

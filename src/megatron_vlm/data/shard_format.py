@@ -24,7 +24,7 @@ from megatron_vlm.data.chatml.record import Conversation, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.chatml.turns import decoded
 from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.patience import call_with_timeout
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 
@@ -174,7 +174,9 @@ def _json(document: dict) -> bytes:
 
 def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str | dict:
     """The video's entry in the conversation; its files are added to `files`."""
-    in_time(DECODE_SECONDS, plan_video, video, VideoRules(max_frames=2))  # raises if no setting can read it
+    call_with_timeout(
+        DECODE_SECONDS, plan_video, video, VideoRules(max_frames=2)
+    )  # raises if no setting can read it
     if isinstance(video, bytes):
         name = f"{name}.{file_extension(video)}"
         files[name] = video
@@ -185,6 +187,6 @@ def _store_video(name: str, video: bytes | dict, files: dict[str, bytes]) -> str
 
 
 def _extension(image: bytes) -> str:
-    in_time(DECODE_SECONDS, decode_image, image)
+    call_with_timeout(DECODE_SECONDS, decode_image, image)
     format = Image.open(io.BytesIO(image)).format
     return EXTENSIONS.get(format, format.lower())

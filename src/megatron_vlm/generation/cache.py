@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 from megatron_vlm.models.language_model import LanguageModelConfig
-from megatron_vlm.models.layers.aside import Aside
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, heads_of
+from megatron_vlm.models.layers.cross_layer import CrossLayerTensors
 from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
 from megatron_vlm.models.layers.delta_net.rule import convolved, run, step
 from megatron_vlm.parallel.transfer import on_device
@@ -129,7 +129,7 @@ class DecodePlan:
 
     turns: list[list[list[Tensor]]]  # see `AttentionPlan`
     query_scale: Tensor | None
-    asides: dict[int, Aside]
+    asides: dict[int, CrossLayerTensors]
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ def generate(
     request.check(inner)
     numbers: dict[tuple[int, int], np.ndarray] = {}  # by prompt and answer
     with in_evaluation(model):
-        for lanes in _waves(request, answers, inner, cache_bytes):
+        for lanes in _schedule_batches(request, answers, inner, cache_bytes):
             _run(model, lanes)
             for rows in lanes:
                 numbers |= rows.answered()
@@ -147,7 +147,9 @@ def check_settings(max_new_tokens: int, temperature: float, top_p: float, answer
         raise ValueError(f"generate: {answers} answers at temperature 0 are all the same; raise temperature.")
 
 
-def _waves(request: Request, answers: int, model: VLMModel, cache_bytes: int) -> Iterable[list[AnswerRows]]:
+def _schedule_batches(
+    request: Request, answers: int, model: VLMModel, cache_bytes: int
+) -> Iterable[list[AnswerRows]]:
     """This rank's lanes of rows, one set after the other. On all ranks there are as many sets, lanes and
     prompts, as experts are shared by ranks that must call them together: where something is missing, the
     first pieces are answered again.

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from megatron_vlm.files import open_to_write, read_file, write_whole
+from megatron_vlm.files import atomic_write, open_to_write, read_file
 from megatron_vlm.messages import join_lines, listed, printable
 
 HANG_CODE = 3  # the exit code when no rank makes progress
@@ -302,7 +302,7 @@ def report_end(kind: str, code: int, message: str, speaks: bool = True) -> None:
         now = time.time()
         extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now, "kind": kind, "code": code}
         with contextlib.suppress(OSError):  # the disk is full, or torchrun has removed its folder
-            write_whole(path, json.dumps({"message": {"message": message, "extraInfo": extra}}))
+            atomic_write(path, json.dumps({"message": {"message": message, "extraInfo": extra}}))
     if _watch is not None:  # after its reason is there, as others wait for it
         _watch.write(has_ended=True)
     if message and speaks and LAUNCHER not in os.environ:

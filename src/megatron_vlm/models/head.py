@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_vlm.models.layers.kernels.fused import Fused, wide
+from megatron_vlm.models.layers.kernels.fused import Fused, statistics_dtype
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel.linears import gradient_of, sum_for, wgrad_gemm_accum_fp32
 
@@ -120,7 +120,7 @@ class _LogProbabilities(torch.autograd.Function):
         held_N = (labels_N >= first) & (labels_N < first + len(weight_VD))
         column_N = torch.where(held_N, labels_N - first, 0)
         ctx.settings = scale, softcap, vocabulary - first
-        numbers = hidden_ND.new_empty(2 + entropy, len(hidden_ND), dtype=wide(hidden_ND.dtype))
+        numbers = hidden_ND.new_empty(2 + entropy, len(hidden_ND), dtype=statistics_dtype(hidden_ND.dtype))
         product = None
         for rows in _chunks(hidden_ND, weight_VD):
             product = None  # frees the chunk before
@@ -201,7 +201,7 @@ def _logits(product_NV: Tensor, settings: tuple[float, float | None, int]) -> Te
     """The product itself where nothing changes it. Rows of the weight after those that are `used` have a
     probability of zero."""
     scale, softcap, used = settings
-    logits = capped(product_NV, softcap).to(wide(product_NV.dtype))
+    logits = capped(product_NV, softcap).to(statistics_dtype(product_NV.dtype))
     logits = logits * scale if torch.compiler.is_compiling() or scale != 1 else logits
     if used < logits.shape[1]:
         logits[:, max(used, 0) :] = NEVER

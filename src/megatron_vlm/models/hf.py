@@ -17,7 +17,7 @@ from megatron_vlm.config import ConfigError, DataConfig
 from megatron_vlm.data.encode.chat_template import set_chat_template
 from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.image_processors.base import set_image_options
-from megatron_vlm.inputs import reading, unparsable_files, unreadable_files
+from megatron_vlm.inputs import attribute_errors_to, unparsable_files, unreadable_files
 from megatron_vlm.messages import join_lines
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.files import are_tied
@@ -65,7 +65,7 @@ class Source:
         return self.description.weight_map
 
 
-@reading("path")
+@attribute_errors_to("path")
 def open_source(path: str | Path, tied: bool | None = None, data: DataConfig | None = None) -> Source:
     """The checkpoint of a folder or hub name. If it cannot be trained, config.json is enough to refuse it.
 
@@ -98,7 +98,7 @@ def as_hf_config(config: dict[str, Any], path: str | Path) -> PreTrainedConfig:
         ) from error
 
 
-@reading("path")
+@attribute_errors_to("path")
 def look_at(path: str | Path) -> tuple[Description, str | None]:
     """(description, what was assumed about the weights), without fetching any weights; for `plan`."""
     description = describe(load_config(path))
@@ -114,7 +114,7 @@ def look_at(path: str | Path) -> tuple[Description, str | None]:
     return description, None
 
 
-@reading("folder")
+@attribute_errors_to("folder")
 def load_processor(folder: str | Path, data: DataConfig | None = None) -> ProcessorMixin:
     """The checkpoint's processor, with its chat template or the one that `data` sets. Raises
     FileNotFoundError if there is none, and ConfigError that names a damaged file or the line of a template
@@ -174,7 +174,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-@reading("folder")
+@attribute_errors_to("folder")
 def load_model(folder: Path, dtype: dtype | str = "auto") -> PreTrainedModel:
     """Transformers' own model with the checkpoint's weights, in eval mode; "auto": in the config's dtype.
 

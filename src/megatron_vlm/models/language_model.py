@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.models.layers.aside import Aside, put
 from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, LatentHeads, is_recurrent
+from megatron_vlm.models.layers.cross_layer import CrossLayerTensors, publish
 from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
 from megatron_vlm.models.layers.feed_forward import GatedFeedForward
 from megatron_vlm.models.layers.latent_attention import LatentAttention
@@ -154,7 +154,7 @@ class LayerInputs(MegatronModule):
         # rounded to the weights' dtype, as Transformers does
         self.scale = torch.tensor(channels**0.5, dtype=config.params_dtype, device="cpu").item()
 
-    def forward(self, ids_1T: Tensor, embedded_T1D: Tensor, aside: Aside) -> Tensor:
+    def forward(self, ids_1T: Tensor, embedded_T1D: Tensor, aside: CrossLayerTensors) -> Tensor:
         """The embedded tokens, after which the aside has the inputs of each layer."""
         pad = self.config.pad_token
         is_pad = ids_1T == pad
@@ -172,7 +172,7 @@ class LayerInputs(MegatronModule):
         projected = self.projection(source_T1D) * self.config.hidden_size**-0.5
         context, own = (each.unflatten(-1, (-1, self.channels)) for each in (projected, own))
         inputs_T1LC = (self.norm(context) + own) * 2**-0.5
-        return put(embedded_T1D, aside, *inputs_T1LC.unbind(-2))
+        return publish(embedded_T1D, aside, *inputs_T1LC.unbind(-2))
 
 
 class OwnInput(nn.Module):
@@ -385,7 +385,7 @@ class LanguageModel(GPTModel):
             for router in (module for module in self.modules() if isinstance(module, Router)):
                 router.trained_weight = stream.trained_weight
         plan = copy(stream.plan)  # so that its rotary tables live no longer than this pass
-        plan.asides = defaultdict(Aside)
+        plan.asides = defaultdict(CrossLayerTensors)
         if self.config.layer_inputs:
             embedded = self.layer_inputs(stream.input_ids, embedded, plan.asides[INPUTS])
         run = self if torch.is_grad_enabled() else self._without_gradients

@@ -65,12 +65,12 @@ class BatchBroadcaster:
 
     def _agree(self, failure: ReadFailed | None, counts: DropReport | None) -> None:
         """Raises on all ranks if one failed; else the others would wait for it in the model's collectives."""
-        counts_here = counts.to_tell() if counts is not None else [0, 0, 0]
+        counts_here = counts.local_counts() if counts is not None else [0, 0, 0]
         total = torch.tensor([failure is not None, *counts_here], dtype=torch.int64)
         dist.all_reduce(total, group=self._all)
         failures, *everywhere = total.tolist()
         if counts is not None:
-            counts.tell_others(
+            counts.set_remote_counts(
                 [total - count_here for total, count_here in zip(everywhere, counts_here, strict=True)]
             )
         if not failures:

@@ -30,7 +30,7 @@ def device() -> torch.device:
 
 
 @contextlib.contextmanager
-def standing_in(other: torch.device) -> Iterator[None]:
+def stand_in(other: torch.device) -> Iterator[None]:
     """Inside, "cuda" means `other`. On `meta`, all that a GPU would hold has a shape and no numbers, while
     what stays on the host is real: so the real code can be run at any size."""
     global _device

@@ -89,7 +89,7 @@ def _repeat_exactly() -> None:
 @contextmanager
 def pretend_rank(parallel: ParallelConfig, processes: int, rank: int = 0) -> Iterator[None]:
     """Lays this process out as `rank` of many that do not exist: enough to build on the meta device, and to
-    run there under `cpu.standing_in`."""
+    run there under `cpu.stand_in`."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 registers the backend
 
     _check_layout(parallel, processes)
@@ -172,13 +172,13 @@ def from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 @contextmanager
-def folder_aside(output: str | Path) -> Iterator[Path]:
-    """`files.folder_aside`, made and named by rank 0 for all ranks, which must share the file system.
+def atomic_directory(output: str | Path) -> Iterator[Path]:
+    """`files.atomic_directory`, made and named by rank 0 for all ranks, which must share the file system.
 
     Collective where it begins and where it ends; every rank raises what rank 0 does.
     """
     with ExitStack() as aside:
-        yield on_first_rank(aside.enter_context, files.folder_aside(output))
+        yield on_first_rank(aside.enter_context, files.atomic_directory(output))
         on_first_rank(aside.close)
 
 

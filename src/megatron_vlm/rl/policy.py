@@ -43,10 +43,10 @@ from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.run_folder.folder import with_own_start
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import (
+    clip_and_step,
     data_parallel,
     empty_gradients,
     reduce_gradients,
-    step_if,
 )
 from megatron_vlm.training.optimizer import build_optimizer
 
@@ -186,7 +186,7 @@ class Policy:
         """
         self.memory.need("step", *KINDS)
         reduce_gradients(self.chunks)
-        _, norm, _ = step_if(self.optimizer)
+        _, norm, _ = clip_and_step(self.optimizer)
         self._empty()
         if not math.isfinite(norm):
             raise ValueError(

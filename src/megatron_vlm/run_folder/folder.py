@@ -24,16 +24,16 @@ from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import (
+    add_path_to_errors,
+    atomic_directory,
+    atomic_write,
     copy_file,
-    folder_aside,
-    naming,
     need_room,
     open_file,
     read_file,
     refuse_odd,
     sync,
     temporary_name,
-    write_whole,
 )
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.run_folder import lock as run_lock
@@ -136,7 +136,7 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
     if config.exists():
         check_model("run_dir", run_dir, read_file(config), hf_path, is_used(Path(run_dir)))
     latest_checkpoint(run_dir)
-    with naming(Path(run_dir)):
+    with add_path_to_errors(Path(run_dir)):
         run_lock.check_free(run_dir)
 
 
@@ -221,7 +221,7 @@ def begin(run_dir: str | Path, step: int, needed: int = 0) -> Path:
     Raises OSError if it cannot be created, or if fewer than `needed` bytes are free.
     """
     partial = checkpoints(run_dir) / f"step_{step:08d}.tmp"
-    with naming(partial):
+    with add_path_to_errors(partial):
         tidy(run_dir)
         need_room(partial, needed)
         partial.mkdir(parents=True)
@@ -233,8 +233,8 @@ def complete(partial: Path, state: dict[str, Any]) -> Path:
 
     `state["files"]` is what `checksums` returned for them. An older checkpoint of the same step is removed.
     """
-    with naming(partial):
-        write_whole(partial / STATE, state_text(state))
+    with add_path_to_errors(partial):
+        atomic_write(partial / STATE, state_text(state))
     return make_latest(partial)
 
 
@@ -242,12 +242,12 @@ def make_latest(partial: Path) -> Path:
     """Lets a folder that has all files, on disk, be a checkpoint, which `latest` names."""
     folder = partial.parent
     final = partial.with_suffix("")
-    with naming(partial):
+    with add_path_to_errors(partial):
         sync(partial)
         if os.path.lexists(final):
             os.rename(final, temporary_name(final))
         # The rename makes it complete. If a kill comes before `latest`, latest.tmp tells the next run so.
-        write_whole(folder / "latest.tmp", final.name + "\n")
+        atomic_write(folder / "latest.tmp", final.name + "\n")
         sync(folder)
         os.rename(partial, final)
         sync(folder)
@@ -263,9 +263,9 @@ def prune(run_dir: str | Path, newest: str, keep: int, keep_best: bool = False) 
     """
     folder = checkpoints(run_dir)
     best = best_checkpoint(run_dir) if keep_best else None
-    with naming(folder):
+    with add_path_to_errors(folder):
         if best:
-            write_whole(folder / "best", best + "\n")
+            atomic_write(folder / "best", best + "\n")
         for name in [name for name in complete_checkpoints(run_dir) if name <= newest][: -max(keep, 1)]:
             if name != best:
                 os.rename(folder / name, temporary_name(folder / name))
@@ -293,7 +293,7 @@ def tidy(run_dir: str | Path) -> None:
     folder = checkpoints(run_dir)
     if not folder.is_dir():
         return
-    with naming(folder):
+    with add_path_to_errors(folder):
         if _named(folder / "latest.tmp") in complete_checkpoints(run_dir):
             os.replace(folder / "latest.tmp", folder / "latest")
             sync(folder)
@@ -341,7 +341,7 @@ def keep_adapter(run_dir: str | Path, files: list[Path]) -> None:
     if files[0].parent == copy:
         return
     remove(copy)
-    with folder_aside(copy) as aside:
+    with atomic_directory(copy) as aside:
         for file in files:
             copy_file(file, aside / file.name)
 

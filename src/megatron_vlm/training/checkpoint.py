@@ -27,7 +27,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig, all_settings
 from megatron_vlm.files import read_text
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.overrides import load_yaml
@@ -36,7 +36,7 @@ from megatron_vlm.run_folder import checkpoint_files
 from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.training.tensor_files import (
-    Copies,
+    PinnedSnapshot,
     bytes_to_write,
     read_tensors,
     sharded_state,
@@ -50,7 +50,7 @@ SHAPING |= {f"adapter.{f.name}" for f in fields(AdapterConfig)} - {"adapter.star
 
 
 @dataclass
-class Saved:
+class CheckpointInfo:
     """The facts of the newest complete checkpoint; the defaults if there is none."""
 
     step: int = 0
@@ -73,7 +73,7 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
     locks = []
 
     def first() -> None:
-        with run_folder.naming(Path(run_dir)):
+        with run_folder.add_path_to_errors(Path(run_dir)):
             Path(run_dir).mkdir(parents=True, exist_ok=True)
             run_folder.check_start(run_dir, hf_path)
             locks.append(run_lock.take(run_dir))
@@ -87,14 +87,14 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
 
 def save(*arguments: Any, **options: Any) -> Path:
     """Write a checkpoint as `begin_save` begins it; every rank calls it. Returns its folder."""
-    return begin_save(Copies(), *arguments, **options)(None)
+    return begin_save(PinnedSnapshot(), *arguments, **options)(None)
 
 
 Write = Callable[[dist.ProcessGroup | None], Path]
 
 
 def begin_save(
-    copies: Copies,
+    copies: PinnedSnapshot,
     run_dir: str | Path,
     step: int,
     model_chunks: list,
@@ -132,7 +132,7 @@ def begin_save(
 
     def write(group: dist.ProcessGroup | None) -> Path:
         write_tensors(partial, copied, needed, group)
-        with run_folder.naming(partial):
+        with run_folder.add_path_to_errors(partial):
             rank_checksums = checkpoint_files.checksums(partial, _files_of_rank(os.listdir(partial)))
             checksums_of_ranks = from_all_ranks(rank_checksums, group)
         return on_first_rank(finish, checksums_of_ranks, group=group)
@@ -174,19 +174,21 @@ def naming_changes(config: RunConfig) -> Iterator[None]:
         ) from error
 
 
-@reading("run_dir")
-def saved(run_dir: str | Path) -> Saved:
+@attribute_errors_to("run_dir")
+def saved(run_dir: str | Path) -> CheckpointInfo:
     """Call it before a model is built to load it: the run's source may have changed since. Collective."""
 
-    def read() -> Saved:
+    def read() -> CheckpointInfo:
         path = run_folder.latest_checkpoint(run_dir)
-        return _saved(path, _state(path)) if path else Saved()
+        return _saved(path, _state(path)) if path else CheckpointInfo()
 
     return on_first_rank(read)
 
 
-@reading("run_dir")
-def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, scheduler=None) -> Saved | None:
+@attribute_errors_to("run_dir")
+def load_latest(
+    run_dir: str | Path, model_chunks: list, optimizer=None, scheduler=None
+) -> CheckpointInfo | None:
     """Restore the newest complete checkpoint of `run_dir` in place; None if there is none.
 
     Model, Adam's moments and step, and the schedule's step are restored exactly, whatever layout saved them.
@@ -210,12 +212,12 @@ def load_latest(run_dir: str | Path, model_chunks: list, optimizer=None, schedul
     return _saved(path, state)
 
 
-def _saved(path: Path, state: dict[str, Any]) -> Saved:
+def _saved(path: Path, state: dict[str, Any]) -> CheckpointInfo:
     loaders = {rank["dp_rank"]: rank["loader"] for rank in state["ranks"] if rank["loader"] is not None}
     in_order = [loaders[rank] for rank in sorted(loaders)]
     is_same_layout = state["layout"] == layout()
     threads = [rank["threads"] for rank in state["ranks"] if is_same_layout and "threads" in rank]
-    return Saved(state["step"], path, state["tied"], state["extra"], in_order, threads)
+    return CheckpointInfo(state["step"], path, state["tied"], state["extra"], in_order, threads)
 
 
 def _config_values(model_chunks: list) -> dict[str, Any] | None:

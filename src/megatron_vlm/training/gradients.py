@@ -30,7 +30,7 @@ def data_parallel(
 
     With `one_backward` a schedule runs once per step, and the reduction of a bucket starts as soon as the
     backward pass of its last micro batch has filled it. Without, schedules only add to the buffers, any
-    number of times. A forward pass waits for parameters that `step_in_flight` left on their way.
+    number of times. A forward pass waits for parameters that `step_with_overlapped_gather` left on their way.
     """
     megatron_config = chunks[0].config
     ddp = DistributedDataParallelConfig(
@@ -51,7 +51,7 @@ def data_parallel(
 Taken = tuple[bool, float | None, int | None]  # what Megatron's `optimizer.step` returns
 
 
-def step_in_flight(step: Callable[[], Taken], chunks: list[DistributedDataParallel]) -> Taken:
+def step_with_overlapped_gather(step: Callable[[], Taken], chunks: list[DistributedDataParallel]) -> Taken:
     """Returns as `step`, an optimizer's, while parameters that other ranks have changed are on their way.
 
     Call it where a forward pass of the chunks comes next: that waits for each layer's parameters before the
@@ -75,7 +75,7 @@ def step_in_flight(step: Callable[[], Taken], chunks: list[DistributedDataParall
 
 
 @torch.no_grad()
-def step_if(optimizer: MegatronOptimizer, takes: Callable[[float], bool] = math.isfinite) -> Taken:
+def clip_and_step(optimizer: MegatronOptimizer, takes: Callable[[float], bool] = math.isfinite) -> Taken:
     """Whether a step was taken with the reduced gradients, and their norm. `takes` decides by the norm; if it
     says no, nothing has changed but the gradients. `optimizer.step()` (0.19) takes the norm too late."""
     optimizer.prepare_grads()

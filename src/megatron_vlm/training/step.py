@@ -15,7 +15,12 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.job.errors import AnotherRankFailed
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import StepFigures
-from megatron_vlm.training.gradients import empty_gradients, reduce_gradients, step_if, step_in_flight
+from megatron_vlm.training.gradients import (
+    clip_and_step,
+    empty_gradients,
+    reduce_gradients,
+    step_with_overlapped_gather,
+)
 from megatron_vlm.training.losses import Reports, StepLoss, token_losses
 
 
@@ -41,9 +46,9 @@ def train_step(
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
     `figures` then tell of this step. `goes_on`: the next to use the parameters is a forward pass of the
-    chunks; until then the shares of other ranks may be on their way (`step_in_flight`). If loss or norm
-    are not finite, one rank raises NotFinite and the others AnotherRankFailed; if the loss was not but its
-    gradients were, the weights are unusable then.
+    chunks; until then the shares of other ranks may be on their way (`step_with_overlapped_gather`). If
+    loss or norm are not finite, one rank raises NotFinite and the others AnotherRankFailed; if the loss was
+    not but its gradients were, the weights are unusable then.
     `judge` gets the loss and the gradient norm, for which every step then waits, and says whether the step
     may change the weights; one that may not trains no tokens.
     """
@@ -57,9 +62,9 @@ def train_step(
     # a judge decides by the loss too, which is otherwise read after the update, when it is there anyway
     judged = None if judge is None else mean_loss(reports, figures)
     takes = math.isfinite if judge is None else partial(judge, judged[0])
-    step = partial(step_if, optimizer, takes)
+    step = partial(clip_and_step, optimizer, takes)
     with record_function("optimizer"):
-        updated, grad_norm, _ = step_in_flight(step, chunks) if goes_on else step()
+        updated, grad_norm, _ = step_with_overlapped_gather(step, chunks) if goes_on else step()
     if updated or judged:
         scheduler.step(increment=1)
     loss, tokens = judged or mean_loss(reports, figures)

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import free_bytes, naming, open_file
+from megatron_vlm.files import add_path_to_errors, free_bytes, open_file
 from megatron_vlm.messages import readable_size
 from megatron_vlm.models.adapters import model as adapters
 from megatron_vlm.run_folder import folder as run_folder
@@ -58,7 +58,7 @@ _METADATA_NAMES = {  # by module, apart from torch's dtypes
 }
 
 
-class Copies:
+class PinnedSnapshot:
     """Copies in host memory of what this rank writes of a run's checkpoints, one after the other.
 
     The model stays the same, so each copy goes where the last was, which must be written by then.
@@ -111,13 +111,15 @@ class _Files(FileSystemWriter):
 
 
 def write_tensors(path: Path, copied: dict[str, Any], needed: int, group: dist.ProcessGroup | None) -> None:
-    """Write what `Copies.take` returned. Collective over a group of all ranks. Raises OSError if they cannot
-    be written; its text has `needed`, the bytes of all ranks."""
+    """Write what `PinnedSnapshot.take` returned. Collective over a group of all ranks.
+
+    Raises OSError if they cannot be written; its text has `needed`, the bytes of all ranks.
+    """
     planner = MCoreSavePlanner(
         dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
     )
     try:
-        with naming(path):
+        with add_path_to_errors(path):
             state = mcore_to_pyt_state_dict(copied)
             torch_checkpoint.save(state, storage_writer=_Files(path), planner=planner, process_group=group)
     except CheckpointException as error:

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_vlm.files import naming, open_to_write
+from megatron_vlm.files import add_path_to_errors, open_to_write
 from megatron_vlm.messages import join_lines, listed, mask_addresses
 
 
@@ -92,7 +92,7 @@ class DropReport:
 
     Every drop is appended to `path` (None: a temporary file) as a JSON line with key and reason; the first
     DETAILS of each reason have their detail too. Samples that a resumed loader encodes again count again.
-    `tell_others` brings in the counts of the other `ranks`; all workers see them.
+    `set_remote_counts` brings in the counts of the other `ranks`; all workers see them.
 
     A report with limits ends the run from inside a worker. Without them, a worker would read a dataset
     without end, and without a batch, if every sample is dropped.
@@ -125,7 +125,7 @@ class DropReport:
             self._write(b"\n")
         self._start = os.fstat(self._file.fileno()).st_size
 
-    def limited(self, max_share: float) -> Self:
+    def with_max_share(self, max_share: float) -> Self:
         """The same counts, with limits that this report does not get."""
         report = copy.copy(self)
         report._max_share = max_share
@@ -159,7 +159,7 @@ class DropReport:
     def _write(self, line: bytes) -> None:
         """Appends without a buffer, so that lines from several processes stay whole."""
         try:
-            with naming(self._place):
+            with add_path_to_errors(self._place):
                 if self._file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, "the report of dropped samples is cut short")
         except OSError as error:  # no sample is to blame
@@ -189,18 +189,18 @@ class DropReport:
         counts = self.summary()
         return [counts["encoded"], counts["dropped"]]
 
-    def to_tell(self) -> list[int]:
+    def local_counts(self) -> list[int]:
         """[encoded, dropped, arrived] on this rank, for the others."""
         return [*self.counted(), self.arrived.total()]
 
-    def tell_others(self, counts: list[int]) -> None:
+    def set_remote_counts(self, counts: list[int]) -> None:
         """Takes [encoded, dropped, arrived] of all other ranks until now."""
         *counted, self._arrived_elsewhere = counts
         here_now = self.counted()
         with self._locked():
             self._others[:] = counted + here_now
 
-    def arrived_everywhere(self) -> int:
+    def total_arrived(self) -> int:
         """The drops that arrived on this rank until now, on the others until the last exchange."""
         return self.arrived.total() + self._arrived_elsewhere
 

@@ -22,7 +22,7 @@ from megatron_vlm.data.encode.processing import HFProcessor, KnownProcessor
 from megatron_vlm.data.encode.replies import Span, between_thinking
 from megatron_vlm.data.encode.text import EncodedText, TextEncoder, most_characters
 from megatron_vlm.data.media.images import SizedImage, image_size, target_size
-from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.patience import call_with_timeout
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video, rules_of_video
 from megatron_vlm.data.on_disk.fields import THINKING_KEYS
 
@@ -80,8 +80,10 @@ class DocumentEncoder:
         """
         prompt = self._prompt(sample)
         seconds = self._data.decode_seconds
-        sizes = [in_time(seconds, image.decoded_by, image_size) for image in self._images(sample)]
-        plans = [in_time(seconds, plan_video, video, rules) for video, rules in self._videos(sample)]
+        sizes = [call_with_timeout(seconds, image.decoded_by, image_size) for image in self._images(sample)]
+        plans = [
+            call_with_timeout(seconds, plan_video, video, rules) for video, rules in self._videos(sample)
+        ]
         text = self.processing.sizes(prompt, sizes, plans)
         length, image_count, video_count = self._kept_counts(text)
         if not text.weights[1:length].any():
@@ -96,7 +98,9 @@ class DocumentEncoder:
         """The encoded document. `measured` saves reading the text again."""
         prompt = measured.prompt if measured else self._prompt(sample)
         seconds = self._data.decode_seconds
-        videos = [in_time(seconds, decode_video, video, rules) for video, rules in self._videos(sample)]
+        videos = [
+            call_with_timeout(seconds, decode_video, video, rules) for video, rules in self._videos(sample)
+        ]
         text, visual = self.processing(prompt, self._images(sample), videos, measured and measured.text)
         if misfit := self._needs.misfit(text.input_ids, visual):
             raise BadSample("model_refuses", misfit)

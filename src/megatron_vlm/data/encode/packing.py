@@ -21,7 +21,7 @@ TRIES = 16  # lengths that are tried one by one, before the rest at once
 
 
 @dataclass
-class Rows:
+class PackedRows:
     """Row `i` holds the documents `documents[starts[i]:starts[i + 1]]`."""
 
     documents: ndarray  # (G,)
@@ -47,7 +47,7 @@ def pack(
     patches: ArrayLike | None = None,
     patch_capacity: int | None = None,
     rng: np.random.Generator | None = None,
-) -> Rows:
+) -> PackedRows:
     """Few rows of at most `capacity` tokens and `patch_capacity` patches each, by first-fit decreasing.
 
     `rng` decides which of several documents of equal length goes where, and the order of documents in a row;
@@ -113,7 +113,7 @@ def balanced_order(
     return np.concatenate([first, rng.permutation(steps).ravel(), last])
 
 
-def attention_cost(rows: Rows, lengths: ndarray) -> ndarray:
+def attention_cost(rows: PackedRows, lengths: ndarray) -> ndarray:
     """The sum of squared document lengths of each row."""
     return rows.sums(np.asarray(lengths, dtype=np.float64) ** 2)
 
@@ -125,7 +125,7 @@ def _check_fits(costs: ndarray, capacity: int, unit: str) -> None:
         )
 
 
-def _pack_lengths(lengths: ndarray, capacity: int, order: ndarray) -> Rows:
+def _pack_lengths(lengths: ndarray, capacity: int, order: ndarray) -> PackedRows:
     patterns, sizes, repeats = [np.zeros(0, int)], [], []
     for pattern, repeat in _patterns(np.bincount(lengths, minlength=capacity + 1).tolist(), capacity):
         patterns.append(np.tile(pattern, repeat))
@@ -136,7 +136,7 @@ def _pack_lengths(lengths: ndarray, capacity: int, order: ndarray) -> Rows:
     documents = np.empty(len(lengths), int)
     by_length = order[np.argsort(lengths[order].astype(narrow), kind="stable")]
     documents[np.argsort(row_lengths, kind="stable")] = by_length
-    return Rows(documents, np.concatenate([[0], np.cumsum(np.repeat(sizes, repeats), dtype=int)]))
+    return PackedRows(documents, np.concatenate([[0], np.cumsum(np.repeat(sizes, repeats), dtype=int)]))
 
 
 def _patterns(counts: list[int], capacity: int) -> Iterator[tuple[list[int], int]]:
@@ -172,7 +172,9 @@ class _Lengths:
         return max_length
 
 
-def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, max_patches: int, order: ndarray) -> Rows:
+def _pack_both(
+    lengths: ndarray, capacity: int, patches: ndarray, max_patches: int, order: ndarray
+) -> PackedRows:
     """First-fit decreasing under both budgets, row by row: the longest document that fits in both.
 
     Among documents of one length, the one with the most patches that fit goes first. So documents without
@@ -195,7 +197,7 @@ def _pack_both(lengths: ndarray, capacity: int, patches: ndarray, max_patches: i
             row.append(document)
             tokens_left, patches_left = tokens_left - length, patches_left + negative
         rows.append(row)
-    return Rows(np.array([d for row in rows for d in row], int), np.cumsum([0, *map(len, rows)]))
+    return PackedRows(np.array([d for row in rows for d in row], int), np.cumsum([0, *map(len, rows)]))
 
 
 def _longest_within(
@@ -212,6 +214,6 @@ def _longest_within(
     return int(fitting[-1]) if len(fitting) else 0
 
 
-def _shuffled_inside(rows: Rows, rng: np.random.Generator) -> Rows:
+def _shuffled_inside(rows: PackedRows, rng: np.random.Generator) -> PackedRows:
     row_of = np.repeat(np.arange(len(rows)), np.diff(rows.starts))
-    return Rows(rows.documents[np.lexsort((rng.random(len(row_of)), row_of))], rows.starts)
+    return PackedRows(rows.documents[np.lexsort((rng.random(len(row_of)), row_of))], rows.starts)

@@ -32,7 +32,7 @@ from megatron_vlm.data.encode.text import EncodedText, TextEncoder
 from megatron_vlm.data.image_processors import explain_unknown
 from megatron_vlm.data.image_processors.base import PROBE_SIZE, Grid, ImageProcessorSpec
 from megatron_vlm.data.media.images import SizedImage, decode_image, decode_pixels
-from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.patience import call_with_timeout
 from megatron_vlm.data.media.videos import Frames, VideoPlan
 
 # What processors return about the text. We make our own masks, and models find images by token id.
@@ -85,7 +85,7 @@ class HFProcessor:
         if it makes something that is not among the model's visual keys.
         """
         seconds = self._decode_seconds
-        images = [in_time(seconds, file.decoded_by, self.decode) for file in files]
+        images = [call_with_timeout(seconds, file.decoded_by, self.decode) for file in files]
         for image in images:
             self.image_spec.refuse(image.height, image.width, len(images) == 1)
         encoded, outputs = self.text(prompt, images, videos)
@@ -113,7 +113,7 @@ class KnownProcessor(HFProcessor):
         tensors, sizes = [], []
         # cut each image right after it is decoded: its pixels are still in the caches
         for file in files:
-            image = in_time(self._decode_seconds, file.decoded_by, self.decode)
+            image = call_with_timeout(self._decode_seconds, file.decoded_by, self.decode)
             tensors.append(self.tensors(image, len(files) == 1))
             sizes.append(image.shape[1::-1])
         if text is None:

@@ -10,7 +10,7 @@ from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.chatml.turns import is_blank
 from megatron_vlm.data.encode.chat_template import text_of
 from megatron_vlm.data.encode.document import DocumentEncoder, without_thinking
-from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.patience import call_with_timeout
 from megatron_vlm.data.media.videos import decode_video
 from megatron_vlm.data.on_disk.fields import REFERENCES
 
@@ -45,7 +45,8 @@ class QuestionEncoder(DocumentEncoder):
         prompt_sample = _first_turns(sample, messages[:last])
         seconds = self._data.decode_seconds
         videos = [
-            in_time(seconds, decode_video, video, rules) for video, rules in self._videos(prompt_sample)
+            call_with_timeout(seconds, decode_video, video, rules)
+            for video, rules in self._videos(prompt_sample)
         ]
         chat = self.chat.prompt(
             prompt_sample.messages, prompt_sample.tools, len(prompt_sample.imgs), len(videos)

@@ -37,7 +37,7 @@ def order_settings(data: DataConfig, micro_batch_size: int, seed: int) -> dict:
 def with_limited_drops(encoder, data: DataConfig):
     """A copy of `encoder` that counts in the same report and itself raises TooManyDrops."""
     limited = copy.copy(encoder)
-    limited.drops = encoder.drops.limited(data.max_drop_share)
+    limited.drops = encoder.drops.with_max_share(data.max_drop_share)
     return limited
 
 

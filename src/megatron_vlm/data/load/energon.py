@@ -59,7 +59,7 @@ from megatron_vlm.data.load.workers import (
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import cook_record, read_parts
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import attribute_errors_to
 
 CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
 FIRST_RECORDS = 16  # of each source, looked at before the start; they come with their media
@@ -118,7 +118,7 @@ class EnergonProvider:
             loader.notes = start_notes(samples, encoder)
         return loader
 
-    @reading("self._data.valid_data_path")
+    @attribute_errors_to("self._data.valid_data_path")
     def valid_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int = 0
     ) -> EnergonValidLoader | None:
@@ -132,7 +132,7 @@ class EnergonProvider:
         encoder = with_limited_drops(encoder, self._data)
         return EnergonValidLoader(sources, workers, encoder, micro_batch_size)
 
-    @reading("self._data.valid_data_path")
+    @attribute_errors_to("self._data.valid_data_path")
     def valid_samples(self, encoder) -> EnergonSamples | None:
         """The samples of `valid_loader`, by number; None as there."""
         sources = self._valid_sources()

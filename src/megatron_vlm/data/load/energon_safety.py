@@ -20,7 +20,7 @@ from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged, read_mappin
 from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
-from megatron_vlm.files import check_file, naming, read_file
+from megatron_vlm.files import add_path_to_errors, check_file, read_file
 
 META = ".nv-meta"
 ALLOWED_CLASSES = ("CrudeWebdataset", "Metadataset", "MetadatasetV2")
@@ -242,7 +242,7 @@ def _check_shard(folder: EPath, name: str, samples: int) -> None:
     shard = folder.local_path() / name
     index = shard.with_name(shard.name + ".idx")  # where each sample begins, and where the last one ends
     for file in (shard, index):
-        with naming(file, RESTORE):
+        with add_path_to_errors(file, RESTORE):
             check_file(file)
     raw = read_file(index)
     if len(raw) != 8 * (samples + 1):

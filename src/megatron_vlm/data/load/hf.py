@@ -44,8 +44,8 @@ from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import Resized, hold_out, in_turn, sources_of_keys
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.data.records.tables import open_sources, source_splits
-from megatron_vlm.files import naming, read_file, write_whole
-from megatron_vlm.inputs import reading
+from megatron_vlm.files import add_path_to_errors, atomic_write, read_file
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import printable
 
@@ -65,7 +65,7 @@ def measure_dataset(
     settings = encoder_settings(rows.encoder)
     key = digest([rows.fingerprint, rows.table.identity, settings, transformers.__version__])
     folder = Path(folder or cache / "megatron_vlm" / "lengths") / key
-    with naming(folder, "set data.lengths_cache to a folder that can be written"):
+    with add_path_to_errors(folder, "set data.lengths_cache to a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
     parts = _Parts(rows, folder)
     missing = [number for number in range(len(parts)) if parts.read(number) is None]
@@ -96,7 +96,7 @@ class _Parts(Dataset):
         if self.read(number) is None:
             costs = [self._rows.measured(index) or (DROPPED, DROPPED) for index in self._indices(number)]
             content = np.array(costs, "<i4").tobytes()
-            write_whole(self.path(number), xxh3_64_digest(content) + content)
+            atomic_write(self.path(number), xxh3_64_digest(content) + content)
 
     def path(self, number: int) -> Path:
         return self._folder / f"{number * PART:012d}.lengths"
@@ -222,7 +222,7 @@ class HFProvider:
             named_rows[0], named_rows[1], rank, world_size, micro_batch_size, self._data.num_workers
         )
 
-    @reading("self._data.valid_data_path")
+    @attribute_errors_to("self._data.valid_data_path")
     def valid_rows(self, encoder, seed: int = 0) -> tuple[str, EncodedRows] | None:
         """(what is read, for messages; the rows that are validated on). It never streams; of a meta file
         these are the rows of the first epoch; with `validation_share`, those that are held out.
@@ -324,7 +324,7 @@ class HFTrainLoader(TrainLoader):
         place = {name: self.fingerprint[name] for name in ("rank", "world_size")}
         if len(states) == place["world_size"]:
             return self.load_state_dict(states[place["rank"]])
-        self._check(states[0], **(place if self._sampler.other_ranks_go_on else {}))
+        self._check(states[0], **(place if self._sampler.supports_resharding else {}))
         self._sampler.reshards = states[0]["moves"]
         self._sampler.reshard([state["place"] for state in states])
         self._position = self._sampler.position

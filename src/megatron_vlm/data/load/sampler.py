@@ -30,7 +30,7 @@ from numpy import ndarray
 
 from megatron_vlm.data.accounts.drops import check_each_once
 from megatron_vlm.data.accounts.fingerprint import digest
-from megatron_vlm.data.encode.packing import Rows, attention_cost, balanced_order, pack
+from megatron_vlm.data.encode.packing import PackedRows, attention_cost, balanced_order, pack
 from megatron_vlm.data.records.streams import Row, StreamedRows
 
 Position = tuple[int, ...]
@@ -41,7 +41,7 @@ Measured = tuple[Position, int, tuple[int, int] | None]  # position after the ro
 class Sampler:
     """The base class; iterates over (position after a row of a batch, the dataset rows that make it)."""
 
-    other_ranks_go_on = True  # whether another number of ranks can continue a state
+    supports_resharding = True  # whether another number of ranks can continue a state
 
     def rows_in(self, epochs: int) -> int | None:
         """How many batch rows the first epochs have over all ranks; None: only reading tells."""
@@ -148,7 +148,7 @@ class StreamSampler(Sampler):
     position: Position = (0, 0, 0, 0)
     reshards: Sequence = ()
 
-    other_ranks_go_on = False  # which rows a rank reads depends on the number of ranks
+    supports_resharding = False  # which rows a rank reads depends on the number of ranks
 
     def __iter__(self) -> Iterator[tuple[Position, list[Row]]]:
         *begin, done = self.position
@@ -215,8 +215,8 @@ class PackingSampler(Sampler):
         self.sampler.reshards = reshards
 
     @property
-    def other_ranks_go_on(self) -> bool:
-        return self.sampler.other_ranks_go_on
+    def supports_resharding(self) -> bool:
+        return self.sampler.supports_resharding
 
     def close(self) -> None:
         self.measure.close()
@@ -332,7 +332,7 @@ class BalancedSampler(Sampler):
         group = self.micro_batch_size * self.world_size
         unbalanced = -rows_before % group
         if self.capacity is None:
-            rows = Rows(np.arange(len(tokens)), np.arange(len(tokens) + 1))
+            rows = PackedRows(np.arange(len(tokens)), np.arange(len(tokens) + 1))
             order = balanced_order(tokens, np.zeros_like(tokens), group, rng, unbalanced, strips=1)
         else:
             rows = pack(tokens, self.capacity, patches, self.patch_capacity, rng)

@@ -20,7 +20,7 @@ _late: set[int] = set()  # hashes of files that were late
 _of_caller = threading.local()  # holds the decoding thread of the calling thread
 
 
-def in_time(seconds: float, decode: Callable, medium: Any, *args: Any) -> Any:
+def call_with_timeout(seconds: float, decode: Callable, medium: Any, *args: Any) -> Any:
     """`decode(medium, *args)` for a file or a list of frames. Raises what that call raises, and BadSample
     `decode_timeout` after `seconds`.
 
@@ -41,7 +41,7 @@ def in_time(seconds: float, decode: Callable, medium: Any, *args: Any) -> Any:
         raise BadSample("decode_timeout", f"{size}, not decoded in {seconds:g} seconds") from late
 
 
-def leave_if_late() -> None:
+def exit_if_abandoned() -> None:
     """Ends the calling thread if nobody waits for it any more. Decoders call this in their loops."""
     if getattr(threading.current_thread(), "is_late", False):
         raise _Late

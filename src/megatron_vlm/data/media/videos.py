@@ -22,7 +22,7 @@ from PIL import Image
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
-from megatron_vlm.data.media.patience import leave_if_late
+from megatron_vlm.data.media.patience import exit_if_abandoned
 from megatron_vlm.inputs import explain
 
 # Containers of one video each: no playlists, which would open other files, and no single images.
@@ -312,7 +312,7 @@ class _FrameList:
     def pictures(self, chosen: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         """The chosen pictures, each with its index in `chosen`."""
         for place, index in enumerate(chosen):
-            leave_if_late()
+            exit_if_abandoned()
             yield place, decode_pixels(self.frames[index])
 
 
@@ -356,7 +356,7 @@ class _File:
         """The first frame's size, the times at which frames are shown, and the end of the last packet."""
         size, stamps, end = None, [], 0.0
         for packet in container.demux():
-            leave_if_late()
+            exit_if_abandoned()
             stamp = packet.dts if packet.pts is None else packet.pts
             if stamp is not None and packet.time_base:
                 end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
@@ -382,7 +382,7 @@ class _File:
             for keyframe, last in last_of_run.items():
                 container.seek(keyframe, stream=stream)
                 for frame in container.decode(stream):
-                    leave_if_late()
+                    exit_if_abandoned()
                     if (place := places.pop(frame.pts, None)) is not None:
                         yield place, self._upright(frame)
                     if frame.pts is None or frame.pts >= last:
@@ -393,7 +393,7 @@ class _File:
         places = {index: place for place, index in enumerate(chosen)}
         with _opened(self._data) as (container, stream):
             for index, frame in enumerate(container.decode(stream)):
-                leave_if_late()
+                exit_if_abandoned()
                 if index in places:
                     yield places.pop(index), self._upright(frame)
                 if not places:

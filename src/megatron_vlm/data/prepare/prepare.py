@@ -31,8 +31,8 @@ from tqdm import tqdm
 from megatron_vlm import stores
 from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.data.prepare.write import ENGINES, RecordSource, ShardJob, ShardResult
-from megatron_vlm.files import folder_aside, refuse_existing, write_whole
-from megatron_vlm.inputs import reading
+from megatron_vlm.files import atomic_directory, atomic_write, refuse_existing
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.messages import join_lines
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
@@ -66,7 +66,7 @@ class PrepareSummary:
         return "\n".join(lines + [f"  {note}" for note in self.notes])
 
 
-@reading("source")
+@attribute_errors_to("source")
 def prepare_energon_dataset(
     source: str | Path | Mapping[str, str | Path],
     output: str | Path,
@@ -112,7 +112,7 @@ def prepare_energon_dataset(
         kind=FORMATS[format],
     )
     parts = _plan(source, options, splits, seed)
-    with folder_aside(output) as aside:
+    with atomic_directory(output) as aside:
         total = sum(len(part.rows) for part in parts)
         jobs = _shard_jobs(parts, aside, samples_per_shard)
         if workers is None and engine == "local":
@@ -251,7 +251,7 @@ def _finish(
     skipped: Counter = sum((result.skipped for result in results), Counter())
     skipped_lines = [line for result in results for line in result.skipped_lines]
     if skipped_lines:
-        write_whole(folder / "skipped.jsonl", skipped_lines)
+        atomic_write(folder / "skipped.jsonl", skipped_lines)
     results_with_samples = [result for result in results if result.samples]
     if not results_with_samples:
         examples = [line.decode().rstrip() for line in skipped_lines[:3]]
@@ -289,5 +289,5 @@ def _write_index(folder: Path, shards: dict[str, list[str]]) -> None:
         )
     meta = folder / ".nv-meta"
     parts = {split: names for split, names in shards.items() if names}
-    write_whole(meta / "split.yaml", yaml.safe_dump({"exclude": [], "split_parts": parts}, sort_keys=False))
-    write_whole(meta / "dataset.yaml", DATASET_YAML)
+    atomic_write(meta / "split.yaml", yaml.safe_dump({"exclude": [], "split_parts": parts}, sort_keys=False))
+    atomic_write(meta / "dataset.yaml", DATASET_YAML)

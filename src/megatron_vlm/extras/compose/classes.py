@@ -21,7 +21,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.data.image_processors.native import refuse_narrow
 from megatron_vlm.extras.compose.sources import Choices, Component
 from megatron_vlm.extras.compose.tokens import RoleToken
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.models.hf import as_hf_config
 
 MERGED = 2  # patches along each side of a visual token, where a projector merges them
@@ -64,7 +64,7 @@ def part_config(part: Component) -> PreTrainedConfig:
     return as_hf_config({key: value for key, value in part.config.items() if key not in _ABOUT}, part.folder)
 
 
-@reading("tower.folder")
+@attribute_errors_to("tower.folder")
 def _own_images(tower: Component) -> Any:
     """The tower's image processor."""
     return AutoImageProcessor.from_pretrained(tower.folder, trust_remote_code=False)

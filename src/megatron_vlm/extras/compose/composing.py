@@ -31,8 +31,8 @@ from megatron_vlm.extras.compose.tokens import (
     refuse_changed,
     to_backend,
 )
-from megatron_vlm.files import folder_aside, need_room, read_text, write_whole
-from megatron_vlm.inputs import reading
+from megatron_vlm.files import atomic_directory, atomic_write, need_room, read_text
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.messages import aligned, readable_size
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.supported import GENERATION_FILE
@@ -85,7 +85,7 @@ class ComposePlan:
         return "\n".join([summary, *aligned(lines), f"{added} tokens are added; {layers}: {grows}"])
 
 
-@reading("language.folder")
+@attribute_errors_to("language.folder")
 def plan(
     tower: Component,
     language: Component,
@@ -263,15 +263,15 @@ def _generation_config(language: Component, by_role: dict[str, RoleToken]) -> di
 
 
 def write(plan: ComposePlan, output: Path, shard_size: str = "4GB") -> None:
-    """Write the checkpoint; the processor is read again, as users will. Raises as `files.folder_aside`."""
+    """Write the checkpoint; the processor is read again, as users will. Raises as `atomic_directory`."""
     config = plan.model.config
     dtype = config.dtype
-    with folder_aside(output) as aside:
+    with atomic_directory(output) as aside:
         need_room(output, plan.nbytes)
         plan.model.save_pretrained(aside, state_dict=dict(plan.tensors), max_shard_size=shard_size)
         config.dtype = dtype  # saving takes that of the tower
         config.save_pretrained(aside)
-        write_whole(aside / GENERATION_FILE, json.dumps(plan.generation, indent=2) + "\n")
+        atomic_write(aside / GENERATION_FILE, json.dumps(plan.generation, indent=2) + "\n")
         plan.processor.save_pretrained(aside)
         processor = AutoProcessor.from_pretrained(aside, trust_remote_code=False)
         refuse_changed(plan.tokenizer, processor.tokenizer)

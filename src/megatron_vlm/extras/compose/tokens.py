@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, TokenizersBacke
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import attribute_errors_to
 
 # Spellings of published tokenizers: Qwen's, Llama's, Mistral's, LFM2's, and those that other models took over
 KNOWN = {
@@ -40,7 +40,7 @@ class RoleToken:
     how: str
 
 
-@reading("folder")
+@attribute_errors_to("folder")
 def open_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a folder, which neither cuts nor pads texts."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

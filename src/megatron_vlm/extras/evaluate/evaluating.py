@@ -22,7 +22,7 @@ from megatron_vlm.extras.evaluate.answering import Questions, Record, Scored, an
 from megatron_vlm.extras.evaluate.metrics import METRICS, Metric
 from megatron_vlm.extras.pages import render
 from megatron_vlm.extras.preview.rows import seen_pictures, with_shapes
-from megatron_vlm.files import open_to_write, read_file, read_text, write_whole
+from megatron_vlm.files import atomic_write, open_to_write, read_file, read_text
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import lock
@@ -89,11 +89,11 @@ def _begin(folder: Path, settings: dict[str, Any], locks: list[BinaryIO]) -> lis
             f"--output: {folder} has answers of another model, to other questions or with other "
             "settings; give a new folder."
         )
-    write_whole(kept, text)
+    atomic_write(kept, text)
     file = folder / "answers.jsonl"
     lines = read_file(file).splitlines(keepends=True) if file.exists() else []
     complete_lines = [line for line in lines if line.endswith(b"\n")]
-    write_whole(file, complete_lines)
+    atomic_write(file, complete_lines)
     return [json.loads(line) for line in complete_lines]
 
 
@@ -107,7 +107,7 @@ def _write(
     ]
     scores = {name: asdict(score) for name, score in result.scores.items()}
     content = {"scores": scores, "unscored": result.unscored, "samples": samples}
-    write_whole(output / "scores.json", json.dumps(content, indent=1) + "\n")
+    atomic_write(output / "scores.json", json.dumps(content, indent=1) + "\n")
     worst = []
     for place in _worst(result):
         figures = result.of_records[place]
@@ -116,7 +116,7 @@ def _write(
             pictures = [_with_boxes(pictures[0], records[place], questions)]
         worst.append({"record": records[place], "scores": figures, "pictures": pictures})
     page = render("evaluate/answers.html", title=title, data=questions.name, result=result, worst=worst)
-    write_whole(output / "answers.html", page)
+    atomic_write(output / "answers.html", page)
 
 
 def _worst(result: Scored) -> list[int]:

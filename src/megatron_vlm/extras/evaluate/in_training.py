@@ -16,7 +16,7 @@ from megatron_vlm.data.encode.questions import Question
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.extras.evaluate.answering import Record, answers, open_questions, record_of, scored
 from megatron_vlm.extras.evaluate.metrics import Score, metric_of
-from megatron_vlm.files import write_whole
+from megatron_vlm.files import atomic_write
 from megatron_vlm.job import watchdog
 from megatron_vlm.parallel import setup
 
@@ -86,6 +86,6 @@ class Scoring(Callback):
         folder = Path(self._config.run_dir, "scores")
         folder.mkdir(exist_ok=True)
         lines = [json.dumps(record) + "\n" for record in records]
-        write_whole(folder / f"step_{step:08d}.jsonl", "".join(lines))
+        atomic_write(folder / f"step_{step:08d}.jsonl", "".join(lines))
         result = scored(records, self._metrics, self._questions.boxes)
         return {f"{SCORE}{name}": score for name, score in result.scores.items()}

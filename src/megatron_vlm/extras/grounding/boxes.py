@@ -13,7 +13,7 @@ from megatron_vlm.data.accounts.drops import REFUSALS, BadSample, refused_by_pro
 from megatron_vlm.data.image_processors import explain_unknown, get_image_spec
 from megatron_vlm.data.image_processors.base import Frame
 from megatron_vlm.data.media.images import SizedImage, image_size, target_size
-from megatron_vlm.data.media.patience import in_time
+from megatron_vlm.data.media.patience import call_with_timeout
 from megatron_vlm.extras.grounding.convention import CONVENTIONS, Convention
 from megatron_vlm.extras.grounding.objects import REASON, Objects, Shape, Words, with_objects
 
@@ -22,7 +22,7 @@ ROUNDING = 1e-6  # of a side: sums such as x + width end beside an edge
 
 
 @dataclass(frozen=True)
-class Found:
+class ParsedAnswer:
     """A point or box in a text: numbers x, y, x, y, ... and what it is of, if the text says so."""
 
     numbers: list[float]
@@ -79,7 +79,7 @@ class Boxes:
         alone: bool = True,
         max_pixels: int | None = None,
         min_pixels: int | None = None,
-    ) -> list[Found]:
+    ) -> list[ParsedAnswer]:
         """The shapes in an answer about an image of `size` (width, height), in pixels of that image.
 
         `alone`: it is its conversation's only one. `max_pixels` and `min_pixels` are its limits when the
@@ -98,14 +98,14 @@ class Boxes:
                 for share, (picture_side, start, length, side) in zip(shares, axes, strict=False)
             ]
 
-        return [Found(on_image(shape.numbers), shape.label) for shape in self.seen(text, frame[:2])]
+        return [ParsedAnswer(on_image(shape.numbers), shape.label) for shape in self.seen(text, frame[:2])]
 
-    def seen(self, text: str, picture: tuple[int, int]) -> list[Found]:
+    def seen(self, text: str, picture: tuple[int, int]) -> list[ParsedAnswer]:
         """The shapes in a text, in shares of the picture (width, height) that the model sees of an image."""
         unit = self._convention().unit
         ends = picture if unit is None else (unit, unit)
         return [
-            Found([number / end for number, end in zip(numbers, cycle(ends), strict=False)], label)
+            ParsedAnswer([number / end for number, end in zip(numbers, cycle(ends), strict=False)], label)
             for numbers, label in self._convention().read(text)
         ]
 
@@ -120,7 +120,7 @@ class Boxes:
         return explain_unknown(self._processor)
 
     def _axes(self, image: SizedImage, alone: bool, objects: Objects) -> tuple["_Axis", "_Axis"]:
-        size = in_time(self._seconds, image_size, image.data)
+        size = call_with_timeout(self._seconds, image_size, image.data)
         if objects.size and objects.size != [*size]:
             record_size, file_size = (" x ".join(map(str, sides)) for sides in (objects.size, size))
             raise BadSample(
@@ -172,7 +172,7 @@ def _inside(share: float, image_name: str, shape: Shape) -> float:
     return min(max(share, 0.0), 1.0)
 
 
-def draw(picture: Image.Image, shapes: Iterable[Found]) -> Image.Image:
+def draw(picture: Image.Image, shapes: Iterable[ParsedAnswer]) -> Image.Image:
     """The picture with the shapes, given in its pixels, and their labels."""
     picture = picture.convert("RGB")
     pen = ImageDraw.Draw(picture)

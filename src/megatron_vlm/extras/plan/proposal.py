@@ -16,7 +16,7 @@ from megatron_vlm.commands.arguments import check, check_run_folder
 from megatron_vlm.commands.program import machines, world_size
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.data.on_disk.paths import paths_of
-from megatron_vlm.files import read_text, write_whole
+from megatron_vlm.files import atomic_write, read_text
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import read_settings
@@ -121,5 +121,5 @@ def _write(file: Path, text: str) -> None:
             "remove it, or give another --run_dir."
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text)
+    atomic_write(file, text)
     typer.echo(f"wrote {file}")

@@ -128,7 +128,7 @@ def on_shapes(
         raise ValueError("rehearsal: this process sees a GPU; start it with CUDA_VISIBLE_DEVICES= (empty).")
     with (
         setup.pretend_rank(config.parallel, gpus, rank),
-        cpu.standing_in(META),
+        cpu.stand_in(META),
         kind() as recorder,
         shapes_only(),
     ):

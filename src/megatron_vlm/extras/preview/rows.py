@@ -11,7 +11,7 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
 from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.image_processors.base import ImageProcessorSpec
-from megatron_vlm.extras.grounding.boxes import Boxes, Found, draw
+from megatron_vlm.extras.grounding.boxes import Boxes, ParsedAnswer, draw
 from megatron_vlm.models.hf import Source
 
 READ = "read"
@@ -136,10 +136,12 @@ def seen_pictures(visual: GenericVisualInputs | None, processor: ProcessorMixin)
     return pictures
 
 
-def with_shapes(picture: Image.Image, shapes: Iterable[Found], label: str | None = None) -> Image.Image:
+def with_shapes(
+    picture: Image.Image, shapes: Iterable[ParsedAnswer], label: str | None = None
+) -> Image.Image:
     """The picture with shapes, which are in shares of it, and their labels or the one given."""
     scaled = []
     for shape in shapes:
         numbers = [share * picture.size[place % 2] for place, share in enumerate(shape.numbers)]
-        scaled.append(Found(numbers, label or shape.label))
+        scaled.append(ParsedAnswer(numbers, label or shape.label))
     return draw(picture, scaled)

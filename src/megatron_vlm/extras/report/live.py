@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.extras.report.history import read_history
-from megatron_vlm.files import write_whole
+from megatron_vlm.files import atomic_write
 from megatron_vlm.messages import printable
 
 FILE = "report.html"
@@ -43,6 +43,6 @@ class LivePage(Callback):
         from megatron_vlm.extras.report.page import report_page  # it imports what reads drops
 
         history = read_history(self._folder, running, ended_by)
-        write_whole(self._folder / FILE, report_page([history]))
+        atomic_write(self._folder / FILE, report_page([history]))
         took = time.monotonic() - began
         self._next = began + took + max(OFTEN, took / SHARE)

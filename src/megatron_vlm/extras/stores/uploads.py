@@ -14,7 +14,7 @@ from typing import Any
 from megatron_vlm import stores
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.files import naming, read_file, sync, write_whole
+from megatron_vlm.files import add_path_to_errors, atomic_write, read_file, sync
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import join_lines
 from megatron_vlm.parallel import setup
@@ -41,7 +41,7 @@ def restore(config: RunConfig) -> str:
     """
     url, run_dir = str(stores.folder(config.train.upload_to)), Path(config.run_dir).absolute()
     watchdog.beat(f"looking for checkpoints in {url}", files=True)
-    with naming(run_dir), stores.at(url) as (client, root):
+    with add_path_to_errors(run_dir), stores.at(url) as (client, root):
         complete = complete_steps(client, root)
         local = run_folder.complete_checkpoints(run_dir)
         if complete:
@@ -53,7 +53,7 @@ def restore(config: RunConfig) -> str:
                 target = run_dir / file.removeprefix(f"{root}/")
                 if FILE_NAME.fullmatch(target.name):
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    write_whole(target, client.read(file))
+                    atomic_write(target, client.read(file))
         lines = []
         for name in reversed(complete):
             problem = _fetch_checkpoint(client, f"{root}/checkpoints/{name}", run_dir)

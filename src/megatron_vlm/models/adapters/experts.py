@@ -60,7 +60,7 @@ class ExpertLora(Lora):
 
 
 @dataclass
-class AdaptedExperts:
+class LoRAExperts:
     """A projection of all experts of this rank, `weight` (X, out, in), and their adapters."""
 
     weight: nn.Parameter

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_vlm import weight_files
 from megatron_vlm.adapter_settings import CONFIG, LAYERS, MOST_BYTES, READ, with_peft_settings
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
-from megatron_vlm.files import folder_aside, open_file, read_file, write_whole
-from megatron_vlm.inputs import reading
+from megatron_vlm.files import atomic_directory, atomic_write, open_file, read_file
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
 from megatron_vlm.models.weights.exporting import from_every_stage, write_chat_template
 from megatron_vlm.models.weights.files import hub_name
@@ -47,7 +47,7 @@ def notes_of_start(config: RunConfig) -> Iterator[str]:
         yield f"adapter.start: {start} says that it was trained on {base_name}; here it adapts {base}"
 
 
-@reading("start")
+@attribute_errors_to("start")
 def load_adapters(
     chunks: list[MegatronModule],
     base: Path,
@@ -179,9 +179,9 @@ def save_adapters(
     def write() -> None:
         modules = [target.module for target in chunks[0].adapters.targets if not target.experts]
         text = json.dumps(_config_for_peft(with_peft_settings(adapter), modules, base), indent=2)
-        with folder_aside(output) as aside:
+        with atomic_directory(output) as aside:
             save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
-            write_whole(aside / CONFIG, text + "\n")
+            atomic_write(aside / CONFIG, text + "\n")
             write_chat_template(aside, chat_template)
 
     on_first_rank(write)

@@ -29,7 +29,7 @@ from megatron_vlm.models.adapters.targets import Target
 
 class Lora(nn.Module):
     """This rank's part of the adapter of one HF linear: `lora_A` (r, in), `lora_B` (out, r) and, with DoRA
-    (arXiv 2402.09353), `lora_magnitude_vector` (out,), which `Adapted.begin` fills.
+    (arXiv 2402.09353), `lora_magnitude_vector` (out,), which `LoRAHook.begin` fills.
 
     Where tensor parallelism cuts the base weight along its outputs, B is cut like it and A is whole; where it
     cuts the inputs, A is cut and B is whole. `axes` has the axis along which each is cut, or None;
@@ -104,7 +104,7 @@ def initial_A(target: Target, seed: int, base: Tensor) -> Tensor:
     return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=numbers)
 
 
-class Adapted:
+class LoRAHook:
     """A linear of ours with the adapters of the HF linears that it holds; a forward hook of the linear.
 
     `parts` are those linears in the order of the weight's rule, None where one has no adapter: its rows of

@@ -11,8 +11,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.models.adapters.experts import AdaptedExperts, ExpertLora
-from megatron_vlm.models.adapters.lora import Adapted, Lora
+from megatron_vlm.models.adapters.experts import ExpertLora, LoRAExperts
+from megatron_vlm.models.adapters.lora import Lora, LoRAHook
 from megatron_vlm.models.adapters.targets import SavedModule, Target
 from megatron_vlm.models.weights.exporting import gather, hf_tensors
 from megatron_vlm.models.weights.rules import ADAPTERS, named_weights
@@ -30,7 +30,7 @@ class Adapters(nn.Module):
     def __init__(self, targets: list[Target], saved: dict[str, SavedModule]):
         super().__init__()
         self.targets, self.saved, self.base = targets, saved, ""
-        self.linears: list[Adapted | AdaptedExperts] = []
+        self.linears: list[LoRAHook | LoRAExperts] = []
         self.of_vision = False  # whether any belongs to tower or projector
 
     @property
@@ -68,9 +68,9 @@ def add_adapters(
                     loras[target.place].requires_grad_(False)
             module, own_name = owners[id(weight)]
             if weight_targets[0].experts:
-                module.adapted[own_name] = adapted = AdaptedExperts(weight, loras[0])
+                module.adapted[own_name] = adapted = LoRAExperts(weight, loras[0])
             else:
-                adapted = Adapted(module, loras, weight_targets[0], dropout)
+                adapted = LoRAHook(module, loras, weight_targets[0], dropout)
             chunk.adapters.linears.append(adapted)
 
 

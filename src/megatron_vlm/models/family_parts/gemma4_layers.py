@@ -18,10 +18,10 @@ from megatron_vlm.models.language_model import (
     has_experts,
 )
 from megatron_vlm.models.language_model import layer_spec as our_layer_spec
-from megatron_vlm.models.layers.aside import put, take
 from megatron_vlm.models.layers.attention import RotarySelfAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import Heads, feed_forward_width, heads_of
+from megatron_vlm.models.layers.cross_layer import publish, read
 from megatron_vlm.models.layers.kernels.fused import norm
 from megatron_vlm.models.layers.moe import MoE, Router
 from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
@@ -63,7 +63,7 @@ class LayerWithInput(DeepstackLayer):
 
     def forward(self, hidden_states: Tensor, *, packed_seq_params: AttentionPlan, **others: Any):
         hidden, context = super().forward(hidden_states, packed_seq_params=packed_seq_params, **others)
-        hidden, layer_input = take(hidden, packed_seq_params.asides[INPUTS], self.layer_number - 1)
+        hidden, layer_input = read(hidden, packed_seq_params.asides[INPUTS], self.layer_number - 1)
         return self.own_input(hidden, layer_input), context
 
 
@@ -116,9 +116,9 @@ class OwnHeadsAttention(RotarySelfAttention):
     ) -> tuple[Tensor, ...]:
         query, key, value = super().rotate_heads(query, key, value, plan)
         if self.heads.source is not None:
-            return take(query, plan.asides[self.heads.source], 0, 1)
+            return read(query, plan.asides[self.heads.source], 0, 1)
         if self.lends:
-            query = put(query, plan.asides[self.layer_number - 1], key, value)
+            query = publish(query, plan.asides[self.layer_number - 1], key, value)
         return query, key, value
 
 

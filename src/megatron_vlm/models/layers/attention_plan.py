@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.models.layers.aside import Aside
 from megatron_vlm.models.layers.attention_sizes import RECURRENT
+from megatron_vlm.models.layers.cross_layer import CrossLayerTensors
 from megatron_vlm.models.layers.delta_net.plan import recurrence
 from megatron_vlm.models.layers.kernels.attention import Segments
 from megatron_vlm.parallel.context import Piece, place
@@ -108,7 +108,7 @@ class AttentionPlan:
     recur: Callable[..., Tensor] | None = None
     turns: list[list[list[Tensor]]]
     query_scale: Tensor | None
-    asides: dict[int, Aside]
+    asides: dict[int, CrossLayerTensors]
 
     def __init__(
         self,

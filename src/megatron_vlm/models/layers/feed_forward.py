@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from megatron_vlm.models.layers.kernels.fused import Fused, wide
+from megatron_vlm.models.layers.kernels.fused import Fused, statistics_dtype
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -60,7 +60,9 @@ def _gate_backward(
         of_inner = (gradient * weights[..., None]).to(gradient.dtype)
     active, of_gate = _with_gradient(activation, gate, of_inner * up)
     if weights is not None:
-        of_weights = (active * up).to(wide(weights.dtype)).mul_(gradient).sum(-1).to(weights.dtype)
+        of_weights = (
+            (active * up).to(statistics_dtype(weights.dtype)).mul_(gradient).sum(-1).to(weights.dtype)
+        )
     return torch.cat((of_gate, active.mul_(of_inner)), dim=-1), of_weights
 
 
@@ -69,7 +71,9 @@ def _with_gradient(activation: Activation, gate: Tensor, of_active: Tensor) -> t
     if torch.compiler.is_compiling():
         # The compiler knows no torch.autograd.grad. In fp32, because torch.func takes a derivative of several
         # operations, which would be rounded one by one.
-        active, derivative = torch.func.vjp(lambda x: activation(x.to(wide(x.dtype))).to(x.dtype), gate)
+        active, derivative = torch.func.vjp(
+            lambda x: activation(x.to(statistics_dtype(x.dtype))).to(x.dtype), gate
+        )
         return active, derivative(of_active)[0]
     with torch.enable_grad():
         gate = gate.detach().requires_grad_()

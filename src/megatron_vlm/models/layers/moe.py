@@ -34,7 +34,7 @@ from megatron_vlm.parallel.linears import (
 )
 
 
-class Choice:
+class RouteReplay:
     """Which experts a token takes (T, k), in the order of their numbers: `routes_TJ`, or the choice of the
     router for a token whose routes are negative.
 
@@ -65,14 +65,14 @@ class Router(TopKRouter):
         self.expert_tokens: Tensor | None = None  # (experts,) int64, if the tokens of each are to be counted
 
     def forward(self, hidden_SBD: Tensor, routes_SBLJ: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen experts of each token (T, J), see `Choice`, after their weights.
+        """The chosen experts of each token (T, J), see `RouteReplay`, after their weights.
 
         The routes are `Stream.routes`. They come to a layer as its tokens do, also when it is recomputed, and
         no module keeps them.
         """
         layer = self.layer_number - 1 if routes_SBLJ.shape[2] > 1 else 0
         routes_SBJ = routes_SBLJ[:, :, layer].long()
-        self.router_replay = choice = Choice(routes_SBJ.flatten(0, 1))
+        self.router_replay = choice = RouteReplay(routes_SBJ.flatten(0, 1))
         try:
             padding_SB = routes_SBJ[..., 0] == ROUTE_OF_PADDING if torch.is_grad_enabled() else None
             weights_TJ = super().forward(hidden_SBD, padding_SB)[0]

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from transformers import CONFIG_MAPPING
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.files import copy_file, read_text, write_whole
+from megatron_vlm.files import atomic_write, copy_file, read_text
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.weights.files import HFCheckpoint, SafetensorsFile, name_shards, split
 from megatron_vlm.models.weights.rules import (
@@ -26,7 +26,7 @@ from megatron_vlm.models.weights.rules import (
     named_global_weights,
 )
 from megatron_vlm.parallel import setup
-from megatron_vlm.parallel.setup import folder_aside, on_first_rank
+from megatron_vlm.parallel.setup import atomic_directory, on_first_rank
 from megatron_vlm.supported import CONFIG_FILE
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -143,7 +143,7 @@ def export_hf(
     FileExistsError if it exists.
     """
     checkpoint = HFCheckpoint(source, weight_map.renames)
-    with folder_aside(output) as aside:
+    with atomic_directory(output) as aside:
         # the small files first; then each stage writes its weights, and rank 0 names all files
         on_first_rank(copy_side_files, checkpoint.folder, aside)
         on_first_rank(write_chat_template, aside, chat_template)
@@ -178,13 +178,13 @@ def write_chat_template(folder: Path, chat_template: str | None) -> None:
     """Write the only chat template of a folder, unless it is None."""
     if chat_template is None:
         return
-    write_whole(folder / TEMPLATE_FILE, chat_template)
+    atomic_write(folder / TEMPLATE_FILE, chat_template)
     # Transformers prefers these two to the file
     (folder / "chat_template.json").unlink(missing_ok=True)
     file = folder / "processor_config.json"
     if file.is_file() and "chat_template" in (config := json.loads(read_text(file))):
         del config["chat_template"]
-        write_whole(file, json.dumps(config, indent=2) + "\n")
+        atomic_write(file, json.dumps(config, indent=2) + "\n")
 
 
 def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
@@ -201,7 +201,7 @@ def adapt_config(file: Path, weight_map: WeightMap, dequantised: bool) -> None:
     if not weight_map.tied and read.tie_word_embeddings:
         config["tie_word_embeddings"] = False
     if config != source:
-        write_whole(file, json.dumps(config, indent=2) + "\n")
+        atomic_write(file, json.dumps(config, indent=2) + "\n")
 
 
 def _write_stage(

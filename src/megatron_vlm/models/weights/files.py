@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_vlm.files import open_to_write, read_text, write_whole
+from megatron_vlm.files import atomic_write, open_to_write, read_text
 from megatron_vlm.models.weights.rules import Slices, Vocabulary, WeightMap
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, resolve
@@ -134,7 +134,7 @@ def name_shards(folder: Path, files: dict[str, list[str]]) -> None:
         weight_map |= dict.fromkeys(keys, name)
     size = sum((folder / name).stat().st_size for name in set(weight_map.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    write_whole(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    atomic_write(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
 MAPPED_BYTES = 2**26  # files are unmapped after this much was read

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch import distributed as dist
 from tqdm import tqdm
 
-from megatron_vlm.inputs import reading
+from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
@@ -26,7 +26,7 @@ from megatron_vlm.parallel.setup import device, use_device
 READERS = 4  # threads of a rank: reading waits for disks, and one thread does not fill memory's bandwidth
 
 
-@reading("path")
+@attribute_errors_to("path")
 def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: WeightMap) -> None:
     """Fill the weights of this rank's model chunks from the HF checkpoint, reading only their slices.
 
@@ -38,7 +38,7 @@ def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: Weight
     """
     checkpoint = HFCheckpoint(path, weight_map.renames)
     loads = [
-        Load(name, param, *find_rule(weight_map.rules, name, checkpoint.files), *_place(name))
+        ParameterImport(name, param, *find_rule(weight_map.rules, name, checkpoint.files), *_place(name))
         for chunk in chunks
         for name, param in named_global_weights(chunk)
     ]
@@ -53,7 +53,7 @@ def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: Weight
 
 
 @dataclass(frozen=True)
-class Load:
+class ParameterImport:
     """One parameter, and the HF tensors that fill it."""
 
     name: str

@@ -21,7 +21,7 @@ from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
 from megatron_vlm.models.layers.delta_net import kernels
 from megatron_vlm.models.layers.delta_net.plan import CutDocuments, Documents
 from megatron_vlm.models.layers.delta_net.rule import Recomputed
-from megatron_vlm.models.layers.kernels.fused import Norm, wide
+from megatron_vlm.models.layers.kernels.fused import Norm, statistics_dtype
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
 
 
@@ -61,7 +61,7 @@ class GatedDeltaNet(MegatronModule):
         self.conv1d = nn.Parameter(torch.empty(channels, 1, heads.taps, **empty))
         self.dt_bias = nn.Parameter(torch.ones(heads.values // ranks, **empty))
         # in fp32, as published checkpoints have them beside weights in bf16: that would not hold the values
-        empty["dtype"] = wide(config.params_dtype)
+        empty["dtype"] = statistics_dtype(config.params_dtype)
         self.A_log = nn.Parameter(torch.empty(heads.values // ranks, **empty))
         self.out_norm = nn.Parameter(torch.ones(heads.value_channels, **empty))
         if config.perform_initialization:

@@ -32,14 +32,14 @@ class Fused:
     def __call__(self, first: Tensor, *arguments: Any) -> Any:
         if first.device.type != Fused.compiles_on or len(first) < 2:
             return self.written(first, *arguments)
-        return self.compiled(*(_bare(x) if isinstance(x, Tensor) else x for x in (first, *arguments)))
+        return self.compiled(*(_detach(x) if isinstance(x, Tensor) else x for x in (first, *arguments)))
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
         return torch.compile(self.written, dynamic=True, options={"emulate_precision_casts": True})
 
 
-def _bare(x: Tensor) -> Tensor:
+def _detach(x: Tensor) -> Tensor:
     """With two axes and gaps, which are closed, come keys, a small part of what is read."""
     return x.data if x.dim() > 2 else x.data.contiguous()
 
@@ -54,12 +54,12 @@ def compiled_on(device_type: str | None) -> Iterator[None]:
         Fused.compiles_on = before
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type for statistics: fp32, or what is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def merge_axes(x: Tensor) -> Tensor:
+def merge_leading_dims(x: Tensor) -> Tensor:
     """The same numbers, for the compiler with as few axes before the last as can be without a copy."""
     if x.device.type != Fused.compiles_on:
         return x
@@ -74,7 +74,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bo
     """The norm of `RMSNorm`."""
     if torch.is_grad_enabled():
         return Norm.apply(x, weight, eps, zero_centered, in_fp32)
-    return normed(merge_axes(x), weight, eps, zero_centered, in_fp32)[0].view(x.shape)
+    return normed(merge_leading_dims(x), weight, eps, zero_centered, in_fp32)[0].view(x.shape)
 
 
 class Norm(torch.autograd.Function):
@@ -82,7 +82,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool) -> Tensor:
-        result, inverse_rms = normed(merge_axes(x), weight, eps, zero_centered, in_fp32)
+        result, inverse_rms = normed(merge_leading_dims(x), weight, eps, zero_centered, in_fp32)
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.zero_centered = zero_centered
         return result.view(x.shape)
@@ -90,7 +90,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         x, weight, inverse_rms = ctx.saved_tensors
-        rows, trained = merge_axes(x), ctx.needs_input_grad[1]
+        rows, trained = merge_leading_dims(x), ctx.needs_input_grad[1]
         gradient = gradient.reshape(rows.shape)
         of_rows, of_weight = _norm_backward(gradient, rows, weight, inverse_rms, ctx.zero_centered, trained)
         return of_rows.view(x.shape), of_weight, None, None, None

@@ -1,9 +1,9 @@
 """Tensors that later layers take beside their hidden states, such as keys and values of an earlier layer.
 
-An `Aside` goes through all layers in the plan. Recomputation runs a layer again from its hidden states alone,
-so no autograd graph may lead from a layer into an aside. Whoever takes a tensor leaves its gradient there,
-and whoever put it in finds the sum. Both are functions of what goes from layer to layer (`carrier`), whose
-gradient has passed all who take before it comes to who put in.
+They are in one `CrossLayerTensors`, which goes through all layers in the plan. Recomputation runs a layer
+again from its hidden states alone, so no autograd graph may lead from a layer into it. Who reads a tensor
+leaves its gradient there, and who published it finds the sum. Both are functions of what goes from layer to
+layer (`carrier`), whose gradient has passed all readers before it comes to the publisher.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Aside:
+class CrossLayerTensors:
     """Tensors that one put in, and the gradients that others left."""
 
     def __init__(self) -> None:
@@ -25,14 +25,14 @@ class Aside:
         self.gradients[place] = gradient if held is None else held + gradient
 
 
-def put(carrier: Tensor, aside: Aside, *tensors: Tensor) -> Tensor:
+def publish(carrier: Tensor, aside: CrossLayerTensors, *tensors: Tensor) -> Tensor:
     """The carrier, after which `take` gives these tensors; a layer that is recomputed puts them in again."""
     # A layer that will be recomputed first runs without gradients, and cannot say yet what it needs.
     aside.trained = not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors)
     return _Put.apply(carrier, aside, *tensors)
 
 
-def take(carrier: Tensor, aside: Aside, *places: int) -> tuple[Tensor, ...]:
+def read(carrier: Tensor, aside: CrossLayerTensors, *places: int) -> tuple[Tensor, ...]:
     """The carrier, and the aside's tensors of these numbers."""
     if not aside.trained:
         return carrier, *(aside.tensors[place] for place in places)
@@ -41,7 +41,7 @@ def take(carrier: Tensor, aside: Aside, *places: int) -> tuple[Tensor, ...]:
 
 class _Put(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, carrier: Tensor, aside: Aside, *tensors: Tensor) -> Tensor:
+    def forward(ctx, carrier: Tensor, aside: CrossLayerTensors, *tensors: Tensor) -> Tensor:
         aside.tensors = [tensor.detach() for tensor in tensors]
         ctx.aside = aside
         return carrier.view_as(carrier)
@@ -54,7 +54,9 @@ class _Put(torch.autograd.Function):
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, carrier: Tensor, aside: Aside, places: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx, carrier: Tensor, aside: CrossLayerTensors, places: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
         ctx.aside = aside
         ctx.places = places
         return carrier.view_as(carrier), *(aside.tensors[place].detach() for place in places)

@@ -96,7 +96,7 @@ def validation_notes(train: TrainConfig, has_data: bool) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Milestones:
+class StepSchedule:
     """The last step of a run, the steps in which an epoch ends, and what is done after each step."""
 
     train: TrainConfig
@@ -118,12 +118,12 @@ class Milestones:
                 "train.steps or train.epochs"
             )
 
-    def stopping_soon(self, step: int) -> "Milestones":
+    def stopping_soon(self, step: int) -> "StepSchedule":
         """These with an early end: after `step`, or after the next if that has begun already."""
-        stop = step + self.goes_on_after(step) if self.stop is None else self.stop
+        stop = step + self.has_step_after(step) if self.stop is None else self.stop
         return replace(self, stop=stop) if stop < self.steps else self
 
-    def ending(self, step: int, why: str) -> "Milestones":
+    def ending(self, step: int, why: str) -> "StepSchedule":
         """These, with `step` as the last one, and why."""
         if step >= self.steps:
             return self
@@ -147,7 +147,7 @@ class Milestones:
     def exports_after(self, step: int) -> bool:
         return self._due(self.train.export_every, step)
 
-    def goes_on_after(self, step: int) -> bool:
+    def has_step_after(self, step: int) -> bool:
         """Whether the next step follows at once."""
         done = (self.evaluates_after, self.scores_after, self.saves_after, self.exports_after)
         return not any(is_due(step) for is_due in done)
@@ -158,7 +158,7 @@ class Milestones:
         return step in self.epoch_ends if every == EPOCH else step % every == 0
 
 
-def milestones(train: TrainConfig, epochs: Epochs | None, done: int = 0, rows: int = 0) -> Milestones:
+def milestones(train: TrainConfig, epochs: Epochs | None, done: int = 0, rows: int = 0) -> StepSchedule:
     """The milestones of a run that has trained `done` steps, and `rows` rows of its data.
 
     With `train.epochs`, the last step is the first after which every row of these epochs has had its place in
@@ -170,7 +170,7 @@ def milestones(train: TrainConfig, epochs: Epochs | None, done: int = 0, rows: i
     counted = [name for name in every if getattr(train, name) == EPOCH]
     counted += ["epochs"] if train.epochs is not None else []
     if not counted:
-        return Milestones(train, train.steps)
+        return StepSchedule(train, train.steps)
     if epochs is None:
         raise ConfigError(
             f"train.{counted[-1]}: this data draws its samples by weights, so it has no epochs; count steps, "
@@ -183,4 +183,4 @@ def milestones(train: TrainConfig, epochs: Epochs | None, done: int = 0, rows: i
     steps = train.steps if train.epochs is None else step_of(epochs.rows(train.epochs))
     ends = takewhile(lambda end: step_of(end) <= steps, map(epochs.rows_in, count(1)))
     before = rows - train.global_batch_size  # epochs that ended until there ended in earlier steps
-    return Milestones(train, steps, frozenset(step_of(end) for end in ends if end > before))
+    return StepSchedule(train, steps, frozenset(step_of(end) for end in ends if end > before))
