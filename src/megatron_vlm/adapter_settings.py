@@ -94,8 +94,8 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
     patterns = [(name, pattern) for name in PATTERNS for pattern in getattr(adapter, name)]
     patterns += [(name, getattr(adapter, name)) for name in ("target_modules", "exclude_modules")]
     for name, pattern in patterns:
-        if isinstance(pattern, str) and (why := problem(pattern)):  # else names in a list, or none
-            yield f"adapter.{name}: {pattern} is no regular expression ({why}); names go into a list."
+        if isinstance(pattern, str) and (fault := problem(pattern)):  # else names in a list, or none
+            yield f"adapter.{name}: {pattern} is no regular expression ({fault}); names go into a list."
 
 
 CONFIG = "adapter_config.json"
@@ -138,11 +138,11 @@ def with_peft_settings(adapter: AdapterConfig) -> AdapterConfig:
         raise ConfigError(f"{place} describes peft_type {kind!r}; only LoRA adapters (LORA) are trained.")
     if (start := given.get("init_lora_weights")) not in PLAIN_STARTS:
         raise ConfigError(f"{place}: init_lora_weights {start} changed the base weights; merge it first.")
-    known = {*READ, *WITHOUT_EFFECT, "peft_type", "init_lora_weights"}
+    known_keys = {*READ, *WITHOUT_EFFECT, "peft_type", "init_lora_weights"}
     for key, value in given.items():
-        if key not in known and value not in OFF:
-            shown = f"{key} {value}"
-            raise ConfigError(f"{place}: {shown} is not supported; train without it.")
+        if key not in known_keys and value not in OFF:
+            text = f"{key} {value}"
+            raise ConfigError(f"{place}: {text} is not supported; train without it.")
     for problem in odd_fields(given, READ):
         raise ConfigError(f"{place}: {problem}; correct it, or give a folder that peft wrote.")
     given |= {key: [given[key]] for key in LAYERS if isinstance(given.get(key), int | str)}

@@ -58,6 +58,7 @@ def train(
         run_dir=run_dir,
         callbacks=callbacks,
     )
+    # --model and --data make a recipe of their own
     if model or data:
         from megatron_vlm.extras.plan.proposal import recipe_for
 
@@ -75,6 +76,7 @@ def train(
     if dry_run:
         arguments.show(config, processes(nproc))
         return
+    # what needs no GPU is checked before processes start
     arguments.check(config, nproc, restarts=restarts)
     arguments.check_run_folder(config)
     arguments.check_profile(config, profile)
@@ -87,6 +89,7 @@ def train(
         options = {"recipe": recipe, "config": file, **flags, "profile": profile}
         raise typer.Exit(start_ranks(nproc, "train", options, settings, restarts))
 
+    # from here on this process is a rank
     stops.expect_warnings()
     with watchdog.watching(config.run_dir, config.train.hang_seconds):
         from megatron_vlm.train import train as run
@@ -184,6 +187,7 @@ def verify(
     encoded = arguments.image_of(image) if image else None
     config, other = arguments.configs_of_two(checked, source)
 
+    # heavy imports come after everything that a user may have mistyped
     from megatron_vlm.commands.verify import verify as compare
     from megatron_vlm.commands.verify import worst_tensors
 
@@ -227,6 +231,7 @@ def generate(
         raise configs.ConfigError("--draw: boxes are drawn for one image and one answer; give one --image.")
     config = arguments.config_of_model(model)
 
+    # heavy imports come after everything that a user may have mistyped
     from megatron_vlm.commands.runs import draw_answer, generate_from_run
 
     sampling = {"temperature": temperature, "top_p": top_p, "answers": answers, "seed": seed}

@@ -123,16 +123,16 @@ def any_config(path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
-        known = explain_file(file) or f"not JSON ({error}); download it again"
-        raise ConfigError(f"{place}: {CONFIG_FILE} is {known}.") from error
+        explanation = explain_file(file) or f"not JSON ({error}); download it again"
+        raise ConfigError(f"{place}: {CONFIG_FILE} is {explanation}.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{place}: {CONFIG_FILE} is not a JSON object; download it again.")
     parts = [config, *(part for name in PARTS if isinstance(part := config.get(name), dict))]
     for problem in chain.from_iterable(odd_fields(part, HELD, SIZES) for part in parts):
         raise ConfigError(f"{place}: {CONFIG_FILE}: {problem}; correct it or download it again.")
     layers = [part.get(key) for part in parts for key in ("num_hidden_layers", "depth")]
-    if most := [number for number in layers if isinstance(number, int) and number > MOST_LAYERS]:
-        raise ConfigError(f"{place}: {CONFIG_FILE} has {most[0]} layers, over {MOST_LAYERS}; correct it.")
+    if too_many := [number for number in layers if isinstance(number, int) and number > MOST_LAYERS]:
+        raise ConfigError(f"{place}: {CONFIG_FILE} has {too_many[0]} layers, over {MOST_LAYERS}; correct it.")
     return config
 
 
@@ -192,23 +192,25 @@ def _problem(config: dict[str, Any]) -> str | None:
         return f"{CONFIG_FILE} has no model_type; give the folder of a Hugging Face checkpoint."
     if model_type not in SUPPORTED:
         return unsupported(model_type, config)
-    known = SUPPORTED[model_type]
+    # the whole model: its version of Transformers and its class
+    supported = SUPPORTED[model_type]
     if older := too_old(model_type):
         return older
-    architectures = config.get("architectures") or [known.architecture]
-    if not {known.architecture, *known.other_names} & {*architectures}:
+    architectures = config.get("architectures") or [supported.architecture]
+    if not {supported.architecture, *supported.other_names} & {*architectures}:
         own_code = _OWN_CODE if config.get("auto_map") else ""
-        remedies = [remedy for name, remedy in known.other_classes.items() if name in architectures]
+        remedies = [remedy for name, remedy in supported.other_classes.items() if name in architectures]
         return (
             f"architectures {architectures} of model type {model_type!r} are not "
-            f"supported{own_code}{remedies[0] if remedies else f'; supported is {known.architecture}'}."
+            f"supported{own_code}{remedies[0] if remedies else f'; supported is {supported.architecture}'}."
         )
+    # its language model, which may be one of several, and its weights
     text = config.get("text_config") or {}
-    text_type = text.get("model_type", known.default_text)
-    if known.text_types and text_type not in known.text_types:
+    text_type = text.get("model_type", supported.default_text)
+    if supported.text_types and text_type not in supported.text_types:
         return (
             f"text model type {text_type!r} of a {model_type} checkpoint is not supported"
-            f"{known.other_texts.get(text_type, '')}; supported: {', '.join(known.text_types)}."
+            f"{supported.other_texts.get(text_type, '')}; supported: {', '.join(supported.text_types)}."
         )
     return _quantised(config) or _quantised(text)
 
@@ -246,12 +248,12 @@ def _quantised(config: dict[str, Any]) -> str | None:
     settings = config.get(key) if key else None
     if settings is None or (isinstance(settings, dict) and settings.get("quant_method") == _FP8):
         return None
-    how = settings if isinstance(settings, dict) else {}
-    method = how.get("quant_method") or how.get("quant_algo")
-    if method is None and (how.get("load_in_4bit") or how.get("load_in_8bit")):
+    settings_of_method = settings if isinstance(settings, dict) else {}
+    method = settings_of_method.get("quant_method") or settings_of_method.get("quant_algo")
+    if method is None and (settings_of_method.get("load_in_4bit") or settings_of_method.get("load_in_8bit")):
         method = "bitsandbytes"
-    named = f"quant_method {method!r}" if method else "without a quant_method"
+    method_name = f"quant_method {method!r}" if method else "without a quant_method"
     return (
-        f"its weights are quantised ({key}: {named}), which cannot be trained; take the checkpoint in bf16 "
-        f"that it was made from, or one in FP8 with quant_method {_FP8!r}."
+        f"its weights are quantised ({key}: {method_name}), which cannot be trained; take the checkpoint in "
+        f"bf16 that it was made from, or one in FP8 with quant_method {_FP8!r}."
     )

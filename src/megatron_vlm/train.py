@@ -99,6 +99,7 @@ def starting_model(config: RunConfig, source: Source) -> list[Module]:
 
 def train_one_step(run: Run) -> None:
     """One optimizer step with the next global batch, and what callbacks do before and after it."""
+    # the next batch is read ahead only if there is another step
     began = time.monotonic()
     rates = learning_rates(run.scheduler)
     goes_on = run.milestones.has_step_after(run.step)
@@ -119,6 +120,7 @@ def train_one_step(run: Run) -> None:
     except Exception as error:
         run.callbacks.on_exception(run, error)
         raise
+    # what the step was, for all callbacks
     seconds = time.monotonic() - began
     metrics = {"loss": loss, "lr": rates.pop("lr"), "grad_norm": grad_norm, "seconds": seconds}
     metrics |= {"trained_tokens": tokens, **run.figures.of_step(seconds, waited)}

@@ -103,7 +103,9 @@ def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDi
 
 def _scaled(key: str, tensors: Mapping[str, OnDisk]) -> str | None:
     """The FP8 tensor that this scales, by its name."""
-    names = (key.removesuffix(end) + own for end, own in (SCALES | UNREAD).items() if key.endswith(end))
+    names = (
+        key.removesuffix(end) + new_end for end, new_end in (SCALES | UNREAD).items() if key.endswith(end)
+    )
     return next((of for of in names if of in tensors and tensors[of].dtype == FP8), None)
 
 
@@ -111,6 +113,7 @@ def _read(folder: Path, tensor: OnDisk, scale: OnDisk | None, size: Any) -> OnDi
     """The tensor with its scale; raises ConfigError unless both have a form that is read."""
     if tensor.dtype in FLOATS:
         return tensor
+    # FP8 has one scale, or one for each block of the last two axes
     stored = f"{tensor.key!r} is stored as {tensor.dtype}"
     if tensor.dtype == FP8 and scale is None:
         stored += " without a scale"

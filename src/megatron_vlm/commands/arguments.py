@@ -203,10 +203,10 @@ def configs_of_two(checked: str, source: str) -> list[RunConfig]:
             f"verify: {checked} is given twice; give what it is to be compared with, such as its "
             "export or the checkpoint that it was trained from."
         )
-    mine, theirs = (read_config(config.model.hf_path)["model_type"] for config in both)
-    if mine != theirs:
+    model_type, recipe_type = (read_config(config.model.hf_path)["model_type"] for config in both)
+    if model_type != recipe_type:
         raise ConfigError(
-            f"verify: {checked} is of model type {mine}, and {source} of {theirs}; "
+            f"verify: {checked} is of model type {model_type}, and {source} of {recipe_type}; "
             "give two checkpoints of one model."
         )
     return both
@@ -268,8 +268,8 @@ def config_of_data(
 
 def given_flags(**flags: Any) -> dict[str, Any]:
     """The flags that were given; of a list of one path the path, as in a configuration file."""
-    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    set_flags = {name: value for name, value in flags.items() if value not in (None, [])}
     return {
         name: value[0] if isinstance(value, list) and len(value) == 1 else value
-        for name, value in given.items()
+        for name, value in set_flags.items()
     }

@@ -49,19 +49,20 @@ def prepare(
 
     Example with a held-out file: prepare train=train.jsonl val=held_out.jsonl dataset/
     """
-    named = _parse_sources(sources)
+    paths = _parse_sources(sources)
     columns = _parse(column or [], "prepare: --column {}; write OURS=THEIRS, such as images=pictures.")
     sizes = _parse(split or [], "prepare: --split {}; write NAME=SIZE, such as train=0.9.", float)
-    for source in named.values() if isinstance(named, dict) else [named]:
+    for source in paths.values() if isinstance(paths, dict) else [paths]:
         for problem in data_problems("hf", "prepare: source", source, may_be_hub=format == "hf"):
             raise ConfigError(problem)
         if image_root and not (stores.is_store(image_root) or Path(image_root).expanduser().is_dir()):
             raise ConfigError(f"prepare: --image-root {image_root} is not a folder; give one.")
 
+    # heavy imports come after everything that a user may have mistyped
     from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
 
     summary = prepare_energon_dataset(
-        named,
+        paths,
         output,
         image_root=image_root,
         format=format,
@@ -99,10 +100,10 @@ def _explain(summary: Any, max_share: float) -> None:
 def _parse_sources(sources: list[str]) -> str | dict[str, str]:
     if len(sources) == 1 and (Path(sources[0]).exists() or "=" not in sources[0]):
         return sources[0]
-    named = _parse(sources, "prepare: sources {}; give one, or each once as SPLIT=PATH.")
-    if len(named) < len(sources):
+    pairs = _parse(sources, "prepare: sources {}; give one, or each once as SPLIT=PATH.")
+    if len(pairs) < len(sources):
         raise ConfigError(f"prepare: sources {sources}; give each split once.")
-    return named
+    return pairs
 
 
 def _parse(pairs: list[str], wrong: str, kind: type = str) -> dict[str, Any]:

@@ -130,13 +130,13 @@ def draw_answer(config: RunConfig, answer: str, image: bytes, output: str | Path
     picture = decode_image(image)
     try:
         boxes = grounding().Boxes(source.processor, config.data, source.needs.box_format)
-        found = boxes.parse(answer, picture.size)
+        shapes = boxes.parse(answer, picture.size)
     except BadSample as bad:
         raise ValueError(f"--draw: {bad.detail}; set data.box_format for the run") from bad
     file = io.BytesIO()
     mark = PngInfo()
     mark.add_text("Software", "megatron_vlm")  # as `files.check_output` looks for it
-    grounding().draw(picture, found).save(file, "PNG", pnginfo=mark)
+    grounding().draw(picture, shapes).save(file, "PNG", pnginfo=mark)
     write_output(output, file.getvalue())
-    rounded = [([round(number, 1) for number in shape.numbers], shape.label or "") for shape in found]
+    rounded = [([round(number, 1) for number in shape.numbers], shape.label or "") for shape in shapes]
     return [f"{numbers} {label}".strip() for numbers, label in rounded] or ["the answer has no box"]

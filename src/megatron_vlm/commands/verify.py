@@ -67,25 +67,28 @@ def worst_tensors(checked: RunConfig, source: RunConfig, count: int = 3) -> list
     """The weights that differ most between two HF checkpoints, one a line, the worst first; none of runs."""
     if {checked.run_dir, source.run_dir} != {MISSING}:
         return []
-    folders = [resolve(each.model.hf_path) for each in (checked, source)]
+    folders = [resolve(config.model.hf_path) for config in (checked, source)]
     renames = describe(load_config(folders[1])).renames
-    mine, theirs = (HFCheckpoint(folder, renames) for folder in folders)
+    checked_weights, source_weights = (HFCheckpoint(folder, renames) for folder in folders)
     gaps = []
-    for key in theirs.files.keys() & mine.files.keys():
-        ours = mine.slices(key)[...]
-        other = theirs.slices(key)[...]
+    for key in source_weights.files.keys() & checked_weights.files.keys():
+        ours = checked_weights.slices(key)[...]
+        other = source_weights.slices(key)[...]
         if ours.shape != other.shape:
             shapes = f"{tuple(ours.shape)} and {tuple(other.shape)}"
             gaps.append((float("inf"), f"{key}: {shapes}"))
         elif gap := _largest_gap(ours, other):
             gaps.append((gap, f"{key}: {gap:.3g}"))
-    only = [f"{key}: only in one of them" for key in sorted(theirs.files.keys() ^ mine.files.keys())]
+    only = [
+        f"{key}: only in one of them"
+        for key in sorted(source_weights.files.keys() ^ checked_weights.files.keys())
+    ]
     return (only + [line for _, line in sorted(gaps, reverse=True)])[:count]
 
 
-def _largest_gap(mine: Tensor, theirs: Tensor) -> float:
+def _largest_gap(logits: Tensor, expected: Tensor) -> float:
     """The largest difference, taken in parts, so that no whole tensor is held in fp32."""
-    rows = zip(mine.flatten().split(2**22), theirs.flatten().split(2**22), strict=True)
+    rows = zip(logits.flatten().split(2**22), expected.flatten().split(2**22), strict=True)
     return max(((a.float() - b.float()).abs().max().item() for a, b in rows), default=0.0)
 
 

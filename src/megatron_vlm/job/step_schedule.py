@@ -22,9 +22,9 @@ class Epochs:
 
     def rows(self, epochs: float) -> int:
         """The rows of so many epochs; of a part of an epoch, rounded up."""
-        whole, part = divmod(Fraction(str(epochs)), 1)
-        rows = self.rows_in(int(whole))
-        return rows + ceil(part * (self.rows_in(int(whole) + 1) - rows)) if part else rows
+        full_epochs, part = divmod(Fraction(str(epochs)), 1)
+        rows = self.rows_in(int(full_epochs))
+        return rows + ceil(part * (self.rows_in(int(full_epochs) + 1) - rows)) if part else rows
 
     def at(self, rows: int) -> float:
         """How many epochs so many rows are; call it with growing numbers."""
@@ -36,13 +36,13 @@ class Epochs:
     def notes(self, config: RunConfig, last: int, rows: int) -> Iterator[str]:
         """Lines about the steps of an epoch; and of the run, if it is counted in epochs. It trains `rows`
         rows in its `last` steps."""
-        batch, one = config.train.global_batch_size, self.rows_in(1)
-        yield f"data: an epoch has {one / batch:,.2f} steps: {one:,} rows, {batch} in a step"
-        if (wanted := config.train.epochs) is None:
+        batch, epoch_rows = config.train.global_batch_size, self.rows_in(1)
+        yield f"data: an epoch has {epoch_rows / batch:,.2f} steps: {epoch_rows:,} rows, {batch} in a step"
+        if (epochs := config.train.epochs) is None:
             return
-        more = rows - self.rows(wanted)
+        more = rows - self.rows(epochs)
         filled = f"; {more:,} rows of the epoch after them fill the last" if more else ""
-        yield f"train.epochs: {wanted:g} epochs end with step {last:,}{filled}"
+        yield f"train.epochs: {epochs:g} epochs end with step {last:,}{filled}"
         data = config.data
         if data.dataset_type == "energon" and data.shuffle_buffer_size > 1:
             yield (
@@ -63,22 +63,24 @@ def check_validation(
         sources: The names of its sources; `valid_loss/SOURCE` ends with one of them.
         has_questions: Whether there are conversations for scores alone (`data.score_path`).
     """
-    asked = [name for name in ("keep_best", "patience") if getattr(train, name)]
-    scores = [*asked, "best_by"] if asked and train.best_is_score else []
+    # scores need conversations
+    needing = [name for name in ("keep_best", "patience") if getattr(train, name)]
+    scores = [*needing, "best_by"] if needing and train.best_is_score else []
     scores += ["score_every"] if train.score_every else []
     if scores and not (has_data or has_questions):
         raise ConfigError(
             f"train.{scores[-1]}: there are no conversations to score answers by; give data.score_path, "
             "data.valid_data_path or data.validation_share."
         )
-    if asked and not train.best_is_score and not has_data:
+    # losses need validation data, and a source of the name that is given
+    if needing and not train.best_is_score and not has_data:
         raise ConfigError(
-            f"train.{asked[0]}: there is no validation data to tell which step is the best; give "
+            f"train.{needing[0]}: there is no validation data to tell which step is the best; give "
             "data.valid_data_path or data.validation_share."
         )
     name = train.best_figure[0]
     losses = ["valid_loss", *(f"valid_loss/{source}" for source in sources)]
-    if asked and name.startswith(losses[0]) and name not in losses:
+    if needing and name.startswith(losses[0]) and name not in losses:
         raise ConfigError(
             f"train.best_by: {name} is no loss of the validation data; give {listed(losses, 8)}."
         )
@@ -177,8 +179,8 @@ def milestones(train: TrainConfig, epochs: Epochs | None, done: int = 0, rows: i
             "or make it a blend_epochized."
         )
 
-    def step_of(wanted: int) -> int:
-        return done + max(0, -((rows - wanted) // train.global_batch_size))
+    def step_of(done_rows: int) -> int:
+        return done + max(0, -((rows - done_rows) // train.global_batch_size))
 
     steps = train.steps if train.epochs is None else step_of(epochs.rows(train.epochs))
     ends = takewhile(lambda end: step_of(end) <= steps, map(epochs.rows_in, count(1)))

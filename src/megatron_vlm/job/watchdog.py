@@ -284,12 +284,12 @@ class Watch:
     def _hear_others(self) -> list[dict[str, Any]]:
         """Return the others' content when they had time to answer; here, late ones write their stacks now."""
         time.sleep(max(3.0, 3 * self._period))
-        others = self.others()
-        for content in others:
+        other_ranks = self.others()
+        for content in other_ranks:
             if content["host"] == self.content["host"] and _status(content) == "does not answer":
                 os.kill(content["pid"], signal.SIGUSR2)
                 time.sleep(1)
-        return others
+        return other_ranks
 
 
 def report_end(kind: str, code: int, message: str, speaks: bool = True) -> None:

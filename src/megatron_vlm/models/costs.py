@@ -200,10 +200,10 @@ def adapted(config: RunConfig, description: Description, part: str) -> bool:
     return any(weight.startswith(description.groups[part]) for weight in weights)
 
 
-def _storages(tensors: list[torch.Tensor], others: set[int]) -> dict[int, int]:
+def _storages(tensors: list[torch.Tensor], excluded: set[int]) -> dict[int, int]:
     """Bytes by storage, without `others`."""
     storages = (t.untyped_storage() for t in tensors)
-    return {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in others}
+    return {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in excluded}
 
 
 def tower_of_shapes(

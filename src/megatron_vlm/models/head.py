@@ -26,9 +26,9 @@ CHUNK_BYTES = 2**30  # of the fp32 logits at a time; each chunk reads and writes
 NEVER = -1e9  # a logit whose probability is zero; finite, as 0 * inf is not a number
 
 
-def output_losses(**given) -> Tensor:
+def output_losses(**arguments) -> Tensor:
     """Megatron's `output_processor`: the loss (n,) of each trained token, fp32."""
-    return -output_scores(1.0, False, **given)[0]
+    return -output_scores(1.0, False, **arguments)[0]
 
 
 @record_function("head")

@@ -151,22 +151,22 @@ def load_processor(folder: str | Path, data: DataConfig | None = None) -> Proces
         )
     get_image_spec(processor)  # reads its settings
     data = data or DataConfig()
-    own = read_template(data.chat_template) if data.chat_template else None
-    templates = own or processor.chat_template or processor.tokenizer.chat_template or {}
+    own_template = read_template(data.chat_template) if data.chat_template else None
+    templates = own_template or processor.chat_template or processor.tokenizer.chat_template or {}
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         try:
             render_jinja_template([], chat_template=template)
         except TemplateSyntaxError as error:
             place = f"checkpoint {folder}: line {error.lineno} of its chat template"
             remedy = "correct chat_template.jinja there, or download it again"
-            if own:
+            if own_template:
                 place = f"data.chat_template: line {error.lineno}"
                 remedy = "correct it"
             raise ConfigError(f"{place} is not Jinja ({_first_line(error)}); {remedy}.") from error
     if data.image_processor_kwargs:
         set_image_options(processor, data.image_processor_kwargs)
-    if own or data.chat_template_kwargs:
-        set_chat_template(processor, own, data.chat_template_kwargs)
+    if own_template or data.chat_template_kwargs:
+        set_chat_template(processor, own_template, data.chat_template_kwargs)
     return processor
 
 
@@ -184,8 +184,8 @@ def load_model(folder: Path, dtype: dtype | str = "auto") -> PreTrainedModel:
         folder, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True
     )
     problems = [f"{name} is missing" for name in loading_info["missing_keys"]]
-    for name, stored, wanted in loading_info["mismatched_keys"]:
-        problems.append(f"{name} is {tuple(stored)}, and config.json asks for {tuple(wanted)}")
+    for name, stored, expected in loading_info["mismatched_keys"]:
+        problems.append(f"{name} is {tuple(stored)}, and config.json asks for {tuple(expected)}")
     if problems:
         raise ConfigError(f"checkpoint {folder}: {min(problems)}; download it again.")
     return model.eval()

@@ -69,9 +69,9 @@ class DeepstackLayer(TransformerLayer):
         extras = hidden_states.shape[1] - 1
         if not extras:
             return layer(hidden_states, **kwargs)
-        hidden, mine, rest = hidden_states.split([1, 1, extras - 1], dim=1)
+        hidden, features, later_features = hidden_states.split([1, 1, extras - 1], dim=1)
         hidden, context = layer(hidden.contiguous(), **kwargs)
-        return torch.cat((hidden + mine, rest), dim=1), context
+        return torch.cat((hidden + features, later_features), dim=1), context
 
     def _without_gradients(
         self, hidden: Tensor, packed_seq_params, padding_mask: Tensor | None, **_
@@ -160,18 +160,18 @@ class LayerInputs(MegatronModule):
         is_pad = ids_1T == pad
         for token in self.config.placeholders:
             is_pad = is_pad | (ids_1T == token)
-        own = self.embedding(ids_1T.masked_fill(is_pad, pad))
+        of_tokens = self.embedding(ids_1T.masked_fill(is_pad, pad))
         is_pad_T1 = is_pad.t()
         if self.config.sequence_parallel:
             is_pad_T1 = scatter_to_sequence_parallel_region(is_pad_T1)
         else:
-            own = own.transpose(0, 1)
-        own = torch.where(is_pad_T1[..., None], own.detach(), own) * self.scale
+            of_tokens = of_tokens.transpose(0, 1)
+        of_tokens = torch.where(is_pad_T1[..., None], of_tokens.detach(), of_tokens) * self.scale
         # a leaf was made by nothing that is trained
         source_T1D = embedded_T1D.detach() if embedded_T1D.is_leaf else embedded_T1D
         projected = self.projection(source_T1D) * self.config.hidden_size**-0.5
-        context, own = (each.unflatten(-1, (-1, self.channels)) for each in (projected, own))
-        inputs_T1LC = (self.norm(context) + own) * 2**-0.5
+        context, of_tokens = (tensor.unflatten(-1, (-1, self.channels)) for tensor in (projected, of_tokens))
+        inputs_T1LC = (self.norm(context) + of_tokens) * 2**-0.5
         return publish(embedded_T1D, aside, *inputs_T1LC.unbind(-2))
 
 
@@ -432,11 +432,11 @@ class LanguageModel(GPTModel):
             message = read_message(self.config, message, self.decoder.layers[0].layer_number)
         super().set_input_tensor(message)
 
-    def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **others):
+    def _preprocess(self, input_ids, position_ids, decoder_input=None, padding_mask=None, **arguments):
         routes = padding_mask
         if self.config.sequence_parallel:  # the router sees this rank's part of the tokens
             routes = scatter_to_sequence_parallel_region(routes.transpose(0, 1).contiguous()).transpose(0, 1)
-        plan = others["packed_seq_params"]
+        plan = arguments["packed_seq_params"]
         plan.turns = self.rotary.turns(position_ids, self.config)
         plan.query_scale = self.rotary.query_scales(position_ids, self.config)
         return decoder_input, None, None, None, None, routes

@@ -64,8 +64,10 @@ def mrope_positions(
         start, end, seen = start + first - end, first + item.shape[1], seen + item.shape[1]
         out[:, first:end] = item + start
         start += int(item.max()) + 1
-    if left := sum(1 for kind in items.values() for _ in kind):
-        raise ValueError(f"{left} images or video frames have no placeholders among {len(kinds_T)} tokens")
+    if unplaced := sum(1 for kind in items.values() for _ in kind):
+        raise ValueError(
+            f"{unplaced} images or video frames have no placeholders among {len(kinds_T)} tokens"
+        )
     out[:, end:] = np.arange(start, start + len(kinds_T) - end)
     return torch.from_numpy(out)
 

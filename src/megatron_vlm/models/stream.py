@@ -87,8 +87,8 @@ class StreamLayout:
         self.ids, documents = batch["input_ids"].numpy().ravel(), document_spans(batch["attention_mask"])
         self.real = np.flatnonzero(batch["attention_mask"])  # places of the stream -> indices into B * S
         # of each place; of one document at a time, as what opens in one closes there
-        self.kinds = np.concatenate([np.empty(0, np.int64), *(kinds(self.ids[each]) for each in documents)])
-        lengths = [each.stop - each.start for each in documents]
+        self.kinds = np.concatenate([np.empty(0, np.int64), *(kinds(self.ids[span]) for span in documents)])
+        lengths = [span.stop - span.start for span in documents]
         blocks = _blocks(lengths, self.kinds > 0) if bidirectional_images else []
         self.placement = Placement(lengths, blocks, ranks, bidirectional_images)
 
@@ -110,11 +110,11 @@ class StreamLayout:
         `wanted` are indices into B * S of the tokens whose outputs are computed; None: the trained tokens.
         """
         plan = AttentionPlan(self.placement, rank, length, windows, device)
-        held = self.real[plan.places]
+        is_real = self.real[plan.places]
         row_of = np.full(self.batch["input_ids"].numel(), -1)  # index into B * S -> where it lies here
-        row_of[held] = np.arange(len(held))
-        taken = np.zeros(length, np.int64)  # padding repeats the first token; nothing depends on it
-        taken[: len(held)] = held
+        row_of[is_real] = np.arange(len(is_real))
+        token_index = np.zeros(length, np.int64)  # padding repeats the first token; nothing depends on it
+        token_index[: len(is_real)] = is_real
         labels = self.batch["labels"].numpy().ravel() if "labels" in self.batch else np.empty(0)
         trained = np.flatnonzero(labels != IGNORE_INDEX)
         weights = self.batch["loss_mask"].numpy().ravel()[trained] if len(trained) else np.ones(0, np.float32)
@@ -126,15 +126,15 @@ class StreamLayout:
         placeholders = np.concatenate([np.flatnonzero(self.kinds == kind) for kind in (IMAGE, VIDEO)])
         routes = torch.full((length, 1, 1), FREE_ROUTE, dtype=torch.int16)
         if "routes" in self.batch:
-            routes = self.batch["routes"].flatten(0, 1)[taken]
-        routes[len(held) :] = ROUTE_OF_PADDING
+            routes = self.batch["routes"].flatten(0, 1)[token_index]
+        routes[len(is_real) :] = ROUTE_OF_PADDING
 
         def here(numbers: np.ndarray | Tensor) -> Tensor:
             return on_device(numbers, device)
 
         return Stream(
-            input_ids=here(self.ids[None, taken]),
-            position_ids=here(self.batch["position_ids"].flatten(-2)[..., None, taken]),
+            input_ids=here(self.ids[None, token_index]),
+            position_ids=here(self.batch["position_ids"].flatten(-2)[..., None, token_index]),
             plan=plan,
             visual_inputs=self.batch["visual_inputs"],
             feature_ranks=self.placement.owner[placeholders],

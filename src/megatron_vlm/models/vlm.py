@@ -113,9 +113,9 @@ def spread_over_ranks(
     """
     items, size, rank = visual.items(), group.size(), group.rank()
     shares = balanced_shares(visual_tokens, size)
-    own = [items[i] for i in shares[rank]]
-    features = vision(own or [blank]).movedim(-2, 0)
-    if not own:
+    own_items = [items[i] for i in shares[rank]]
+    features = vision(own_items or [blank]).movedim(-2, 0)
+    if not own_items:
         features = features[:0]
     # each rank sends every other the features that it wants
     maker, row = _makers(shares, visual_tokens)
@@ -125,8 +125,8 @@ def spread_over_ranks(
     by_maker = all_to_all(group, flat, received, list(map(len, sent)))
     # they arrive sorted by the rank that made them, and go back into document order
     order = np.argsort(np.argsort(maker[wanted[rank]], kind="stable"))
-    mine = by_maker.index_select(0, on_device(order, features.device))
-    return mine.unflatten(1, features.shape[1:]).movedim(0, -2)
+    of_rank = by_maker.index_select(0, on_device(order, features.device))
+    return of_rank.unflatten(1, features.shape[1:]).movedim(0, -2)
 
 
 def balanced_shares(sizes: list[int], ranks: int) -> list[list[int]]:
@@ -248,34 +248,34 @@ class VLMModel(MegatronModule):
         if len(stream.plan.placement.pieces) == 1:  # generation: context-parallel ranks answer other prompts
             group = parallel_state.get_tensor_model_parallel_group()
         wanted = [np.flatnonzero(self._wants(rank, stream, held)) for rank in range(group.size())]
-        mine = wanted[group.rank()]
+        of_rank = wanted[group.rank()]
         if self.config.images_spread:
             features = spread_over_ranks(self._tower, visual, counts, self._blank_image, wanted, group)
         else:
             features = self._tower([visual])
-            if len(mine) < placeholders:
-                features = features.index_select(-2, on_device(mine, features.device))
+            if len(of_rank) < placeholders:
+                features = features.index_select(-2, on_device(of_rank, features.device))
         if self.config.sequence_parallel:
             # each tensor-parallel rank has a part of the tower's gradients, of which Megatron takes the mean
             ranks = self.config.tensor_model_parallel_size
             if features.requires_grad:
                 features.register_hook(lambda gradient: gradient * ranks)
-        rows = on_device(stream.feature_rows[mine] % held, features.device)
+        rows = on_device(stream.feature_rows[of_rank] % held, features.device)
         return features.to(self.config.params_dtype), rows
 
     def _wants(self, rank: int, stream: Stream, held: int) -> np.ndarray:
         """Which features' tokens lie on `rank` of the group of tensor and context parallelism."""
         context_rank, tensor_rank = divmod(rank, self.config.tensor_model_parallel_size)
-        here = stream.feature_ranks == context_rank
+        is_here = stream.feature_ranks == context_rank
         if self.config.sequence_parallel:
-            here &= stream.feature_rows // held == tensor_rank
-        return here
+            is_here &= stream.feature_rows // held == tensor_rank
+        return is_here
 
     def _tower(self, items: list[GenericVisualInputs]) -> Tensor:
         """Features of what is on the host or the device; only this much of the pixels is on the device."""
         device = next(self.vision.parameters()).device
-        first, *others = (item.map_pixels(lambda pixels: on_device(pixels, device)) for item in items)
-        visual = GenericVisualInputs.cat([first, *others]) if others else first  # one is not copied again
+        first, *more = (item.map_pixels(lambda pixels: on_device(pixels, device)) for item in items)
+        visual = GenericVisualInputs.cat([first, *more]) if more else first  # one is not copied again
         return self.vision(**self.pixels(visual.as_model_kwargs(), self.config.params_dtype))
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:

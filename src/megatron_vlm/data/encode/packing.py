@@ -180,6 +180,7 @@ def _pack_both(
     Among documents of one length, the one with the most patches that fit goes first. So documents without
     images are left for rows whose patches are used up.
     """
+    # documents of each length, those with the most patches first
     waiting: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]
     by_patches = order[np.argsort(-patches[order], kind="stable")]
     columns = (by_patches, lengths[by_patches], patches[by_patches])
@@ -187,6 +188,7 @@ def _pack_both(
         waiting[length].append((-count, document))
     fewest = np.array([-documents[-1][0] if documents else max_patches + 1 for documents in waiting])
     longest = _Lengths(waiting).longest
+    # fill one row after the other with the longest document that still fits
     rows: list[list[int]] = []
     while longest(capacity) > 0:
         row, tokens_left, patches_left = [], capacity, max_patches

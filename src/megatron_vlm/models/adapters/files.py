@@ -113,7 +113,7 @@ def _names_in_file(file: Path, stored: list[str], chunk: MegatronModule, renames
     targets = chunk.adapters.targets
     needed_keys = {peft_key(target, name) for target in targets for name in ("lora_A", "lora_B")}
     needed_keys |= {peft_key(target, "lora_magnitude_vector") for target in targets if target.dora}
-    needed_keys |= {PREFIX + key for one in chunk.adapters.saved.values() for key in one.keys}
+    needed_keys |= {PREFIX + key for saved in chunk.adapters.saved.values() for key in saved.keys}
     by_hub_name = {hub_name(key.removeprefix(PREFIX), renames): key for key in needed_keys}
     names = {by_hub_name.get(hub_name(key.removeprefix(PREFIX), renames), key): key for key in stored}
     # of a tensor under two names, one is unexpected

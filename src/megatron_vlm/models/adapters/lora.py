@@ -71,8 +71,8 @@ class Lora(nn.Module):
         axis = self.axes[name]
         if axis is None:
             return shards[0]
-        operation, whole = self.target.rule.operation, self.whole[name]
-        parts = [operation.in_blocks(shard, whole, len(shards)) for shard in shards]
+        operation, full_shape = self.target.rule.operation, self.whole[name]
+        parts = [operation.in_blocks(shard, full_shape, len(shards)) for shard in shards]
         return torch.cat([part for block in zip(*parts, strict=True) for part in block], dim=axis)
 
     def part(self, name: str, values: Any) -> Tensor:
@@ -86,12 +86,12 @@ class Lora(nn.Module):
         tensor, axis = getattr(self, name), self.axes[name]
         if axis is None:
             return make_sharded_tensor_for_checkpoint(tensor, key)
-        one = make_tp_sharded_tensor_for_checkpoint(tensor, key, tp_axis=axis)
+        sharded = make_tp_sharded_tensor_for_checkpoint(tensor, key, tp_axis=axis)
         blocks = self.target.rule.operation.blocks(self.whole[name][axis])
         sizes = [block // self.group.size() for block in blocks]
         if len(sizes) == 1:
-            return one
-        return _split_tensor_factory(one, sizes, [str(number) for number in range(len(sizes))], axis)
+            return sharded
+        return _split_tensor_factory(sharded, sizes, [str(number) for number in range(len(sizes))], axis)
 
 
 def initial_A(target: Target, seed: int, base: Tensor) -> Tensor:

@@ -79,16 +79,22 @@ def check_same(path: Path, saved: list[str] | None, now: list[str] | None) -> No
     if saved == now:
         return
     if saved is None or now is None:
-        held, wanted = ("whole weights", "adapters") if saved is None else ("adapters", "whole weights")
-        why = f"holds {held}, and this run trains {wanted}; set adapter.* as it was, or give another run_dir."
+        kinds = ["adapters", "whole weights"]
+        saved_kind, run_kind = reversed(kinds) if saved is None else kinds
+        reason = (
+            f"holds {saved_kind}, and this run trains {run_kind}; set adapter.* as it was, or give another "
+            "run_dir."
+        )
     elif saved[0] != now[0]:
-        why = (
+        reason = (
             f"holds adapters of a base model with fingerprint {saved[0]}, and model.hf_path has "
             f"{now[0]}; give the checkpoint on which they were trained, or another run_dir."
         )
     else:
-        why = "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
-    raise ConfigError(f"checkpoint: {path} {why}")
+        reason = (
+            "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
+        )
+    raise ConfigError(f"checkpoint: {path} {reason}")
 
 
 def saved_weights(chunk: MegatronModule) -> Iterator[tuple[SavedModule, Tensor]]:

@@ -129,8 +129,8 @@ def _experts(names: list[str], modules: dict[str, nn.Module], weight_map: Weight
         if not fitting([name], targets):
             of_experts = [rule for rule in weight_map.rules if rule.rows and rule.block is None]
             fused = {"experts." + key.rpartition(".")[2] for rule in of_experts for key in rule.hf}
-            known = suggestion(name, sorted(fused)) if fused else ", whose family has no routed experts"
-            raise ConfigError(f"adapter.target_parameters: {name} fits no parameter of the model{known}")
+            hint = suggestion(name, sorted(fused)) if fused else ", whose family has no routed experts"
+            raise ConfigError(f"adapter.target_parameters: {name} fits no parameter of the model{hint}")
     return list(targets.values())
 
 
@@ -145,8 +145,8 @@ def find_whole(adapter: AdapterConfig, description: Description) -> dict[str, Sa
     saved_modules = fitting(names, filter(None, modules))
     for end in names:
         if not fitting([end], saved_modules):
-            known = suggestion(end, sorted({name.rpartition(".")[2] for name in modules}))
-            raise _refused(f"{end} fits no module of the model{known}")
+            hint = suggestion(end, sorted({name.rpartition(".")[2] for name in modules}))
+            raise _refused(f"{end} fits no module of the model{hint}")
     for name in modules:  # peft compares letters, not whole parts of names
         if name.endswith(tuple(names)) and name not in saved_modules:
             raise _refused(f"peft would take {name}, too, which ends alike; give longer or whole names.")
@@ -186,8 +186,8 @@ def _place(key: str, weight_map: WeightMap) -> tuple[Rule, str, int]:
     return place
 
 
-def _refused(why: str) -> ConfigError:
-    return ConfigError(f"adapter.modules_to_save: {why}")
+def _refused(reason: str) -> ConfigError:
+    return ConfigError(f"adapter.modules_to_save: {reason}")
 
 
 def hf_modules(hf_config: Any) -> dict[str, nn.Module]:
@@ -209,7 +209,7 @@ def fitting(names: str | Iterable[str], modules: Iterable[str]) -> list[str]:
 def outside_saved(names: list[str], modules: list[str]) -> list[str]:
     """The names that lie in none of `modules_to_save`: peft gives the others no adapter
     (`tuners_utils.check_target_module_exists`)."""
-    inside = {found for name in names for found in matching(rf"(^|.*\.){name}($|\..*)", modules, "match")}
+    inside = {module for name in names for module in matching(rf"(^|.*\.){name}($|\..*)", modules, "match")}
     return [name for name in modules if name not in inside]
 
 
@@ -226,8 +226,8 @@ def _of_layers(adapter: AdapterConfig, modules: list[str]) -> list[str]:
         return modules
     layers: dict[str, int] = {}
     for start in [rf"(?:^|.*?\.){name}" for name in adapter.layers_pattern] or [r".*?\.[^.]*"]:
-        for module, found in matching(rf"{start}\.(?P<idx>\d+)\.", modules, "match").items():
-            layers.setdefault(module, int(found["idx"]))
+        for module, match in matching(rf"{start}\.(?P<idx>\d+)\.", modules, "match").items():
+            layers.setdefault(module, int(match["idx"]))
     if missing := sorted(set(layer_numbers) - set(layers.values())):
         raise ConfigError(
             f"adapter.layers_to_transform: {missing[0]} is the layer of no module in target_modules; known "
@@ -241,10 +241,10 @@ def _by_pattern(key: str, patterns: dict[str, float], default: float, modules: l
     values: dict[str, float] = {}
     for pattern, value in patterns.items():
         unmatched = [name for name in modules if name not in values]
-        if not (found := matching(rf"(.*\.)?({pattern})$", unmatched, "match")):
-            known = suggestion(pattern, _endings(modules))
-            raise ConfigError(f"{key}: {pattern} fits no module that has an adapter{known}")
-        values |= dict.fromkeys(found, value)
+        if not (matches := matching(rf"(.*\.)?({pattern})$", unmatched, "match")):
+            hint = suggestion(pattern, _endings(modules))
+            raise ConfigError(f"{key}: {pattern} fits no module that has an adapter{hint}")
+        values |= dict.fromkeys(matches, value)
     return [values.get(name, default) for name in modules]
 
 
@@ -255,10 +255,10 @@ def _check_names(key: str, names: str | list[str], modules: Iterable[str], linea
             continue
         known = [*_endings(linears), *linears] if "." in name else _endings(linears)
         known = suggestion(name, known + [ALL_LINEAR] * is_regex)
-        how = (
+        remedy = (
             f" A regex fits whole names, such as {linears[0]}; give ends of names as a list: {key}=[{name}]."
         )
-        raise ConfigError(f"{key}: {name} fits no module of the model{known}{how * is_regex}")
+        raise ConfigError(f"{key}: {name} fits no module of the model{known}{remedy * is_regex}")
 
 
 def _endings(modules: Iterable[str]) -> list[str]:
@@ -270,17 +270,17 @@ def _refuse(without: list[str], names: list[str], module: nn.Module, as_expert: 
     """Says why the first of some modules cannot have an adapter, and how to leave out all of them."""
     name = without[0]
     if as_expert:
-        why = "is a router, or has a name that peft takes for experts, so it could not be loaded again"
+        reason = "is a router, or has a name that peft takes for experts, so it could not be loaded again"
     elif name == HEAD:
-        why = "is the output layer, which computes the loss without its logits"
+        reason = "is the output layer, which computes the loss without its logits"
     elif not isinstance(module, nn.Linear):
-        why = f"is a {type(module).__name__}; adapters are for linears"
+        reason = f"is a {type(module).__name__}; adapters are for linears"
     else:
-        why = "is not a part of the model that is trained"
+        reason = "is not a part of the model that is trained"
     ends = sorted({".".join(each.split(".")[-2:]) for each in without})
     other_names = set(names) - set(without)
     fits_no_other = other_names and not fitting(ends, other_names)
     remedy = (
         f"set adapter.exclude_modules=[{','.join(ends)}]" if fits_no_other else "add it to exclude_modules"
     )
-    raise ConfigError(f"adapter.target_modules: {name} {why}; leave it out, or {remedy}.")
+    raise ConfigError(f"adapter.target_modules: {name} {reason}; leave it out, or {remedy}.")

@@ -29,4 +29,4 @@ def describe(hf_config: Any) -> Description:
 def load(model_type: str) -> type[Description]:
     """The class whose objects describe checkpoints of this type: its module has no other with this type."""
     classes = vars(import_module(f"{__name__}.{model_type}")).values()
-    return next(each for each in classes if getattr(each, "model_type", None) == model_type)
+    return next(family for family in classes if getattr(family, "model_type", None) == model_type)

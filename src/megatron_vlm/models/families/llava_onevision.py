@@ -28,7 +28,7 @@ LEAST_SHRINKING = 1.1  # of a side, as in Transformers: features of larger image
 
 def _whole_tiles(pinpoints: Any, hf_config: Any) -> bool:
     side = hf_config.vision_config.image_size
-    pairs = pinpoints and all(isinstance(each, list | tuple) and len(each) == 2 for each in pinpoints)
+    pairs = pinpoints and all(isinstance(size, list | tuple) and len(size) == 2 for size in pinpoints)
     return bool(pairs) and all(min(p) > 0 == max(n % side for n in p) for p in pinpoints)
 
 
@@ -163,7 +163,7 @@ class LlavaOnevision(texts.LikeLlava):
                 raise ValueError(
                     f"images of {sizes} pixels, whose tiles give no features: {error}"
                 ) from error
-            counts = [len(each) for each in features]
+            counts = [len(rows) for rows in features]
         frames = [] if visual.video_frames is None else visual.video_frames.tolist()
         return counts + [n * ((side + 1) // 2) ** 2 + 1 for n in frames]
 

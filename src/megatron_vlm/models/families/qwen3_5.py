@@ -65,13 +65,13 @@ class Qwen35(patch_towers.PatchFamily):
     def attention_rules(self) -> list[Rule]:
         """Rules for both kinds of layers."""
         heads = self.architecture["delta_heads"]
-        key, _, values, *others = sizes_of_head(heads)
+        key, _, values, *unused = sizes_of_head(heads)
         prefix, hf_prefix = "self_attention.", "linear_attn."
         inputs = [f"{hf_prefix}in_proj_{name}.weight" for name in ("qkv", "b", "a", "z")]
         return [
             *super().attention_rules(),
             self.layer_rule(
-                f"{prefix}in_proj.weight", inputs, DeltaInputs(heads.keys, key, values, tuple(others))
+                f"{prefix}in_proj.weight", inputs, DeltaInputs(heads.keys, key, values, tuple(unused))
             ),
             self.layer_rule(
                 f"{prefix}conv1d", [f"{hf_prefix}conv1d.weight"], DeltaInputs(heads.keys, key, values)

@@ -48,10 +48,10 @@ def layer_spec(config: LanguageModelConfig, layer: int) -> ModuleSpec:
     return spec
 
 
-def _of_width(mlp: Callable[..., nn.Module], width: int, *, config: LanguageModelConfig, **others: Any):
+def _of_width(mlp: Callable[..., nn.Module], width: int, *, config: LanguageModelConfig, **arguments: Any):
     config = copy.copy(config)
     config.ffn_hidden_size = width
-    return mlp(config=config, **others)
+    return mlp(config=config, **arguments)
 
 
 class LayerWithInput(DeepstackLayer):
@@ -61,8 +61,8 @@ class LayerWithInput(DeepstackLayer):
         super().__init__(config, *args, **kwargs)
         self.own_input = OwnInput(config)
 
-    def forward(self, hidden_states: Tensor, *, packed_seq_params: AttentionPlan, **others: Any):
-        hidden, context = super().forward(hidden_states, packed_seq_params=packed_seq_params, **others)
+    def forward(self, hidden_states: Tensor, *, packed_seq_params: AttentionPlan, **arguments: Any):
+        hidden, context = super().forward(hidden_states, packed_seq_params=packed_seq_params, **arguments)
         hidden, layer_input = read(hidden, packed_seq_params.asides[INPUTS], self.layer_number - 1)
         return self.own_input(hidden, layer_input), context
 

@@ -31,9 +31,9 @@ class Glm4vVision(patch_towers.GridVision):
 def _sizes_to_device(module: nn.Module, arguments: tuple) -> tuple:
     """Moves images' lengths and grids to the device: the position embeddings read them there, the rest of the
     tower on the host."""
-    hidden_states, lengths, grids_N3, *others = arguments
+    hidden_states, lengths, grids_N3, *more = arguments
     lengths, grids_N3 = (on_device(sizes, hidden_states.device) for sizes in (lengths, grids_N3))
-    return hidden_states, lengths, grids_N3, *others
+    return hidden_states, lengths, grids_N3, *more
 
 
 class GlmFamily(patch_towers.PatchFamily):

@@ -87,8 +87,8 @@ def attention_rules(family: LlamaFamily) -> list[Rule]:
     """Rules for latent attention and the norm before it, in every layer."""
     text = family.text
 
-    def rule(ours: str, theirs: str, operation: Operation) -> Rule:
-        return family.layer_rule(OURS + ours, [THEIRS + theirs], operation)
+    def rule(ours: str, hf_name: str, operation: Operation) -> Rule:
+        return family.layer_rule(OURS + ours, [THEIRS + hf_name], operation)
 
     rules = [
         *family.norm_rules({"input_layernorm": "input_layernorm"}),

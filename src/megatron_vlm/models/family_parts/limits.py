@@ -135,7 +135,7 @@ def keys_read(description: Description) -> set[str]:
 def _record(part: Any, name: str, reads: list[str]) -> None:
     """Let the part of a config, and copies of it, add the names of keys to `reads` when they are read."""
     plain = type(part)
-    names = {each.name for each in fields(plain)}
+    names = {field.name for field in fields(plain)}
 
     def read(self: Any, key: str) -> Any:
         key_name = plain.attribute_map.get(key, key)
@@ -198,8 +198,8 @@ def _outside_limits(description: Description) -> Iterator[str]:
                 )
                 continue
             alike = [part.per_layer_config[kind] for kind in sorted(set(part.layer_types))]
-        problems = [_broken(limits, name, each) for each in alike]
-        yield from dict.fromkeys(problem for each in problems for problem in each)
+        problems = [_broken(limits, name, alike_part) for alike_part in alike]
+        yield from dict.fromkeys(problem for alike_part in problems for problem in alike_part)
         yield from _rope_problems(description, name, alike[0])
 
 
@@ -214,7 +214,7 @@ def _unread(description: Description, reads: set[str]) -> Iterator[str]:
         part = part_of(description.hf_config, name)
         default = type(part)()
         limited = limits_of(description, name).keys() | PARTS
-        for key in [each.name for each in fields(part)]:
+        for key in [field.name for field in fields(part)]:
             is_used = key in limited or dotted(name, key) in reads
             if not is_used and getattr(part, key) != getattr(default, key):
                 yield _problem(dotted(name, key), getattr(part, key), as_json(getattr(default, key)))

@@ -81,7 +81,7 @@ class LlamaFamily(Description):
 
     @property
     def rules(self) -> list[Rule]:
-        vision = [Rule(f"vision.{ours}", (theirs,), Whole()) for ours, theirs in self.vision_keys.items()]
+        vision = [Rule(f"vision.{ours}", (hf_key,), Whole()) for ours, hf_key in self.vision_keys.items()]
         return [
             *vision,
             *outer_rules(self.text.vocab_size, self.tied, self.hf_model, self.hf_head),

@@ -94,13 +94,13 @@ def rules(family: LlamaFamily, experts: int) -> list[Rule]:
     A checkpoint fuses the experts of a layer into one tensor per projection, transposed or not, or stores
     them one by one.
     """
-    rule, ours, one = family.layer_rule, "mlp.experts.*.linear_", "mlp.experts.*."
-    gate_up = [one + "gate_proj.weight", one + "up_proj.weight"]
+    rule, ours, prefix = family.layer_rule, "mlp.experts.*.linear_", "mlp.experts.*."
+    gate_up = [prefix + "gate_proj.weight", prefix + "up_proj.weight"]
     return [
         rule("mlp.router.weight", ["mlp.gate.weight"], Whole()),
         *fused_rules(family, experts, "mlp.experts."),
         rule(ours + "fc1", gate_up, GatedMLP()),
-        rule(ours + "fc2", [one + "down_proj.weight"], Whole()),
+        rule(ours + "fc2", [prefix + "down_proj.weight"], Whole()),
     ]
 
 
@@ -109,9 +109,9 @@ def fused_rules(family: LlamaFamily, experts: int, hf_prefix: str) -> list[Rule]
     hidden, ffn = family.text.hidden_size, family.text.moe_intermediate_size
     return [
         family.layer_rule(
-            f"mlp.experts.*.linear_{ours}", [hf_prefix + theirs], Whole(), rows=experts, row_shape=shape
+            f"mlp.experts.*.linear_{ours}", [hf_prefix + hf_name], Whole(), rows=experts, row_shape=shape
         )
-        for ours, theirs, shape in (
+        for ours, hf_name, shape in (
             ("fc1", "gate_up_proj", (2 * ffn, hidden)),
             ("fc2", "down_proj", (hidden, ffn)),
         )

@@ -86,8 +86,8 @@ class Attend(torch.autograd.Function):
         for queries, keys, segments in view.more:
             inputs = query[queries], key[keys], value[keys]
             outputs = context[queries], log_sum[:, queries].contiguous()
-            others = kernel.backward(gradient[queries], inputs, outputs, segments, scale)
-            for grad, rows, more in zip(grads, (queries, keys, keys), others, strict=True):
+            gradients = kernel.backward(gradient[queries], inputs, outputs, segments, scale)
+            for grad, rows, more in zip(grads, (queries, keys, keys), gradients, strict=True):
                 grad.index_add_(0, rows, more)
         return *grads, None, None, None
 

@@ -137,8 +137,8 @@ class AttentionPlan:
         queries, keys = (
             [stop - start for _, start, stop in runs] + more * bool(len(padding)) for runs in (pieces, seen)
         )
-        left = None if window is None else window - 1
-        segments = Segments(np.array(queries), np.array(keys), left, 0, self.device)
+        window_left = None if window is None else window - 1
+        segments = Segments(np.array(queries), np.array(keys), window_left, 0, self.device)
         if sum(map(len, self.placement.pieces)) == len(self.placement.starts):  # no document is cut
             return View(segments, window, np.empty(0, np.int64), more=self._more(window, None))
         received, exchange = self._exchange(window)
@@ -169,12 +169,12 @@ class AttentionPlan:
                 needed[first + start : first + stop] = True
             places = np.flatnonzero(needed & (owner != rank))
             foreign.append(places[np.argsort(owner[places], kind="stable")])
-        mine = foreign[self.rank]
+        of_rank = foreign[self.rank]
         if not any(map(len, foreign)):
-            return mine, None
+            return of_rank, None
         sent = [self.local[places[owner[places] == self.rank]] for places in foreign]
-        received = np.bincount(owner[mine], minlength=len(foreign)).tolist()
-        return mine, Exchange(on_device(np.concatenate(sent), self.device), list(map(len, sent)), received)
+        received = np.bincount(owner[of_rank], minlength=len(foreign)).tolist()
+        return of_rank, Exchange(on_device(np.concatenate(sent), self.device), list(map(len, sent)), received)
 
     def _more(
         self, window: int | None, order: np.ndarray | None

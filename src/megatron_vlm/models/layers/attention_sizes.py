@@ -22,16 +22,16 @@ def heads_of(sizes: Any, layer: int) -> Heads:
     """The heads of `layer`, counted from 0 in the whole model. `sizes`: a LanguageModelConfig or a family's
     fields of it."""
     sizes = sizes if isinstance(sizes, dict) else vars(sizes)
-    if each := sizes.get("layer_heads"):
-        return each[layer]
+    if layer_heads := sizes.get("layer_heads"):
+        return layer_heads[layer]
     return Heads(sizes["kv_channels"], sizes["num_query_groups"])
 
 
 def feed_forward_width(sizes: Any, layer: int) -> int:
     """The channels of the dense feed-forward of `layer`."""
     sizes = sizes if isinstance(sizes, dict) else vars(sizes)
-    each = sizes.get("layer_ffn")
-    return each[layer] if each else sizes["ffn_hidden_size"]
+    widths = sizes.get("layer_ffn")
+    return widths[layer] if widths else sizes["ffn_hidden_size"]
 
 
 class LatentHeads(NamedTuple):

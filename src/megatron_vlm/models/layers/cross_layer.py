@@ -21,8 +21,8 @@ class CrossLayerTensors:
         self.trained = True  # false where who put in asks for no gradient
 
     def add(self, place: int, gradient: Tensor) -> None:
-        held = self.gradients.get(place)
-        self.gradients[place] = gradient if held is None else held + gradient
+        gradient_before = self.gradients.get(place)
+        self.gradients[place] = gradient if gradient_before is None else gradient_before + gradient
 
 
 def publish(carrier: Tensor, aside: CrossLayerTensors, *tensors: Tensor) -> Tensor:
@@ -48,8 +48,8 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Any, ...]:
-        left = ctx.aside.gradients
-        return gradient, None, *(left.pop(place, None) for place in range(len(ctx.aside.tensors)))
+        gradients = ctx.aside.gradients
+        return gradient, None, *(gradients.pop(place, None) for place in range(len(ctx.aside.tensors)))
 
 
 class _Take(torch.autograd.Function):

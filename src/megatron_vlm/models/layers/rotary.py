@@ -60,9 +60,11 @@ class Rotary(nn.Module):
     ):
         super().__init__()
         self.register_buffer(
-            "inv_freq", pad_sequence([each for each, _ in rules], batch_first=True), persistent=False
+            "inv_freq",
+            pad_sequence([frequencies for frequencies, _ in rules], batch_first=True),
+            persistent=False,
         )
-        self.widths = [len(each) for each, _ in rules]
+        self.widths = [len(frequencies) for frequencies, _ in rules]
         self.register_buffer("factors", torch.tensor([factor for _, factor in rules]), persistent=False)
         assert axes is None or len(axes) == self.inv_freq.shape[1], "an axis for every frequency"
         self.register_buffer("axes", axes, persistent=False)

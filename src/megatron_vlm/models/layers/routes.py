@@ -74,12 +74,12 @@ class ExpertExchange:
 
     def __init__(self, counts_X: Tensor, group: dist.ProcessGroup):
         self._group, ranks = group, group.size()
-        mine = counts_X.view(ranks, -1)
-        theirs = torch.empty_like(mine)  # [rank, expert]: rows that the rank has for an expert of mine
-        dist.all_to_all_single(theirs, mine.contiguous(), group=group)
-        self._sent, self._received = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
-        numbers = torch.arange(theirs.shape[1], device=theirs.device).repeat(ranks)
-        self.experts = numbers.repeat_interleave(theirs.flatten(), output_size=sum(self._received))
+        sent = counts_X.view(ranks, -1)
+        received = torch.empty_like(sent)  # [rank, expert]: rows that the rank has for an expert of mine
+        dist.all_to_all_single(received, sent.contiguous(), group=group)
+        self._sent, self._received = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        numbers = torch.arange(received.shape[1], device=received.device).repeat(ranks)
+        self.experts = numbers.repeat_interleave(received.flatten(), output_size=sum(self._received))
 
     def there(self, rows: Tensor) -> Tensor:
         return all_to_all(self._group, rows, self._received, self._sent)

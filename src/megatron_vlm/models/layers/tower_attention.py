@@ -36,7 +36,7 @@ def attend(
     The bounds of the segments (n + 1,) are on the host: `host_bounds` if a tower makes its own on the device,
     `attention_mask` if its layers hand on nothing else.
     """
-    bounds = next(each for each in (host_bounds, cu_seq_lens_q, attention_mask) if each is not None)
+    bounds = next(bound for bound in (host_bounds, cu_seq_lens_q, attention_mask) if bound is not None)
     if bounds not in _views:
         _views[bounds] = view_of(np.diff(bounds.numpy()), query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

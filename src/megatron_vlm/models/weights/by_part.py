@@ -25,16 +25,16 @@ def parameters_by_part(
     parameter of any rank, if several patterns find a parameter, and if a pattern finds only some of the HF
     tensors that are one parameter here, such as q without k and v.
     """
-    wanted = {name: keys for name, keys in settings.items() if keys}
-    trained = list(_trained_parameters(chunks, rules)) if wanted else []
+    keys_by_setting = {name: keys for name, keys in settings.items() if keys}
+    trained = list(_trained_parameters(chunks, rules)) if keys_by_setting else []
     groups = {**groups, ADAPTERS.rstrip("."): (ADAPTERS,)}
-    return {name: _of_setting(name, keys, trained, groups) for name, keys in wanted.items()}
+    return {name: _of_setting(name, keys, trained, groups) for name, keys in keys_by_setting.items()}
 
 
 def _of_setting(
     setting: str, keys: Collection[str], trained: list[Named], groups: Groups
 ) -> dict[str, list[Parameter]]:
-    found: dict[str, list[Parameter]] = {key: [] for key in keys}
+    params: dict[str, list[Parameter]] = {key: [] for key in keys}
     problems, parts, names = [], set(), [hf_name for *_, hf_names in trained for hf_name in hf_names]
     fits = {key: set(matching(key, names, "search")) for key in keys if key not in groups}
     for name, param, hf_names in trained:
@@ -42,11 +42,11 @@ def _of_setting(
         parts.add(part)
         finding = {key: hits for key in fits if (hits := fits[key].intersection(hf_names))}
         problems += [f"{setting}: {text}" for text in _unclear(finding, hf_names)]
-        for key in list(finding)[:1] or ([part] if part in found else []):
-            found[key].append(param)
-    used = {key: bool(found[key]) or key in parts for key in keys}
+        for key in list(finding)[:1] or ([part] if part in params else []):
+            params[key].append(param)
+    used = {key: bool(params[key]) or key in parts for key in keys}
     _agree(setting, groups, used, problems, [names[0] for _, _, names in trained[:1]])
-    return found
+    return params
 
 
 def _unclear(finding: dict[str, set[str]], hf_names: list[str]) -> Iterator[str]:
@@ -63,16 +63,18 @@ def _unclear(finding: dict[str, set[str]], hf_names: list[str]) -> Iterator[str]
 
 def _trained_parameters(chunks: list[Module], rules: list[Rule]) -> Iterator[Named]:
     """(name, parameter, its HF tensors' names); experts in one tensor have the names of all of them."""
-    found: dict[int, Named] = {}
+    named: dict[int, Named] = {}
     for chunk in map(unwrap_model, chunks):
         for name, param in chunk.named_parameters():
             if name.startswith(ADAPTERS):
-                found[id(param)] = name, param, [name.removeprefix(ADAPTERS)]
-        held: list[Any] = []  # the parameter of which an expert is a part
-        for name, _ in named_global_weights(chunk, lambda weight, held=held: held.append(weight) or weight):
-            if held[-1].requires_grad:
-                found.setdefault(id(held[-1]), (name, held[-1], []))[2].extend(find_rule(rules, name)[1])
-    yield from found.values()
+                named[id(param)] = name, param, [name.removeprefix(ADAPTERS)]
+        owners: list[Any] = []  # the parameter of which an expert is a part
+        for name, _ in named_global_weights(
+            chunk, lambda weight, owners=owners: owners.append(weight) or weight
+        ):
+            if owners[-1].requires_grad:
+                named.setdefault(id(owners[-1]), (name, owners[-1], []))[2].extend(find_rule(rules, name)[1])
+    yield from named.values()
 
 
 def _agree(
@@ -86,8 +88,8 @@ def _agree(
         if any(used[key] for _, used, _ in everywhere):
             continue
         if key in groups:
-            why = "model.freeze, or adapters alone are trained"
-            wrong.append(f"{setting}: no parameter of {key} is trained ({why}); drop it there.")
+            reason = "model.freeze, or adapters alone are trained"
+            wrong.append(f"{setting}: no parameter of {key} is trained ({reason}); drop it there.")
         else:
             wrong.append(
                 f"{setting}: {key} is none of the parts {', '.join(groups)}, and no trained parameter has a "

@@ -99,12 +99,15 @@ def _exported(
     """The weights that this rank exports: (name, value, rule). An expert comes with the names of the experts
     that all expert-parallel ranks hold in its place, in their order."""
     for chunk in chunks:
-        here, ranks = experts_per_rank(chunk.config), range(chunk.config.expert_model_parallel_size)
+        local_experts, ranks = experts_per_rank(chunk.config), range(chunk.config.expert_model_parallel_size)
         for name, local in named_global_weights(chunk, value):
             rule, _ = find_rule(rules, name, files)
             names = [name]
             if expert := EXPERT.search(name):
-                names = [EXPERT.sub(str(rank * here + int(expert[0]) % here), name) for rank in ranks]
+                names = [
+                    EXPERT.sub(str(rank * local_experts + int(expert[0]) % local_experts), name)
+                    for rank in ranks
+                ]
             if rule.export:
                 yield names, local, rule
 
@@ -284,12 +287,12 @@ def hf_weights(
     return from_every_stage(as_stored(key, tensor) for key, tensor in of_stage)
 
 
-def from_every_stage(own: Iterable[Named]) -> Iterator[Named]:
+def from_every_stage(stage_weights: Iterable[Named]) -> Iterator[Named]:
     """Yields what each pipeline stage has, one after another, on every rank's device. `own` may be a
     collective of its stage."""
-    group, mine = parallel_state.get_pipeline_model_parallel_group(), dist.get_rank()
+    group, rank = parallel_state.get_pipeline_model_parallel_group(), dist.get_rank()
     for sender in dist.get_process_group_ranks(group):
-        weights = iter(own) if sender == mine else iter(())
+        weights = iter(stage_weights) if sender == rank else iter(())
         while weight := _sent(next(weights, None), sender, group):
             yield weight
 
@@ -298,11 +301,11 @@ def _sent(weight: Named | None, sender: int, group: dist.ProcessGroup) -> Named 
     """The sender's weight on every rank of the group; None after its last."""
     if group.size() == 1:
         return weight and (weight[0], weight[1].contiguous())
-    said = [weight and (weight[0], weight[1].shape, weight[1].dtype)]
-    dist.broadcast_object_list(said, src=sender, group=group)
-    if said[0] is None:
+    header = [weight and (weight[0], weight[1].shape, weight[1].dtype)]
+    dist.broadcast_object_list(header, src=sender, group=group)
+    if header[0] is None:
         return None
-    name, shape, dtype = said[0]
+    name, shape, dtype = header[0]
     tensor = weight[1].contiguous() if weight else torch.empty(shape, dtype=dtype, device=setup.device())
     dist.broadcast(tensor, src=sender, group=group)
     return name, tensor

@@ -52,14 +52,14 @@ class Stored:
 
 def split(tensors: Iterable[Stored], shard_bytes: int) -> Iterator[list[Stored]]:
     """The tensors of each file: a file takes the next tensors until it holds `shard_bytes`."""
-    held: list[Stored] = []
+    shard: list[Stored] = []
     for tensor in tensors:
-        held.append(tensor)
-        if sum(t.nbytes for t in held) >= shard_bytes:
-            yield held
-            held = []
-    if held:
-        yield held
+        shard.append(tensor)
+        if sum(t.nbytes for t in shard) >= shard_bytes:
+            yield shard
+            shard = []
+    if shard:
+        yield shard
 
 
 class SafetensorsFile:
@@ -93,10 +93,10 @@ class SafetensorsFile:
     def write(self, name: str, value: Tensor, row: int | None = None) -> None:
         """Write a whole tensor, or one `row` or block along its first axis, cast to the stored dtype."""
         stored, offset = self._place[name]
-        given = list(value.shape)
-        of_row = given[value.dim() - len(stored.shape) + 1 :]
-        fits = given == list(stored.shape) if row is None else of_row == list(stored.shape[1:])
-        assert fits, f"{name}: {given} for {stored.shape}"
+        shape = list(value.shape)
+        of_row = shape[value.dim() - len(stored.shape) + 1 :]
+        fits = shape == list(stored.shape) if row is None else of_row == list(stored.shape[1:])
+        assert fits, f"{name}: {shape} for {stored.shape}"
         offset += (row or 0) * value.numel() * stored.dtype.itemsize
         for part in _staged(value.detach(), stored.dtype):
             self._put(memoryview(part.view(torch.uint8).numpy()), offset)
@@ -110,8 +110,8 @@ class SafetensorsFile:
 
     def _put(self, data: bytes | memoryview, offset: int) -> None:
         while data:
-            written = os.pwrite(self._file.fileno(), data, offset)
-            data, offset = data[written:], offset + written
+            count = os.pwrite(self._file.fileno(), data, offset)
+            data, offset = data[count:], offset + count
 
 
 def _staged(value: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -271,10 +271,10 @@ def differ(checkpoint: HFCheckpoint, embedding_key: str, head_key: str) -> bool:
     if list(embedding.get_shape()) != list(head.get_shape()):
         return True
     for start in range(0, embedding.get_shape()[0], ROWS):
-        mine, theirs = (source[slice(start, start + ROWS),] for source in (embedding, head))
-        if not torch.equal(mine, theirs.to(mine.dtype)):
+        embedding_rows, head_rows = (source[slice(start, start + ROWS),] for source in (embedding, head))
+        if not torch.equal(embedding_rows, head_rows.to(embedding_rows.dtype)):
             return True
-        nbytes = mine.nbytes + theirs.nbytes
-        del mine, theirs
+        nbytes = embedding_rows.nbytes + head_rows.nbytes
+        del embedding_rows, head_rows
         checkpoint.release(nbytes)
     return False

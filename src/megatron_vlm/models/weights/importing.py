@@ -65,16 +65,16 @@ class ParameterImport:
 
     def check(self, checkpoint: HFCheckpoint) -> None:
         for key, needed in zip(self.keys, self.rule.hf_shapes(self.param, self.size), strict=True):
-            what = f"{tuple(needed)}, of which {self.name} is {tuple(self.param.shape)} at tp {self.size}"
+            shapes = f"{tuple(needed)}, of which {self.name} is {tuple(self.param.shape)} at tp {self.size}"
             if key not in checkpoint.files:
                 raise ValueError(
-                    f"{checkpoint.folder}: lacks {key!r}: {what}; is the download complete, and does a name "
-                    f"such as {min(checkpoint.files, default='')} begin as the hub's do?"
+                    f"{checkpoint.folder}: lacks {key!r}: {shapes}; is the download complete, and does a "
+                    f"name such as {min(checkpoint.files, default='')} begin as the hub's do?"
                 )
             stored = checkpoint.shape(key)
             if not self.rule.fits(stored, needed):
                 raise ValueError(
-                    f"{checkpoint.folder}: {key!r} is {tuple(stored)} and must be {what}; "
+                    f"{checkpoint.folder}: {key!r} is {tuple(stored)} and must be {shapes}; "
                     "do config.json and weights belong together?"
                 )
 
@@ -102,9 +102,9 @@ def _place(name: str) -> tuple[int, int]:
 def _check_all_used(checkpoint: HFCheckpoint, used: set[str], weight_map: WeightMap) -> None:
     """Raises unless every key has a place on some rank, or the map says why not. Collective."""
     keys = sorted(checkpoint.files)
-    held = torch.tensor([key in used for key in keys], dtype=torch.uint8)
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    unused = [key for key, somewhere in zip(keys, held.tolist(), strict=True) if not somewhere]
+    is_used = torch.tensor([key in used for key in keys], dtype=torch.uint8)
+    dist.all_reduce(is_used, dist.ReduceOp.MAX)
+    unused = [key for key, somewhere in zip(keys, is_used.tolist(), strict=True) if not somewhere]
     if unknown := [key for key in unused if not weight_map.carries(key)]:
         some = ", ".join(f"{key!r} {tuple(checkpoint.shape(key))}" for key in unknown[:5])
         raise ValueError(

@@ -180,13 +180,13 @@ class DeltaInputs(Operation):
     axis: ClassVar[int] = 0
 
     def blocks(self, rows: int) -> list[int]:
-        sizes = [self.heads * each for each in (self.key, self.key, self.values)]
+        sizes = [self.heads * width for width in (self.key, self.key, self.values)]
         return sizes if rows == sum(sizes) else [rows]
 
     def views(self, param: Tensor) -> list[list[Tensor]]:
         sizes = [self.key, self.key, self.values, *self.others]
-        query, key, value, *others = param.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
-        return [[query, key, value], *([other] for other in others)]
+        query, key, value, *more = param.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        return [[query, key, value], *([other] for other in more)]
 
 
 @dataclass(frozen=True)

@@ -36,17 +36,17 @@ def check_delta_nets(megatron_config: TransformerConfig, device: torch.device, m
     if heads is None or dtype == torch.float32 or torch.are_deterministic_algorithms_enabled():
         return
     try:
-        found = kernels.installed()
+        kernel = kernels.installed()
     except ImportError as error:
         return checks.fall_back("delta_nets", model, f"flash-linear-attention is not complete ({error})")
-    if found is None:
+    if kernel is None:
         return warnings.warn(NOT_INSTALLED, stacklevel=2)
     tp, cp = megatron_config.tensor_model_parallel_size, megatron_config.context_parallel_size
     for ranks in sorted({tp, tp * cp}):  # documents that context parallelism cuts are there for fewer heads
         shared = heads._replace(keys=heads.keys // ranks, values=heads.values // ranks)
-        if problem := disagreement(found, shared, Documents(np.array(LENGTHS), device), dtype):
+        if problem := disagreement(kernel, shared, Documents(np.array(LENGTHS), device), dtype):
             return checks.fall_back("delta_nets", model, problem)
-    kernels.used = found
+    kernels.used = kernel
 
 
 def disagreement(
@@ -58,13 +58,13 @@ def disagreement(
 
     for name, function, tensors in cases(heads, documents, dtype):
         try:
-            found = checks._with_gradients(tensors, partial(function, documents=documents, by=by))
+            results = checks._with_gradients(tensors, partial(function, documents=documents, by=by))
         except (RuntimeError, NotImplementedError, TypeError, ValueError, TritonError) as error:
-            said = str(error).splitlines() or [type(error).__name__]
-            return f"the {name} of flash-linear-attention does not run here ({said[0]})"
+            lines = str(error).splitlines() or [type(error).__name__]
+            return f"the {name} of flash-linear-attention does not run here ({lines[0]})"
         wide = [x.float() for x in tensors]
         expected = checks._with_gradients(wide, partial(function, documents=documents, by=None))
-        for error in map(checks._difference, found, expected):
+        for error in map(checks._difference, results, expected):
             if not error <= checks.LARGEST[dtype]:
                 return f"the {name} of flash-linear-attention differs by {error:.1e}"
     return None

@@ -93,24 +93,24 @@ class GatedDeltaNet(MegatronModule):
         cut = documents.cut
         if cut is None:
             return self._of_documents(mixed_TGX, documents.whole)
-        whole = self._of_documents(mixed_TGX.index_select(0, cut.others), documents.whole)
+        of_whole = self._of_documents(mixed_TGX.index_select(0, cut.others), documents.whole)
         shared = self._of_documents(self._to_heads(mixed_TGX, cut), cut.documents, self.group.rank())
-        return torch.cat((whole, self._to_tokens(shared, cut))).index_select(0, cut.joined)
+        return torch.cat((of_whole, self._to_tokens(shared, cut))).index_select(0, cut.joined)
 
     def _to_heads(self, mixed_TGX: Tensor, cut: CutDocuments) -> Tensor:
         """All tokens of cut documents, for this rank's part of the heads."""
         ranks = self.group.size()
         sent = mixed_TGX.index_select(0, cut.rows).unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-        here = cut.counts[self.group.rank()]
-        received = all_to_all(self.group, sent.contiguous(), cut.counts, [here] * ranks)
+        count = cut.counts[self.group.rank()]
+        received = all_to_all(self.group, sent.contiguous(), cut.counts, [count] * ranks)
         return received.index_select(0, cut.order)
 
     def _to_tokens(self, outputs_MGRV: Tensor, cut: CutDocuments) -> Tensor:
         """This rank's tokens of cut documents, for all heads."""
         ranks = self.group.size()
-        here = cut.counts[self.group.rank()]
+        count = cut.counts[self.group.rank()]
         sent = outputs_MGRV.index_select(0, cut.back)
-        received = all_to_all(self.group, sent, [here] * ranks, cut.counts)
+        received = all_to_all(self.group, sent, [count] * ranks, cut.counts)
         return received.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
     def _of_documents(self, mixed_TGX: Tensor, documents: Documents, part: int | None = None) -> Tensor:
@@ -140,8 +140,8 @@ class GatedDeltaNet(MegatronModule):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, ShardedTensor]:
         cut = {name: 0 for name in ("conv1d", "dt_bias", "A_log")}
-        own = {name: param for name, param in self.named_parameters(recurse=False)}
-        sharded = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+        parameters = {name: param for name, param in self.named_parameters(recurse=False)}
+        sharded = make_sharded_tensors_for_checkpoint(parameters, prefix, cut, sharded_offsets)
         for name, module in self.named_children():
             sharded |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         return sharded

@@ -82,41 +82,43 @@ class Recurrence:
 def recurrence(pieces: list[list[Piece]], rank: int, length: int, device: torch.device) -> Recurrence:
     """The recurrence of a rank. `pieces` are what each rank holds; `length` counts padding, too."""
     ranks_of: dict[int, set[int]] = {}
-    for holder, held in enumerate(pieces):
-        for document, _, _ in held:
+    for holder, rank_pieces in enumerate(pieces):
+        for document, _, _ in rank_pieces:
             ranks_of.setdefault(document, set()).add(holder)
     shared = {document for document, ranks in ranks_of.items() if len(ranks) > 1}
     padding = length - sum(stop - start for _, start, stop in pieces[rank])
     lengths = [stop - start for document, start, stop in pieces[rank] if document not in shared]
-    whole = Documents(np.array([*lengths, *[padding] * bool(padding)], np.int64), device)
+    whole_documents = Documents(np.array([*lengths, *[padding] * bool(padding)], np.int64), device)
     if not shared:
-        return Recurrence(whole, None)
+        return Recurrence(whole_documents, None)
     is_cut = [
         # a rank may hold nothing: of no list numpy would make numbers
-        np.repeat(np.array([d in shared for d, _, _ in held], bool), [b - a for _, a, b in held])
-        for held in pieces
+        np.repeat(
+            np.array([d in shared for d, _, _ in rank_pieces], bool), [b - a for _, a, b in rank_pieces]
+        )
+        for rank_pieces in pieces
     ]
     # (document, place) of each token in what all ranks send
     sent = [
         np.stack((np.full(stop - start, document), np.arange(start, stop)))
-        for held in pieces
-        for document, start, stop in held
+        for rank_pieces in pieces
+        for document, start, stop in rank_pieces
         if document in shared
     ]
     documents, places = np.concatenate(sent, axis=1)
     order = np.lexsort((places, documents))
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
-    here = np.pad(is_cut[rank], (0, padding))
-    rows = np.flatnonzero(here)
-    others = np.flatnonzero(~here)
+    is_here = np.pad(is_cut[rank], (0, padding))
+    rows = np.flatnonzero(is_here)
+    uncut = np.flatnonzero(~is_here)
     cut = CutDocuments(
         documents=Documents(np.unique(documents, return_counts=True)[1], device),
         rows=on_device(rows, device),
-        others=on_device(others, device),
+        others=on_device(uncut, device),
         counts=[int(each.sum()) for each in is_cut],
-        joined=on_device(np.argsort(np.concatenate((others, rows))), device),
+        joined=on_device(np.argsort(np.concatenate((uncut, rows))), device),
         order=on_device(order, device),
         back=on_device(back, device),
     )
-    return Recurrence(whole, cut)
+    return Recurrence(whole_documents, cut)

@@ -53,12 +53,19 @@ def _factors(inputs: Sequence[Tensor]) -> Factors:
     total = decay.double() @ torch.ones_like(eye, dtype=torch.float64).triu()
     document = document[:, None, None]
     pairs = (document[..., None] == document[..., None, :]).tril()
-    left = (total[..., None] - total[..., None, :]).masked_fill(~pairs, -torch.inf).to(wide).exp()
+    decay_between = (total[..., None] - total[..., None, :]).masked_fill(~pairs, -torch.inf).to(wide).exp()
     enter = total.to(wide).exp() * (document == before[:, None, None, None])
-    system = beta[..., None] * left * (key @ key.mT)
+    system = beta[..., None] * decay_between * (key @ key.mT)
     inverse = torch.linalg.solve_triangular(system, eye.expand_as(system), upper=False, unitriangular=True)
     return Factors(
-        query, key, value, beta[..., None], enter[..., None], left, left * (query @ key.mT), inverse
+        query,
+        key,
+        value,
+        beta[..., None],
+        enter[..., None],
+        decay_between,
+        decay_between * (query @ key.mT),
+        inverse,
     )
 
 
@@ -78,8 +85,8 @@ def _outputs(of: Factors, state: Tensor, updates: Tensor) -> Tensor:
 
 def _after(of: Factors, state: Tensor, updates: Tensor, token: int = CHUNK - 1) -> Tensor:
     """The state (..., K, V) after this token of the chunk."""
-    left = of.left[..., token, :, None] * updates
-    return of.enter[..., token, :, None] * state + of.keys.mT @ left
+    decayed = of.left[..., token, :, None] * updates
+    return of.enter[..., token, :, None] * state + of.keys.mT @ decayed
 
 
 def run(inputs: Sequence[Tensor], ends: Sequence[int] = ()) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -96,12 +103,12 @@ def run(inputs: Sequence[Tensor], ends: Sequence[int] = ()) -> tuple[Tensor, Ten
     for slab in _slabs(value):
         of = _factors([x[slab] for x in chunks])
         updates = torch.empty_like(of.values)
-        for number, here in enumerate(updates, slab.start):
-            one = Factors(*(x[number - slab.start] for x in of))
-            here.copy_(_updates(one, states[number]))
-            states[number + 1] = _after(one, states[number], here)
+        for number, update in enumerate(updates, slab.start):
+            factors = Factors(*(x[number - slab.start] for x in of))
+            update.copy_(_updates(factors, states[number]))
+            states[number + 1] = _after(factors, states[number], update)
             tokens = [end % CHUNK for end in ends if end // CHUNK == number]
-            at_ends += [_after(one, states[number], here, token) for token in tokens]
+            at_ends += [_after(factors, states[number], update, token) for token in tokens]
         outputs[slab] = _outputs(of, states[:-1][slab], updates).movedim(3, 1)
     return outputs.flatten(0, 1)[: len(value)], states, at_ends
 
@@ -135,8 +142,8 @@ class DeltaRule(torch.autograd.Function):
             of_states = torch.empty_like(states[:-1][slab])  # of those after each chunk
             for number in reversed(range(len(of_states))):
                 of_states[number] = of_state
-                one = Factors(*(x.detach()[number] for x in of))
-                of_state = _of_state(one, of_state, of_outputs_here[number])
+                factors = Factors(*(x.detach()[number] for x in of))
+                of_state = _of_state(factors, of_state, of_outputs_here[number])
             with torch.enable_grad():
                 updates = _updates(of, states[:-1][slab])
                 outputs = _outputs(of, states[:-1][slab], updates)
