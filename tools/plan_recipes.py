@@ -15,7 +15,7 @@ from megatron_vlm.models.hf import load_config
 from megatron_vlm.recipes import RECIPES, load_recipe
 from megatron_vlm.recipes.published import CONFIGS
 
-# the weights have their own output layer, which config.json does not say: see `models.weights.ties`
+# the weights have their own output layer, which config.json does not say: see `models.weights.files`
 UNTIED = ("ministral3_8b", "ministral3_14b", "mistral_small_3_24b")
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -10,7 +10,7 @@ from published_parameters import PARAMETERS
 from megatron_vlm.recipes.published import CONFIGS
 from tiny.distributed import run_distributed
 
-# the weights hold an output layer of its own, which config.json does not say: see `models.weights.ties`
+# the weights hold an output layer of its own, which config.json does not say: see `models.weights.files`
 UNTIED = ("ministral3_8b", "ministral3_14b", "mistral_small_3_24b")
 # one of each family, and in `make test-soak` the other sizes; those of a group are counted by one process
 OFTEN = (

@@ -69,7 +69,7 @@ class Source:
 def open_source(path: str | Path, tied: bool | None = None, data: DataConfig | None = None) -> Source:
     """The checkpoint of a folder or hub name. If it cannot be trained, config.json is enough to refuse it.
 
-    Its output layer is the embedding if `models.weights.ties` says so, or `tied` if a run has settled it. Its
+    Its output layer is the embedding if `weights.files` says so, or `tied` if a run has settled it. Its
     processor has the chat template of `data`. Raises ConfigError, ValueError or FileNotFoundError. A
     collective if processes have joined.
     """

@@ -67,7 +67,7 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
     """The lock that lets this run write into its folder. Every rank calls this first and keeps the result.
 
     The lock is held until it is closed or the process ends. Leftovers of a killed run are removed. Raises
-    ConfigError on every rank as `run_folder.check_start` does: another run is active here, the folder belongs
+    ConfigError on every rank as `check_start` does: another run is active here, the folder belongs
     to another model, or its newest checkpoint is not known.
     """
     locks = []
@@ -194,7 +194,7 @@ def load_latest(
     Model, Adam's moments and step, and the schedule's step are restored exactly, whatever layout saved them.
     Learning rates, their schedule, weight decay and Adam's settings stay as configured now. Generators are
     restored if the layout is the same. Without an optimizer only the model is read. Raises ConfigError if the
-    newest is not known (see `run_folder.latest_checkpoint`), if a file is not what was saved (the error names
+    newest is not known (see `latest_checkpoint`), if a file is not what was saved (the error names
     it), if it is unsafe to read, or if it is of another model: one field of config.json is enough for that.
     """
     path = on_first_rank(run_folder.latest_checkpoint, run_dir)

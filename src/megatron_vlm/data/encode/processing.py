@@ -1,7 +1,7 @@
 """Ids and pixels of a conversation and its media: by a call of the HF processor, or without one.
 
 Without one, images and frames of videos stay bytes: they are decoded, and the kind of the processor's images
-resizes and cuts them once. `models.pixels` does the rest on the device; the result equals the processor's to
+resizes and cuts them once. `models.vlm` does the rest on the device; the result equals the processor's to
 the bit.
 
 Ids need only the sizes of media. The processor is asked once, with a small image, what it writes for an image

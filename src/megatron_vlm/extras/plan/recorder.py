@@ -107,7 +107,7 @@ class Recorder(TensorMemory):
         return out
 
     def _exchanging_product(self, func, args, kwargs):
-        """Counts an operator of `parallel.overlapped` as it works on CUDA.
+        """Counts an operator of `parallel.linears` as it works on CUDA.
 
         There a buffer has the rows of all ranks, and others fetch theirs from memory that it keeps.
         """
