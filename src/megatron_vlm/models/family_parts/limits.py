@@ -356,6 +356,8 @@ ASKED_FOR = {
     **dict.fromkeys(("num_heads", "vision_feature_layer", "head_dim", "layer_types", "rope_parameters"), ANY),
     **dict.fromkeys(("tie_word_embeddings", "tie_last_hidden_states", "vocab_size"), ANY),
     "output_router_logits": ANY,
+    # no field of SigLIP's config in Transformers 5.17, whose tower asks for it
+    "vision_use_head": ANY,
     # `dtype` is the run's own setting, model.dtype
     **dict.fromkeys(("architectures", "auto_map", "dtype", "transformers_version", "name_or_path"), UNUSED),
     **dict.fromkeys(("id2label", "label2id", "num_labels", "problem_type"), UNUSED),
