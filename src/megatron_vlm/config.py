@@ -64,7 +64,7 @@ PathName = Annotated[Name, AfterValidator(as_path)]
 DataPaths = PathName | Annotated[list[PathName], MinLen(1)]
 Every = FromZero | Literal["epoch"]  # a number of steps, or epoch
 Names = Name | Annotated[list[Name], MinLen(1)]
-ModuleNames = Names | None  # a regex or a list of names
+ModuleNames = Name | list[Name] | None  # a regex or a list of names
 BoxFormat = Literal[  # the names of `extras.grounding.convention`
     *("bbox_2d_pixels", "bbox_2d", "box_2d", "box_tokens", "ref_box", "begin_of_box"),
     *("pixels", "thousandths", "shares"),

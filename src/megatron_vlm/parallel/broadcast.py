@@ -75,7 +75,7 @@ class BatchBroadcaster:
             )
         if not failures:
             return
-        texts = from_all_ranks(failure and str(failure), self._all)
+        texts = from_all_ranks(failure and failure.args[0], self._all)
         raise ReadFailed(join_lines(dict.fromkeys(filter(None, texts)))) from failure
 
     def next(self, iterator: Iterator[Batch] | None) -> Batch | None:
