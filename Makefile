@@ -44,11 +44,11 @@ test-soak: compiled
 # The oldest torch and Transformers that pyproject.toml allows, over the other packages: kernels, towers, a
 # rehearsal, a run that resumes and an export. The whole of `make test` with FILES=tests. Once they are there,
 # `make test-soak` also compares them with the newest.
-FILES ?= tests/core/test_attention.py tests/core/test_fused.py tests/models/test_towers.py \
-	tests/core/test_rehearsal.py \
-	tests/runs/test_packing_run.py::test_a_packed_run_resumes_as_if_it_had_not_stopped \
-	tests/commands/test_convert.py::test_an_export_of_an_import_has_the_logits_of_the_source \
-	tests/commands/test_convert.py::test_a_run_has_the_logits_of_its_export
+FILES ?= tests/unit/core/test_attention.py tests/unit/core/test_fused.py tests/unit/models/test_towers.py \
+	tests/parity/core/test_rehearsal.py \
+	tests/e2e/test_packing_run.py::test_a_packed_run_resumes_as_if_it_had_not_stopped \
+	tests/e2e/test_convert.py::test_an_export_of_an_import_has_the_logits_of_the_source \
+	tests/e2e/test_convert.py::test_a_run_has_the_logits_of_its_export
 test-oldest: compiled .venv/torch-2.11
 	@HF_HUB_OFFLINE=1 PYTHONPATH=.venv/torch-2.11 $(PY) -m pytest $(WORKERS) -m "not long and not soak" $(FILES)
 
@@ -60,7 +60,7 @@ test-oldest: compiled .venv/torch-2.11
 
 test-all: test test-long
 
-# What tests/core/test_golden.py compares, written again after a change that is meant.
+# What tests/parity/core/test_golden.py compares, written again after a change that is meant.
 golden: compiled
 	@HF_HUB_OFFLINE=1 $(PY) tools/golden.py
 

@@ -1,6 +1,6 @@
 """The figures of docs/design/house.md, counted in the code: python tools/check_house.py
 
-tests/core/test_architecture.py holds them: a figure may only fall.
+tests/unit/core/test_architecture.py holds them: a figure may only fall.
 """
 
 from __future__ import annotations

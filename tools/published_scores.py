@@ -3,7 +3,7 @@
 pip install --no-deps --target FOLDER lmms-eval loguru
 PYTHONPATH=FOLDER python tools/published_scores.py
 
-`tests/core/test_scores.py` compares the package's formulas with this table, without these packages.
+`tests/unit/core/test_scores.py` compares the package's formulas with this table, without these packages.
 """
 
 from __future__ import annotations

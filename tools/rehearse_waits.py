@@ -1,6 +1,6 @@
 """Rehearse all that a run does, on the first and the last rank of each layout, for each family, and count
 where the host waits for the device: reports/waits.json. What a GPU refuses, such as an operation on tensors
-of host and device, raises. `tests/core/test_waits.py` fails for a place that REASONS does not name.
+of host and device, raises. `tests/unit/core/test_waits.py` fails for a place that REASONS does not name.
 
 python tools/rehearse_waits.py            every family in the kinds of layouts
 python tools/rehearse_waits.py gemma3     the rows of some families, the others stay

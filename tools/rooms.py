@@ -21,9 +21,9 @@ SOURCE = ROOT / "src" / "megatron_vlm"
 FILE = ROOT / "docs" / "design" / "rooms.toml"
 HEAD = """\
 # The rooms of src/megatron_vlm, from the ground up. A room uses only rooms that stand before it.
-# `python tools/rooms.py --write` takes `uses` from the imports of the code; tests/core/test_architecture.py
-# compares them. A room is a folder or a file, one level deeper in data/, models/ and extras/; `files` names
-# the files of a room that has no folder of its own.
+# `python tools/rooms.py --write` takes `uses` from the imports of the code, and
+# tests/unit/core/test_architecture.py compares them. A room is a folder or a file, one level deeper in data/,
+# models/ and extras/; `files` names the files of a room that has no folder of its own.
 """
 DEEP = ("data", "models", "extras")  # folders of rooms
 Rooms = dict[str, dict]  # name -> what, uses, files

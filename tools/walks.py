@@ -4,7 +4,8 @@
     python tools/walks.py --write    record the figures in tests/walks.json
 
 A walk is traced while it runs (tiny Gemma3, one process, CPU). A move is a change of the source file on top
-of the stack, frames of the package only. tests/core/test_walks.py holds files and moves: they may only fall.
+of the stack, frames of the package only. tests/unit/core/test_walks.py holds files and moves: they may only
+fall.
 """
 
 import io

@@ -1,7 +1,8 @@
 """SkyRL's policy worker, met by `Policy`: its method names, its batches, its sums.
 
 Give SkyRL `class Worker(PolicyWorker, PolicyWorkerBase)` in the place of its MegatronPolicyWorkerBase, with
-`run` set to your layout. Nothing of SkyRL is imported; tests/rl/test_rl_interfaces.py has what it publishes.
+`run` set to your layout. Nothing of SkyRL is imported; tests/parity/rl/test_rl_interfaces.py has what it
+publishes.
 """
 
 from collections import namedtuple

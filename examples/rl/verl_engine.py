@@ -1,6 +1,6 @@
 """verl's engine, met by `Policy`: register `class Engine(PolicyEngine, BaseEngine)` with `run` set to your
 layout and `tools` to verl.utils.tensordict_utils. Samples are without padding (NO_PADDING). Nothing of
-verl is imported; tests/rl/test_rl_interfaces.py has the signatures that it publishes."""
+verl is imported; tests/parity/rl/test_rl_interfaces.py has the signatures that it publishes."""
 
 import contextlib
 from dataclasses import replace

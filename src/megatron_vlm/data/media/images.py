@@ -21,7 +21,7 @@ from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.inputs import explain
 
 # Below Pillow's own bomb warning. While it is decoded, a pixel takes up to 8 bytes, so an image up to 640 MB;
-# in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/data/test_images.py measures).
+# in the libraries for WebP and JPEG 2000 it takes up to 20 bytes (tests/unit/data/test_images.py measures).
 MAX_DECODED_PIXELS = 80_000_000
 MAX_SIDE = 2**17  # libraries resize one axis at a time: the other one's length then multiplies the new one
 BAND_PIXELS = 2**19  # are converted at a time, as copies of a large image would take several times its size

@@ -1,7 +1,7 @@
 """Metrics by name: the formulas of published benchmarks, each with its source, and a user's own function.
 
 A metric takes an answer as `Judged` and returns a number, or several by name. More is better, unless the
-function has `higher_is_better = False`. tests/core/test_scores.py compares with lmms-eval.
+function has `higher_is_better = False`. tests/unit/core/test_scores.py compares with lmms-eval.
 """
 
 import math

@@ -23,7 +23,7 @@ LOCAL = {
     "adapter_settings": 1,
     "data.encode.chat_template": 7,
     "data.encode.processing": 2,
-    "extras.grounding.convention": 2,  # tried in tests/data/test_boxes.py
+    "extras.grounding.convention": 2,  # tried in tests/unit/data/test_boxes.py
     "data.on_disk.rows_file": 1,
     "data.chatml.turns": 1,
     "job.errors": 1,

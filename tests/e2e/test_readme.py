@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from tiny.checkpoints import build_tiny_checkpoint
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 SAVED = "\nimport torch; torch.save((logs['loss'], gradients, dict(encoded)), 'results.pt')"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "reports").glob("*.md")]
 FOLDERS = [ROOT / name for name in ("src", "tests", "tools", "tiny", "examples")]
 FILES = [str(path) for folder in FOLDERS for path in folder.rglob("*.py")]

@@ -38,6 +38,8 @@ WITHOUT = {
     # torch's compiler, which Megatron imports unless `parallel.cpu` is there first: half of a process's start
     "torch._inductor.compile_fx": ["train", "commands.runs", "commands.verify"],
 }
+# files of `tests/unit` of which one test, of `make test-long` or `make test-soak`, starts ranks or a command
+ALSO_IN_PROCESSES = {"test_fast.py", "test_hub.py", "test_proposal.py", "test_videos.py"}
 
 
 def test_rooms_are_what_the_file_says():
@@ -91,6 +93,12 @@ def test_what_is_light_imports_nothing_heavy():
 def test_no_test_imports_a_test():
     files = SOURCE.parent.parent.joinpath("tests").rglob("*.py")
     assert [file for file in files if re.search(r"^ *(?:from|import) test_", file.read_text(), re.M)] == []
+
+
+def test_unit_tests_start_no_ranks_and_no_commands():
+    starts = re.compile(r"\b(run_distributed|run_program|run_anew|start_ranks|Popen)\(")
+    files = SOURCE.parent.parent.joinpath("tests/unit").rglob("test_*.py")
+    assert {file.name for file in files if starts.search(file.read_text())} == ALSO_IN_PROCESSES
 
 
 def test_no_function_is_long():
