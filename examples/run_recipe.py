@@ -5,7 +5,7 @@ as `megatron-vlm train`. Start it with torchrun, or let it start the processes: 
 """
 
 from megatron_vlm import cli
-from megatron_vlm.commands.program import run, single
+from megatron_vlm.cli import run, single
 
 if __name__ == "__main__":
     run(single(cli.train), "run_recipe.py")

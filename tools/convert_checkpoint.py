@@ -3,7 +3,7 @@
 import typer
 
 from megatron_vlm import cli
-from megatron_vlm.commands.program import PLAIN
+from megatron_vlm.cli import PLAIN
 
 COMMANDS = ("import", "export", "verify")
 

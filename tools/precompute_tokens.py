@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_vlm.commands.program import run as run_program
-from megatron_vlm.commands.program import single
+from megatron_vlm.cli import run as run_program
+from megatron_vlm.cli import single
 from megatron_vlm.config import ConfigError
 from megatron_vlm.recipes import compose
 

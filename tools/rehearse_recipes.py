@@ -22,9 +22,8 @@ from megatron_vlm.extras.plan.rehearsal import rehearse
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
-from megatron_vlm.overrides import apply_overrides, split_override
+from megatron_vlm.overrides import apply_overrides, as_settings, split_override
 from megatron_vlm.recipes import RECIPES, compose
-from megatron_vlm.recipes.base import as_settings
 from megatron_vlm.recipes.published import CONFIGS
 from plan_recipes import ROOT, UNTIED, layout
 

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from megatron_vlm import cli
 from megatron_vlm import train as story
-from megatron_vlm.commands.program import run, single
+from megatron_vlm.cli import run, single
 from megatron_vlm.config import RunConfig
 
 train, starting_model, started = story.train, story.starting_model, []

@@ -1,23 +1,88 @@
-"""The command `megatron-vlm`. Everything heavy is imported inside the command that needs it."""
+"""The command `megatron-vlm`, and how commands run: as programs with short errors.
 
+Everything heavy is imported inside the command that needs it.
+"""
+
+import contextlib
+import faulthandler
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.prepare import prepare
-from megatron_vlm.commands.program import PLAIN, Commands, processes, run, start_ranks, torchrun
 from megatron_vlm.commands.weights import show_weights
 from megatron_vlm.extras.compose.command import compose
 from megatron_vlm.extras.evaluate.command import evaluate
 from megatron_vlm.extras.plan.command import plan
 from megatron_vlm.extras.preview.command import preview, replay
 from megatron_vlm.extras.report.command import report
-from megatron_vlm.job import stops, watchdog
-from megatron_vlm.messages import join_lines, printable, printable_lines
+from megatron_vlm.job import watchdog
+from megatron_vlm.job.errors import exit_with_reason
+from megatron_vlm.messages import PrintableRecord, join_lines, printable, printable_lines
+from megatron_vlm.overrides import refuse_keys
+
+# `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
+PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+
+UsageError = typer.BadParameter.__base__  # click's, which newer versions of typer have under another name
+
+
+class Commands(TyperGroup):
+    """Commands whose errors tell a flag that does not exist from a setting that is written as one."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            if not hasattr(error, "possibilities"):  # only NoSuchOption has them
+                raise
+            alike = f" (there is {' and '.join(error.possibilities)})" if error.possibilities else ""
+            raise configs.ConfigError(
+                f"{error.option_name}: `{ctx.invoked_subcommand}` has no such flag{alike}. A setting is "
+                "written without dashes, as train.steps=10; --help lists the flags."
+            ) from error
+        except EOFError as error:  # of which click would only say "Aborted!"
+            cut = OSError(f"EOFError: {error}")
+            cut.__dict__.update(error.__dict__)
+            raise cut.with_traceback(error.__traceback__) from None
+
+
+def single(command) -> typer.Typer:
+    """Return a program with a single command."""
+    program = typer.Typer(**PLAIN)
+    program.command()(command)
+    return program
+
+
+def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a program and end the process with the exit code of `job.errors.exit_with_reason`.
+
+    MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
+    """
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:  # the shell has closed it
+            setattr(sys, stream, Path(os.devnull).open(mode))
+    logging.setLogRecordFactory(PrintableRecord)
+    # what crashes in compiled code says where; a watched rank writes it to its file
+    with contextlib.suppress(io.UnsupportedOperation):  # stderr may be no file
+        faulthandler.enable()
+    with exit_with_reason(name):
+        for word in sys.argv[1:] if arguments is None else arguments:
+            if address := re.fullmatch(r"(?:([\w.-]+)=)?(\[?\w+:/\S*)", word):
+                refuse_keys(address[1] or "the command line", address[2])
+        program(arguments, prog_name=name)
+
 
 app = typer.Typer(
     cls=Commands,
@@ -74,7 +139,7 @@ def train(
             return
     config = recipe_table.compose(recipe, file, settings or (), flags)
     if dry_run:
-        arguments.show(config, processes(nproc))
+        arguments.show(config, arguments.processes(nproc))
         return
     # what needs no GPU is checked before processes start
     arguments.check(config, nproc, restarts=restarts)
@@ -87,19 +152,18 @@ def train(
     arguments.prepare_cuda(config.parallel)
     if nproc:
         options = {"recipe": recipe, "config": file, **flags, "profile": profile}
-        raise typer.Exit(start_ranks(nproc, "train", options, settings, restarts))
+        raise typer.Exit(arguments.start_ranks(nproc, "train", options, settings, restarts))
 
     # from here on this process is a rank
-    stops.expect_warnings()
-    with watchdog.watching(config.run_dir, config.train.hang_seconds):
-        from megatron_vlm.train import train as run
+    with watchdog.watching(Path(config.run_dir, "errors"), config.train.hang_seconds):
+        from megatron_vlm.train import train as train_run
 
         if not profile:
-            run(config)
+            train_run(config)
             return
         from megatron_vlm.callbacks.profiler import Profiler
 
-        run(config, [Profiler(profile)])
+        train_run(config, [Profiler(profile)])
 
 
 @app.command()
@@ -136,9 +200,9 @@ def import_(
     arguments.prepare_cuda(config.parallel)
     if nproc:
         options = {"recipe": recipe, "config": file}
-        raise typer.Exit(start_ranks(nproc, "import", options, settings))
+        raise typer.Exit(arguments.start_ranks(nproc, "import", options, settings))
 
-    with watchdog.watching(config.run_dir, config.train.hang_seconds):
+    with watchdog.watching(Path(config.run_dir, "errors"), config.train.hang_seconds):
         from megatron_vlm.commands.runs import import_run
 
         import_run(config)
@@ -160,10 +224,10 @@ def export(
     arguments.prepare_cuda(config.parallel)
     if nproc:
         flags = ["--adapter"] if adapter else []
-        raise typer.Exit(torchrun(nproc, ["export", str(run_dir), output, *flags, *(settings or ())]))
+        words = [str(run_dir), output, *flags, *(settings or ())]
+        raise typer.Exit(arguments.start_ranks(nproc, "export", {}, words))
 
-    with watchdog.watching(run_dir, config.train.hang_seconds, "errors/export"):
-        watchdog.claim_files()
+    with watchdog.watching(f"{output}.errors", config.train.hang_seconds):
         from megatron_vlm.commands.runs import export_run
 
         export_run(config, output, adapter)

@@ -23,14 +23,6 @@ MOST_BYTES = 1 << 31  # of an image or a video; a clip of an hour has half as ma
 PAGE_START = b'<!doctype html>\n<meta name="generator" content="megatron_vlm">'
 # how the pages and the PNGs begin that commands write; a PNG has IHDR and a length before its first text
 OURS = re.compile(PAGE_START + b"|(?s:.{37})tEXtSoftware\0megatron_vlm")
-KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a link",
-}
 
 
 class NotAFile(ValueError):
@@ -45,13 +37,7 @@ def check_file(path: str | Path) -> None:
 def open_file(path: str | Path) -> BinaryIO:
     """A regular file, opened for reading. Raises NotAFile as `check_file`, and OSError."""
     check_file(path)  # before opening it: opening a device may start it
-    file = open(path, "rb", opener=_open_at_once)
-    try:
-        _check_kind(path, os.fstat(file.fileno()))
-    except NotAFile:
-        file.close()
-        raise
-    return file
+    return open(path, "rb", opener=_open_at_once)
 
 
 def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
@@ -114,12 +100,11 @@ def atomic_write(path: str | Path, content: str | bytes | Iterable[bytes]) -> No
 def atomic_directory(output: str | Path) -> Iterator[Path]:
     """Yield a new folder beside `output`, under a temporary name, which becomes `output` when the block ends.
 
-    If the block fails, nothing is left; a process that is killed leaves `.NAME.*.partial`. Raises
+    If the block fails, the folder is removed; a process that is killed leaves `.NAME.*.partial`. Raises
     FileExistsError if `output` exists when the block begins or ends (an empty folder does not count), and
     OSError that names the path and the remedy.
     """
     output = Path(output)
-    new_parents = [folder for folder in output.parents if not folder.exists()]
     with add_path_to_errors(output):
         refuse_existing(output)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -135,9 +120,6 @@ def atomic_directory(output: str | Path) -> Iterator[Path]:
             sync(output.parent)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-            with contextlib.suppress(OSError):  # they hold the output, or another's
-                for folder in new_parents:
-                    folder.rmdir()
 
 
 def check_output(path: str | Path) -> None:
@@ -196,8 +178,6 @@ def add_path_to_errors(path: Path, remedy: str = "give another path") -> Iterato
         place = re.sub(r"(?<![^/])\.([^/]+)\.[0-9a-f]{8}\.partial", r"\1", place)
         if number in (errno.ENOSPC, errno.EDQUOT):
             remedy = f"{readable_size(free_bytes(path))} are free there; make room and start again"
-        if number == errno.EFBIG:
-            remedy = "the limit of a file's size (`ulimit -f`) is reached; raise it and start again"
         kind = type(error) if isinstance(error, OSError) else OSError
         raise kind(f"{place}: {os.strerror(number)}; {remedy}.") from error
 
@@ -239,5 +219,5 @@ def temporary_name(path: Path) -> Path:
 
 def _check_kind(path: str | Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "a folder, a pipe or a device"
         raise NotAFile(f"{path} is {kind}, not a file; give a file in its place.")

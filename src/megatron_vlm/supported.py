@@ -136,6 +136,11 @@ def any_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether the folder holds weights, or an index of them."""
+    return any((folder / name).is_file() for name in (WEIGHT_FILE, INDEX_FILE))
+
+
 def config_file(path: str | Path) -> Path:
     """The config.json of a folder; of a store or a hub name, fetched from there; or `path` itself."""
     if Path(path).is_file():

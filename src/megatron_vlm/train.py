@@ -19,7 +19,7 @@ from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.weights.by_part import parameters_by_part
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
-from megatron_vlm.run_folder.folder import with_own_start
+from megatron_vlm.run_folder import with_own_start
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.gradients import data_parallel

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import check_file, open_file, read_file
 from megatron_vlm.inputs import explain_file
-from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config
+from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config, has_weights
 
 # the forms of tensors that are read
 FLOATS, FP8 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"
@@ -30,11 +30,6 @@ UNREAD["_activation_scale"] = ""
 OF_THE_MODEL = re.compile(r"(^|\.)(position_ids|(original_)?inv_freq)$")
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether the folder holds weights that `weight_files` names, or should."""
-    return any((folder / name).is_file() for name in (WEIGHT_FILE, INDEX_FILE))
-
-
 def weight_files(folder: Path) -> list[str]:
     """Return the names of the files that hold a checkpoint's weights, in its own folder.
 
@@ -44,7 +39,7 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / INDEX_FILE
     if (folder / WEIGHT_FILE).is_file():
         return [WEIGHT_FILE]
-    if not index.is_file():
+    if not has_weights(folder):
         raise ConfigError(
             f"{folder} has neither {WEIGHT_FILE} nor {INDEX_FILE}; complete the download, and "
             "save pickled weights as safetensors."

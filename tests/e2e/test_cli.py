@@ -59,9 +59,7 @@ def test_dry_run_prints_the_merged_configuration_as_yaml(program):
 
 
 def test_a_librarys_error_names_the_file_of_its_traceback():
-    code = (
-        "from megatron_vlm.commands.program import run, single\ndef bad(): int('x')\nrun(single(bad), 'bad')"
-    )
+    code = "from megatron_vlm.cli import run, single\ndef bad(): int('x')\nrun(single(bad), 'bad')"
     answer = ask(sys.executable, "-c", code)
     assert answer.returncode == 1 and "Traceback" not in answer.stderr
     what, where = answer.stderr.splitlines()
@@ -75,7 +73,7 @@ def test_a_librarys_error_names_the_file_of_its_traceback():
 
 def test_a_program_runs_although_the_shell_has_closed_what_it_writes_to():
     code = (
-        "import sys; from megatron_vlm.commands.program import run, single\n"
+        "import sys; from megatron_vlm.cli import run, single\n"
         "def write():\n    print('said', flush=True); sys.stderr.flush()\nrun(single(write), 'write')"
     )
     assert (
@@ -85,7 +83,7 @@ def test_a_program_runs_although_the_shell_has_closed_what_it_writes_to():
 
 def test_ctrl_c_ends_quietly():
     code = (
-        "import time; from megatron_vlm.commands.program import run, single\n"
+        "import time; from megatron_vlm.cli import run, single\n"
         "def wait():\n    print('ready', flush=True); time.sleep(60)\n"
         "run(single(wait), 'wait')"
     )
@@ -100,7 +98,7 @@ def test_ctrl_c_ends_quietly():
 
 @pytest.mark.long
 def test_nproc_starts_processes_and_returns_their_message_and_code():
-    code = "from megatron_vlm.commands.program import torchrun; exit(torchrun(2, ['train', '--recipe=no']))"
+    code = "from megatron_vlm.job.launch import launch; exit(launch(2, ['train', '--recipe=no']))"
     answer = ask(sys.executable, "-c", code)
     assert answer.returncode == 2 and "Traceback" not in answer.stderr
     assert answer.stderr.startswith("megatron-vlm: no: no such recipe; known are gemma3_vl_4b, ")

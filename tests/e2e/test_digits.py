@@ -19,7 +19,7 @@ from megatron_vlm.config import fewest_processes
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.text import TextEncoder
 from megatron_vlm.recipes import load_recipe
-from megatron_vlm.run_folder.folder import check_start
+from megatron_vlm.run_folder import check_start
 from megatron_vlm.validate import validate
 
 SMALL = {"held_out_images": 297, "variants": 1, "train_pairs": 200, "held_out_pairs": 20}

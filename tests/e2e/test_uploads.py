@@ -25,8 +25,7 @@ from store_server import names as names_in  # noqa: E402
 from megatron_vlm import stores  # noqa: E402
 from megatron_vlm.config import ConfigError, RunConfig  # noqa: E402
 from megatron_vlm.extras.stores import uploads  # noqa: E402
-from megatron_vlm.run_folder.checkpoint_files import state_text  # noqa: E402
-from megatron_vlm.run_folder.folder import latest_checkpoint  # noqa: E402
+from megatron_vlm.run_folder import latest_checkpoint, state_text  # noqa: E402
 
 STEPS = 40
 pytestmark = pytest.mark.long

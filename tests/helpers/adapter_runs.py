@@ -16,7 +16,7 @@ class Run:
     def __init__(self, run: RunConfig):
         from megatron_vlm.models.hf import open_source
         from megatron_vlm.parallel import setup
-        from megatron_vlm.run_folder.folder import with_own_start
+        from megatron_vlm.run_folder import with_own_start
         from megatron_vlm.train import starting_model
         from megatron_vlm.training import checkpoint
         from megatron_vlm.training.optimizer import build_optimizer

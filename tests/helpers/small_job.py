@@ -15,7 +15,7 @@ from pathlib import Path
 
 import typer
 
-from megatron_vlm.commands.program import run, single, torchrun
+from megatron_vlm.cli import run, single
 from megatron_vlm.config import ConfigError
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.errors import closing
@@ -28,10 +28,12 @@ def job(
 ) -> None:
     if not alone and "RANK" not in os.environ:
         given = [str(run_dir), fault, f"--hang-seconds={hang_seconds}", f"--rank={rank}"]
-        raise typer.Exit(torchrun(2, given, "small_job", restarts=restarts))
+        from megatron_vlm.job.launch import launch
+
+        raise typer.Exit(launch(2, given, "small_job", restarts))
     if fault == "config":
         raise ConfigError("train.steps: 0 is less than 1.")
-    with watchdog.watching(run_dir, hang_seconds):
+    with watchdog.watching(run_dir / "errors", hang_seconds):
         if fault == "before" and watchdog.rank() == rank:
             time.sleep(10_000)
         import torch
@@ -106,7 +108,7 @@ def wait_for_data() -> None:
 
 
 def hang_in_files(doing: str) -> None:
-    watchdog.beat(doing, files=True)
+    watchdog.beat(doing)
     time.sleep(10_000)
 
 

@@ -12,7 +12,7 @@ from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import RunConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.parallel.setup import device, group_beside, use_device
-from megatron_vlm.run_folder.folder import checkpoints
+from megatron_vlm.run_folder import checkpoints
 from megatron_vlm.training.checkpoint import begin_save
 from megatron_vlm.training.tensor_files import PinnedSnapshot
 
@@ -121,7 +121,7 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until all that was saved is on disk."""
         if self._writing:
-            watchdog.beat(self._doing, files=True)
+            watchdog.beat(self._doing)
             writing = self._writing
             self._writing = None
             writing.result()

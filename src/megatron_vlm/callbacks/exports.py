@@ -28,7 +28,7 @@ from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
-from megatron_vlm.run_folder.folder import remove_leftovers
+from megatron_vlm.run_folder import remove_leftovers
 
 # what would make a program take itself for a rank of this job, beside what begins with TORCHELASTIC_
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -186,7 +186,7 @@ def export_step(
     folder = Path(config.run_dir, "exports", f"step_{step:08d}")
     if not replace and setup.on_first_rank(folder.exists):
         return
-    watchdog.beat(f"exporting step {step} to {folder}", files=True)
+    watchdog.beat(f"exporting step {step} to {folder}")
     files = HFCheckpoint(source.folder, source.weight_map.renames)
     setup.on_first_rank(_make_room, folder, 0 if config.adapter.used else files.nbytes)  # adapters are small
     if config.train.on_export and setup.is_first_rank():

@@ -74,7 +74,7 @@ class Profiler(Callback):
             self._profiler.stop()
 
     def _write(self, profiler: profile) -> None:
-        watchdog.beat(f"writing the profile {self._path}", files=True)
+        watchdog.beat(f"writing the profile {self._path}")
         for hook in self._hooks:
             hook.remove()
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """The configuration that a command works with, checked before anything heavy is imported."""
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,20 +12,54 @@ from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm import stores
 from megatron_vlm.callbacks import callback_class
-from megatron_vlm.checks.paths import run_problems, validate_model, validate_paths
-from megatron_vlm.commands.program import machines, on_disk, processes, world_size
+from megatron_vlm.checks import run_problems, validate_model, validate_paths
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.files import check_output, read_file, refuse_existing
 from megatron_vlm.job.watchdog import LAUNCHER
 from megatron_vlm.messages import join_lines
 from megatron_vlm.overrides import apply_overrides, to_yaml
-from megatron_vlm.run_folder.folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
+from megatron_vlm.run_folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
 from megatron_vlm.supported import read_config
 from megatron_vlm.validate import validate
 
 NO_DATA = "none://"
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
+
+
+def on_disk(path: Path | None) -> Path | None:
+    """Return the path. Raise ConfigError for an address, where only a disk is written."""
+    if path is not None and re.match("(s3|msc):/", str(path)):
+        raise ConfigError(f"{path}: this command writes on a disk alone; give a path there.")
+    return path
+
+
+def machines() -> int:
+    """Return the most machines on which this command is started: torchrun's PET_NNODES, `2` or `1:2`."""
+    text = os.environ.get("PET_NNODES", "1")
+    if not re.fullmatch(r"(\d+:)?0*[1-9]\d*", text):
+        raise ConfigError(f"PET_NNODES: {text!r} is no number of machines; write 2, or 1:2 for one or two.")
+    return int(text.rpartition(":")[2])
+
+
+def processes(nproc: int | None) -> int | None:
+    """Return the processes of all machines: `nproc` of each, else torchrun's; None without torchrun."""
+    if nproc:
+        return nproc * machines()
+    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+
+
+def start_ranks(
+    nproc: int, command: str, options: Mapping[str, Any], words: Sequence[str] | None, restarts: int = 0
+) -> int:
+    """Run a command in `nproc` processes, with its options, arguments and settings; return the exit code."""
+    from megatron_vlm.job.launch import launch  # it imports torch
+
+    flags = []
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{name}={item}" for item in values if item is not None]
+    return launch(nproc, [command, *flags, *(words or ())], restarts=restarts)
 
 
 def output_file(path: Path | None) -> Path | None:
@@ -44,6 +79,7 @@ def check_sampling(temperature: float, top_p: float, seed: int = 0) -> None:
 
 
 HtmlFile = Annotated[Path | None, typer.Option(help="The HTML file to write.", callback=output_file)]
+Folder = Annotated[Path, typer.Option(help="The folder to write.", callback=on_disk)]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
@@ -140,7 +176,7 @@ def check_run_folder(config: RunConfig) -> None:
     for name in items_of(config.train.callbacks):
         if is_first_process():
             callback_class(name)
-    if world_size() or machines() > 1:  # those that wait for this one may hold the folder
+    if "WORLD_SIZE" in os.environ or machines() > 1:  # those that wait for this one may hold the folder
         check_folder(config.run_dir)
     else:
         check_start(config.run_dir, config.model.hf_path)

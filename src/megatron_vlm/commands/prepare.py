@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from megatron_vlm import stores
-from megatron_vlm.checks.paths import data_problems
-from megatron_vlm.commands.program import on_disk
+from megatron_vlm.checks import data_problems
+from megatron_vlm.commands.arguments import on_disk
 from megatron_vlm.config import ConfigError
 from megatron_vlm.overrides import fit_to_type
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from PIL.PngImagePlugin import PngInfo
 
+from megatron_vlm import run_folder
 from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_turns
@@ -21,8 +22,7 @@ from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
-from megatron_vlm.run_folder import folder as run_folder
-from megatron_vlm.run_folder.folder import with_own_start
+from megatron_vlm.run_folder import with_own_start
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer

@@ -13,13 +13,14 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_vlm.job import watchdog
-from megatron_vlm.job.stops import Stopped
+from megatron_vlm.job.stops import Stopped, expect_warnings
 from megatron_vlm.job.watchdog import AGAIN
 from megatron_vlm.messages import PrintableText, join_lines, printable, printable_lines
 
@@ -55,6 +56,7 @@ def exit_with_reason(name: str) -> Iterator[None]:
     `job.stops`), and 128 + N for signal N, of Ctrl-C 130. Ranks leave signals to their launcher.
     """
     threading.excepthook = sys.unraisablehook = _keep_unraised
+    expect_warnings()
     if "RANK" not in os.environ and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
@@ -68,7 +70,10 @@ def exit_with_reason(name: str) -> Iterator[None]:
         if isinstance(stop, Stopped):
             _end("interrupt", code, f"{name}: {stop.text}", stop)
         if code in SIGNALS:
-            _end("interrupt", code, f"{name}: stopped by {SIGNALS[code]}{_when()}.", stop)
+            watched = watchdog.watch()
+            step = watched.content["step"] if watched else 0
+            progress = f" after step {step}; {AGAIN}" if step else ""
+            _end("interrupt", code, f"{name}: stopped by {SIGNALS[code]}{progress}.", stop)
         _end("error", int(code or 1), f"{name}: {_place(stop)}it left by sys.exit({code}); {AGAIN}.", stop)
     except Exception as error:  # noqa: BLE001 - all of them are reported
         file = _keep_traceback(error)
@@ -76,8 +81,9 @@ def exit_with_reason(name: str) -> Iterator[None]:
             code, text = explain(error, file)
             _end("error", code, PrintableText(printable(f"{name}: {_place(error)}") + text), error)
         # the launcher ends all ranks when the first has ended: let the one speak that failed first
-        if watched := watchdog.watch():
-            watched.wait_for_another_end(REASON_SECONDS)
+        limit = time.monotonic() + REASON_SECONDS
+        while (watched := watchdog.watch()) and not watched.has_another_ended() and time.monotonic() < limit:
+            time.sleep(0.05)
         lost = f"{name}: {_place(error)}it lost another rank: {_text_of(error)}"
         _end("lost", BUG_CODE, join_lines([lost, f"{AGAIN.capitalize()}."]), error)
 
@@ -94,9 +100,8 @@ def closing(*parts: Any) -> Iterator[None]:
             with contextlib.suppress(Exception):
                 part.close()
         raise
-    with contextlib.ExitStack() as stack:  # which calls all, in the reverse order, and raises the last error
-        for part in reversed(parts):
-            stack.callback(part.close)
+    for part in parts:
+        part.close()
 
 
 def _interrupt(owner: int, number: int, frame: Any) -> None:
@@ -111,18 +116,10 @@ def _end(kind: str, code: int, message: str, error: BaseException) -> NoReturn:
     """Say the message, here or to the launcher, and end this process."""
     watchdog.report_end(kind, code, message, kind != "interrupt" or watchdog.rank() == 0)
     if watched := watchdog.watch():
-        watched.tidy()
+        watched.finish()
         if watchdog.world_size() > 1:
             watchdog.end_now(code)
     raise SystemExit(code) from error
-
-
-def _when() -> str:
-    """How far the run came, and how it goes on; empty if nothing was watched."""
-    if (watched := watchdog.watch()) is None:
-        return ""
-    step = watched.content["step"]
-    return f" after step {step}; {AGAIN}" if step else f" while {watched.content['doing']}; {AGAIN}"
 
 
 def _place(error: BaseException) -> str:

@@ -34,8 +34,8 @@ from megatron_vlm.job.watchdog import AGAIN, LAUNCHER
 from megatron_vlm.messages import PrintableText, printable
 from megatron_vlm.validate import check_gpus
 
-# what ranks end by, the best reason first; the last two are brought about by others
-_BEST_FIRST = ("error", "interrupt", "killed", "lost", "terminated")
+# what ranks end by, the best reason first; the last is brought about by others
+_BEST_FIRST = ("error", "interrupt", "hang", "killed", "lost")
 
 
 class Reason(NamedTuple):
@@ -47,17 +47,19 @@ class Reason(NamedTuple):
     message: str  # printable
 
 
-def launch(nproc: int, module: str, arguments: Sequence[str], restarts: int, gpus: int | None) -> int:
+def launch(nproc: int, arguments: Sequence[str], module: str = "megatron_vlm.cli", restarts: int = 0) -> int:
     """Run `python -m module` in `nproc` processes on this machine, and return the exit code.
 
     Args:
-        restarts: How often ranks start again after one was lost.
-        gpus: GPUs of this machine; None for as many as torch sees.
+        nproc: Processes of this machine.
+        arguments: Words of the command line of each.
+        module: What they run.
+        restarts: How often ranks start again after one was lost, or all hung.
 
     Raises:
         ConfigError: A PET_ variable is wrong, or there are fewer GPUs than processes.
     """
-    check_gpus(nproc, cuda.device_count() if gpus is None else gpus)
+    check_gpus(nproc, cuda.device_count())
     logging.disable(logging.ERROR)  # this process only starts others and waits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     # in a store that outlives ranks, those that follow would find addresses of those before
@@ -73,28 +75,22 @@ def launch(nproc: int, module: str, arguments: Sequence[str], restarts: int, gpu
             config, entrypoint, words = run.config_from_args(run.get_args_parser().parse_args(words))
         except ValueError as error:
             raise ConfigError(f"torchrun's PET_ variables: {error}; correct that variable.") from error
-        reason = _run(config, entrypoint, words, folder)
-    if reason is None:
-        return 0
+        try:
+            api.launch_agent(config, entrypoint, words)
+            return 0
+        except SignalException as stop:
+            code = 128 + stop.sigval
+            text = f"megatron-vlm: stopped by {SIGNALS.get(code, f'signal {stop.sigval}')}."
+            stopped = [reason for reason in _reports(folder) if reason.code == code]
+            reason = min(stopped, default=Reason(1, 0, code, text))
+        except ChildFailedError as failed:
+            reason = _first_reason(folder, failed.failures)
+        except (RendezvousError, DistError):
+            # ranks that lost this machine's connections may have said more
+            text = f"megatron-vlm: the machines do not meet: one is lost, or two have one number; {AGAIN}."
+            reason = min([*_reports(folder), Reason(len(_BEST_FIRST), math.inf, BUG_CODE, text)])
     print(printable(reason.message), file=sys.stderr, flush=True)
     return reason.code
-
-
-def _run(config: api.LaunchConfig, entrypoint: str, words: list[str], folder: str) -> Reason | None:
-    """Run torch's agent, whose ranks write into `folder`; return why the job ended, None if it ended well."""
-    try:
-        api.launch_agent(config, entrypoint, words)
-        return None
-    except SignalException as stop:
-        code = 128 + stop.sigval
-        text = f"megatron-vlm: stopped by {SIGNALS.get(code, f'signal {stop.sigval}')}."
-        return next((reason for reason in _reports(folder) if reason.code == code), Reason(1, 0, code, text))
-    except ChildFailedError as failed:
-        return _first_reason(folder, failed.failures)
-    except (RendezvousError, DistError):
-        # ranks that lost this machine's connections may have said more
-        text = f"megatron-vlm: the machines do not meet: one is lost, or two have one number; {AGAIN}."
-        return min([*_reports(folder), Reason(3, math.inf, BUG_CODE, text)])
 
 
 class _Agent(LocalElasticAgent):
@@ -136,7 +132,7 @@ class _Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and self._remaining_restarts:
             reason = _first_reason(self._logs_specs.root_log_dir, result.failures)
-            if _BEST_FIRST[reason.order] not in ("killed", "lost"):  # it would repeat itself
+            if _BEST_FIRST[reason.order] in ("error", "interrupt"):  # it would repeat itself
                 self._remaining_restarts = 0
             else:
                 print(reason.message.splitlines()[0], file=sys.stderr)
@@ -163,16 +159,12 @@ def _first_reason(folder: str, failures: Mapping[int, ProcessFailure]) -> Reason
     """Return why a job ended: by ranks' own reports, and by the exit codes of ranks without one."""
     reasons = _reports(folder)
     for rank, failure in failures.items():
-        code = failure.exitcode
-        kind = "killed"
-        fact = f"megatron-vlm: rank {rank} ended with code {code} and gave no reason"
-        text = f"{fact}; MEGATRON_VLM_DEBUG=1 shows more."
-        if code == -signal.SIGTERM:
-            kind = "terminated"
-            text = "megatron-vlm: stopped by SIGTERM."
-        elif code < 0:
-            text = killed_message(f"megatron-vlm: rank {rank}", -code)
-        if not os.path.isfile(failure.error_file):
-            code = 128 - code if code < 0 else code
-            reasons.append(Reason(_BEST_FIRST.index(kind), 0.0, code, text))
+        if os.path.isfile(failure.error_file):
+            continue
+        code, who = failure.exitcode, f"megatron-vlm: rank {rank}"
+        text = f"{who} ended with code {code} and gave no reason; MEGATRON_VLM_DEBUG=1 shows more."
+        if code < 0:
+            text = killed_message(who, -code)
+            code = 128 - code
+        reasons.append(Reason(_BEST_FIRST.index("killed"), 0.0, code, text))
     return min(reasons)

@@ -22,8 +22,7 @@ from megatron_vlm.messages import join_lines
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.files import are_tied
 from megatron_vlm.overrides import read_template
-from megatron_vlm.supported import CONFIG_FILE, read_config, resolve
-from megatron_vlm.weight_files import has_weights
+from megatron_vlm.supported import CONFIG_FILE, has_weights, read_config, resolve
 
 if TYPE_CHECKING:
     from torch import dtype

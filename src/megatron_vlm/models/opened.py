@@ -40,7 +40,7 @@ def open_model(
     processor = source.processor if raw_pixels else None
     chunks = build_model(config, source.description, setup.device(), processor)
     if config.model.load_weights and (config.adapter.used or not resumes):
-        watchdog.beat(f"importing {source.folder}", files=True)
+        watchdog.beat(f"importing {source.folder}")
         import_hf(chunks, source.folder, source.description.weight_map)
     if config.adapter.used:
         start = None if resumes else config.adapter.start

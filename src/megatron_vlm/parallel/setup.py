@@ -53,7 +53,7 @@ def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = 
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if watchdog.has_several_machines():
         watched = watchdog.watch()
-        compared = vars(parallel) | {"seed": seed, "run_dir": watched and watched.run_dir}
+        compared = vars(parallel) | {"seed": seed, "run_dir": watched and watched.errors.absolute().parent}
         of_ranks = from_all_ranks({f"{name}={value}" for name, value in compared.items()})
         if differing := sorted({item for of_rank in of_ranks for item in of_rank ^ of_ranks[0]}):
             raise ConfigError(

@@ -12,8 +12,16 @@ from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_text
 from megatron_vlm.inputs import odd_fields
 from megatron_vlm.messages import listed, suggestion
-from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, split_override
-from megatron_vlm.recipes.base import SETTING_OF_ARGUMENT, as_arguments, as_settings, merged
+from megatron_vlm.overrides import (
+    SETTING_OF_ARGUMENT,
+    apply_overrides,
+    as_arguments,
+    as_settings,
+    flatten,
+    load_yaml,
+    merged,
+    split_override,
+)
 from megatron_vlm.recipes.published import OF_PARTS, RECIPES, Recipe
 from megatron_vlm.supported import read_config
 

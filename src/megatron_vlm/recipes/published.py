@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.recipes.base import build
+from megatron_vlm.overrides import apply_overrides, as_settings, merged
 from megatron_vlm.supported import SUPPORTED, read_config
 
 CONFIGS = Path(__file__).parent / "configs"  # config.json of each published size, under the recipe's name
@@ -42,8 +42,19 @@ class Recipe:
         return read_config(CONFIGS / f"{self.name}.json")["model_type"]
 
     def __call__(self, **changes: Any) -> RunConfig:
-        """The run's configuration, with `changes` in place of what the recipe says. Raises as `build`."""
-        return build(self.defaults, changes)
+        """The defaults of `RunConfig`, replaced by the recipe's, replaced by the caller's `changes`.
+
+        A run without `run_dir` gets `runs/<name>`. A warm-up that the caller did not set takes at most a
+        tenth of the steps. Raises ConfigError on an unknown argument or a value of the wrong type; text from
+        a command line is converted.
+        """
+        arguments = merged(self.defaults, changes)
+        arguments.setdefault("run_dir", f"runs/{arguments.get('name', RunConfig.name)}")
+        config = apply_overrides(RunConfig(), as_settings(arguments))
+        if "warmup_steps" not in changes:
+            steps, warmup = config.train.steps, config.optimizer.warmup_steps
+            config.optimizer.warmup_steps = None if steps is None else min(warmup or 0, steps // 10)
+        return config
 
 
 # What all sizes of a family set. Qwen, GLM and Kimi make more tokens of an image the more pixels it has;

@@ -40,7 +40,7 @@ from megatron_vlm.rl.micro_batches import (
     micro_batches,
 )
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
-from megatron_vlm.run_folder.folder import with_own_start
+from megatron_vlm.run_folder import with_own_start
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.gradients import (
     clip_and_step,

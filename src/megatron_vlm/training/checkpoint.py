@@ -4,7 +4,7 @@
     <run_dir>/checkpoints/step_00000100/state.json   step, layout, schedule, generators, data loaders, and the
                                                  size and checksum of every other file
 
-`run_folder.folder` decides which checkpoint is the newest, and its `complete` makes one whole: by a rename,
+`run_folder` decides which checkpoint is the newest, and its `complete` makes one whole: by a rename,
 when all else is on disk. `tensor_files` writes and reads tensors. Only the run's own folder is ever read.
 """
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
+from megatron_vlm import run_folder
 from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig, all_settings
 from megatron_vlm.files import read_text
 from megatron_vlm.inputs import attribute_errors_to
@@ -32,9 +33,6 @@ from megatron_vlm.job import watchdog
 from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
-from megatron_vlm.run_folder import checkpoint_files
-from megatron_vlm.run_folder import folder as run_folder
-from megatron_vlm.run_folder import lock as run_lock
 from megatron_vlm.training.tensor_files import (
     PinnedSnapshot,
     bytes_to_write,
@@ -76,13 +74,13 @@ def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
         with run_folder.add_path_to_errors(Path(run_dir)):
             Path(run_dir).mkdir(parents=True, exist_ok=True)
             run_folder.check_start(run_dir, hf_path)
-            locks.append(run_lock.take(run_dir))
+            locks.append(run_folder.take_lock(run_dir))
         run_folder.tidy(run_dir)
         run_folder.remove_leftovers(Path(run_dir))  # of pages and pictures
 
     on_first_rank(first)
     watchdog.claim_files()
-    return locks[0] if locks else run_lock.join(run_dir)
+    return locks[0] if locks else run_folder.join_lock(run_dir)
 
 
 def save(*arguments: Any, **options: Any) -> Path:
@@ -117,7 +115,7 @@ def begin_save(
     final = run_folder.checkpoints(run_dir) / f"step_{step:08d}"
     if on_first_rank(run_folder.is_latest, final):
         return lambda group: final
-    watchdog.beat(f"saving step {step} in {run_dir}", files=True)
+    watchdog.beat(f"saving step {step} in {run_dir}")
     # all ranks must know the bytes before any is written: a full disk is refused now
     ranks = from_all_ranks(_rank_state(loader_state))
     tensors = sharded_state(model_chunks, optimizer, loading=False)
@@ -133,7 +131,7 @@ def begin_save(
     def write(group: dist.ProcessGroup | None) -> Path:
         write_tensors(partial, copied, needed, group)
         with run_folder.add_path_to_errors(partial):
-            rank_checksums = checkpoint_files.checksums(partial, _files_of_rank(os.listdir(partial)))
+            rank_checksums = run_folder.checksums(partial, _files_of_rank(os.listdir(partial)))
             checksums_of_ranks = from_all_ranks(rank_checksums, group)
         return on_first_rank(finish, checksums_of_ranks, group=group)
 
@@ -200,7 +198,7 @@ def load_latest(
     path = on_first_rank(run_folder.latest_checkpoint, run_dir)
     if path is None:
         return None
-    watchdog.beat(f"loading the last checkpoint of {run_dir}", files=True)
+    watchdog.beat(f"loading the last checkpoint of {run_dir}")
     state = _checked_state(path)
     check_config(path, state.get("config"), _config_values(model_chunks))
     check_same(path, state.get("adapters"), _adapters(model_chunks))
@@ -243,10 +241,10 @@ def _files_of_rank(names: Iterable[str]) -> list[str]:
 def _checked_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, after a check that its files are as saved: one rank reads each file."""
     state = on_first_rank(_state, path)
-    problems = on_first_rank(checkpoint_files.size_problems, path, state["files"])
+    problems = on_first_rank(run_folder.size_problems, path, state["files"])
     if not problems:
         rank_files = {name: state["files"][name] for name in _files_of_rank(state["files"])}
-        local_problems = checkpoint_files.checksum_problems(path, rank_files)
+        local_problems = run_folder.checksum_problems(path, rank_files)
         problems = [text for rank in from_all_ranks(local_problems) for text in rank]
     if problems:
         raise ConfigError(run_folder.damaged(path, problems))
@@ -255,7 +253,7 @@ def _checked_state(path: Path) -> dict[str, Any]:
 
 def _state(path: Path) -> dict[str, Any]:
     try:
-        return checkpoint_files.read_state(path)
+        return run_folder.read_state(path)
     except ValueError as error:
         raise ConfigError(run_folder.damaged(path, [str(error)])) from error
 

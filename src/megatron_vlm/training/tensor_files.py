@@ -36,11 +36,11 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_vlm import run_folder
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import add_path_to_errors, free_bytes, open_file
 from megatron_vlm.messages import readable_size
 from megatron_vlm.models.adapters import model as adapters
-from megatron_vlm.run_folder import folder as run_folder
 from megatron_vlm.training.optimizer import fuse, torch_adams
 
 _OPTIMIZER_FORMAT = {

@@ -11,7 +11,7 @@ import launches
 import pytest
 
 from megatron_vlm.config import ConfigError, ParallelConfig
-from megatron_vlm.run_folder.checkpoint_files import checksums, state_text
+from megatron_vlm.run_folder import checksums, state_text
 from tiny.distributed import run_distributed
 
 # ---- folders, in one process ------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ READ_BY_CUDA = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CU
 LAUNCH = """
 import os, sys
 from megatron_vlm.commands.arguments import prepare_cuda
-from megatron_vlm.commands.program import torchrun
+from megatron_vlm.job.launch import launch
 from megatron_vlm.config import ParallelConfig
 prepare_cuda(ParallelConfig(tp=int(sys.argv[1])))
-sys.exit(torchrun(2, sys.argv[2:], "printed_environment"))
+sys.exit(launch(2, sys.argv[2:], "printed_environment"))
 """
 
 
@@ -58,7 +58,7 @@ def test_commands_set_it_before_they_start_ranks(tmp_path, tiny_gemma3, monkeypa
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     )
     seen = []
-    monkeypatch.setattr(cli, "start_ranks", lambda *_: seen.append(dict(os.environ)) or 0)
+    monkeypatch.setattr(cli.arguments, "start_ranks", lambda *_: seen.append(dict(os.environ)) or 0)
     words = ["--recipe", "gemma3_vl_4b", "--nproc", "2", f"hf_path={tiny_gemma3}", f"run_dir={tmp_path}/run"]
     words += ["parallel.tp=2", "dataset_type=hf", f"train_data_path={rows}", "model.dtype=fp32"]
     with pytest.raises(SystemExit) as ended:

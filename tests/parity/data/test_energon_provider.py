@@ -369,5 +369,5 @@ def test_a_metadataset_that_points_to_an_unchecked_description_is_refused(tmp_pa
 def test_what_energon_cannot_open_is_named(tmp_path, dataset, encoder):
     meta = metadataset(tmp_path / "meta.yaml", dataset)
     meta.write_text(meta.read_text().replace("weight: 1,", "weight: many,", 1))
-    with pytest.raises(ValueError, match="meta.yaml: Energon cannot open it .*; restore the file or"):
+    with pytest.raises(ValueError, match="meta.yaml: cannot be read .*; restore the file or"):
         train_loader(meta, encoder)

@@ -19,7 +19,7 @@ pytest.importorskip("moto", reason="moto is not installed")
 from store_server import BUCKET, KEY, SECRET, Line, forget, put, store  # noqa: E402
 
 from megatron_vlm import stores  # noqa: E402
-from megatron_vlm.checks.paths import checkpoint_problems, data_problems  # noqa: E402
+from megatron_vlm.checks import checkpoint_problems, data_problems  # noqa: E402
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig  # noqa: E402
 from megatron_vlm.data.accounts.drops import BadSample  # noqa: E402
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder  # noqa: E402

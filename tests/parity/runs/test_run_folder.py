@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm import run_folder
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import NotAFile, temporary_name
 from megatron_vlm.job import watchdog
-from megatron_vlm.run_folder import folder as run_folder
-from megatron_vlm.run_folder import lock as run_lock
-from megatron_vlm.run_folder.checkpoint_files import (
+from megatron_vlm.run_folder import (
     checksum_problems,
     checksums,
     read_state,
@@ -229,8 +228,8 @@ def test_another_config_than_the_checkpoint_had_is_named_key_by_key():
 
 HOLDER = """
 import multiprocessing, os, sys, time
-from megatron_vlm.run_folder import lock as run_lock
-held = run_lock.take(sys.argv[1])
+from megatron_vlm import run_folder
+held = run_folder.take_lock(sys.argv[1])
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
 worker.start()  # as a DataLoader worker: forked, with every descriptor of its parent
 print(worker.pid, flush=True)
@@ -260,11 +259,11 @@ def test_a_second_run_is_refused_while_the_first_lives_and_not_after_it_was_kill
     assert time.monotonic() - began < 4  # to take the lock, a start would wait for 5 s
     assert f"rank 0 is process {process.pid} on {os.uname().nodename}" in message and "kill" in message
     with pytest.raises(ConfigError, match="belongs to a run that lives"):
-        run_lock.take(tmp_path, patience=0)
+        run_folder.take_lock(tmp_path, patience=0)
     process.kill()
     process.wait()
     os.kill(worker, 0)  # the worker lives and has the descriptor
-    run_lock.take(tmp_path, patience=0).close()
+    run_folder.take_lock(tmp_path, patience=0).close()
 
 
 def test_a_run_lives_as_long_as_one_of_its_ranks(tmp_path):
@@ -280,9 +279,9 @@ def test_a_run_lives_as_long_as_one_of_its_ranks(tmp_path):
 
 
 def run_lock_process(run_dir: Path, rank: int) -> subprocess.Popen:
-    call = "take(sys.argv[1])" if rank == 0 else "join(sys.argv[1])"
+    call = "take_lock(sys.argv[1])" if rank == 0 else "join_lock(sys.argv[1])"
     code = (
-        f"import sys, time; from megatron_vlm.run_folder import lock; held = lock.{call}; "
+        f"import sys, time; from megatron_vlm import run_folder; held = run_folder.{call}; "
         "print(1, flush=True); "
     )
     process = subprocess.Popen(
@@ -327,7 +326,7 @@ def test_a_first_checkpoint_whose_save_was_killed_before_latest_is_gone_on_from(
 
 # ---- a run folder is a run folder, and nothing outside of it is written ------------------------------------
 
-WRITTEN = ["lock", "config.yaml", "metrics.jsonl", "errors/rank0.txt", "errors/export/rank0.txt"]
+WRITTEN = ["lock", "config.yaml", "metrics.jsonl", "errors/rank0.txt"]
 WRITTEN += ["drops/rank0.jsonl", "batches/rank0.jsonl", "profile/step_1.txt"]
 FOLDERS = ["checkpoints", "errors", "drops", "batches", "tensorboard", "exports", "profile"]
 
@@ -361,7 +360,7 @@ def test_a_link_in_a_run_folder_is_refused_by_name(run_dir, tmp_path, name):
         (["checkpoints/step_00000002/mine"], "other things, such as checkpoints"),
         (["config.yaml", "checkpoints/model.pt"], "other things, such as checkpoints/model.pt"),
         (["errors/rank0.txt", "drops/a"], "other things, such as drops"),
-        (["errors/rank0.txt", "lock"], "other things, such as errors"),  # another program's lock
+        (["errors/rank0.txt", "lock"], "other things, such as lock"),  # another program's lock
         (["recipe.yaml", "cake.jpg"], "other things, such as cake.jpg"),
         (["config.yaml", "weights.bin"], "other things, such as weights.bin"),
         (["rows.jsonl", "train.py"], "other things, such as rows.jsonl"),
@@ -381,9 +380,9 @@ def test_a_folder_of_other_things_is_no_run_folder(tmp_path, files, what):
 
 def test_a_run_that_failed_at_its_start_may_begin_again_in_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_watch", None)
-    with pytest.raises(RuntimeError), watchdog.watching(tmp_path, 60):
+    with pytest.raises(RuntimeError), watchdog.watching(tmp_path / "errors", 60):
         watchdog.watch().file.write("Traceback")
         raise RuntimeError
     watchdog.watch().finish()
-    assert sorted(os.listdir(tmp_path)) == ["errors", "lock"]
+    assert os.listdir(tmp_path) == ["errors"]
     run_folder.check_start(tmp_path, MODEL)

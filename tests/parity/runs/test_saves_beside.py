@@ -12,6 +12,7 @@ import launches
 import torch.distributed as dist
 from sources import write_sharegpt
 
+from megatron_vlm import run_folder
 from megatron_vlm.callbacks import Callback
 from megatron_vlm.callbacks.checkpoints import CheckpointWriter
 from megatron_vlm.config import ParallelConfig
@@ -34,7 +35,6 @@ def _writer(root: str):
 def _train_meanwhile(root: str) -> dict:
     """On a slow disk: training changes tensors, schedule and generators while they are written."""
     from megatron_vlm.parallel import setup
-    from megatron_vlm.run_folder import folder
     from megatron_vlm.training import checkpoint
 
     run, writer = _writer(root)
@@ -45,12 +45,12 @@ def _train_meanwhile(root: str) -> dict:
     at_save = launches._digest(run), launches._draws()
     launches._train(run, [2, 3])
     writer.check()
-    meanwhile = folder.latest_checkpoint(root)
+    meanwhile = run_folder.latest_checkpoint(root)
     at_end = launches._digest(run)
     writer.save(4, {"rank": dist.get_rank()}, {})  # waits for the other
-    between = folder.latest_checkpoint(root)
+    between = run_folder.latest_checkpoint(root)
     writer.close()
-    (folder.checkpoints(root) / "latest").write_text("step_00000002\n") if dist.get_rank() == 0 else None
+    (run_folder.checkpoints(root) / "latest").write_text("step_00000002\n") if dist.get_rank() == 0 else None
     setup.on_first_rank(list)
     again = launches._start("dp", seed=9)
     state = checkpoint.load_latest(root, *again)
@@ -73,7 +73,6 @@ def test_a_checkpoint_holds_its_step_although_training_goes_on(tmp_path):
 
 
 def _full_disk(root: str) -> dict:
-    from megatron_vlm.run_folder import folder
 
     run, writer = _writer(root)
     launches._train(run, [0])
@@ -91,10 +90,10 @@ def _full_disk(root: str) -> dict:
         except OSError as failure:
             error = str(failure)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    left = sorted(os.listdir(folder.checkpoints(root)))
+    left = sorted(os.listdir(run_folder.checkpoints(root)))
     writer.save(3, {}, {})
     writer.close()
-    return {"error": error, "left": left, "then": folder.latest_checkpoint(root).name}
+    return {"error": error, "left": left, "then": run_folder.latest_checkpoint(root).name}
 
 
 def test_what_fails_beside_training_ends_it_with_the_same_words(tmp_path):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_vlm.callbacks import Callback, spikes
 from megatron_vlm.callbacks.spikes import MOST_IN_A_ROW, WINDOW, Spikes
 from megatron_vlm.recipes import compose
-from megatron_vlm.run_folder.folder import checkpoints
+from megatron_vlm.run_folder import checkpoints
 from tiny.distributed import run_distributed
 
 STEPS = 24

@@ -39,7 +39,7 @@ from megatron_vlm.data.load.energon_safety import (
     check_dataset,
     checked_source,
     guard_readers,
-    naming_dataset,
+    reading_sources,
     split_names,
     walk,
 )
@@ -100,7 +100,7 @@ class EnergonProvider:
             max_samples_per_sequence=data.max_samples_per_sequence,
             task_encoder=encoder,
         )
-        with naming_dataset(sources):
+        with reading_sources(sources):
             dataset = open_dataset(worker_config=workers)
         dataset.assert_can_restore()  # else Energon would notice a function without @stateless on resume
         paths = ", ".join(source.path for source in sources)
@@ -235,7 +235,7 @@ class EnergonValidLoader(ValidLoader):
 
     def _dataset(self, workers: WorkerConfig):
         source = checked_source(self._read, "val")
-        with naming_dataset(self._read):
+        with reading_sources(self._read):
             dataset = get_val_dataset(
                 source,
                 split_part="val",
@@ -292,7 +292,7 @@ class EnergonSamples:
         settings = {"training": False, "split_part": self._split, "decoder": self.encoder.decoder}
         alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
         source = checked_source(self._read, self._split)
-        with naming_dataset(self._read):
+        with reading_sources(self._read):
             loaded = load_dataset(source).get_datasets(worker_config=alone, **settings)
         parts = []
         for factory in [loaded_dataset.dataset for loaded_dataset in loaded.datasets]:

@@ -1,10 +1,9 @@
 """Energon descriptions from strangers are data: they call no function and lead to no file elsewhere."""
 
-import contextlib
 import json
 import re
-import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.eyaml import load_yaml, ryml
-from megatron.energon.flavors import EmptyDatasetError
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 
 from megatron_vlm import stores
-from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged, read_mapping
+from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged, read_mapping, reading_data
 from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
@@ -34,10 +32,6 @@ PLAIN_KEYS = {
     *("shard_counts", "energon_version"),
 }
 NO_CODE = f"refused, Energon could run code; only {', '.join(ALLOWED_CLASSES)} of megatron.energon are data"
-ENERGON_ERRORS = (
-    *(AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError),
-    EmptyDatasetError,
-)
 
 
 def check_dataset(path: str | EPath) -> None:
@@ -60,18 +54,9 @@ def check_dataset(path: str | EPath) -> None:
     raise damaged(path, f"names more than {MAX_DATASETS} datasets, or itself", "take references out")
 
 
-@contextlib.contextmanager
-def naming_dataset(sources: list[DataSource]) -> Iterator[None]:
+def reading_sources(sources: list[DataSource]) -> AbstractContextManager[None]:
     """Name the datasets in what Energon raises while it opens them, and say what to do."""
-    try:
-        yield
-    except stores.StoreError:
-        raise
-    except ENERGON_ERRORS as error:
-        if str(error).startswith("data: "):  # ours, with a name and a remedy
-            raise
-        paths = ", ".join(source.path for source in sources)
-        raise damaged(paths, f"Energon cannot open it ({type(error).__name__}: {error})") from error
+    return reading_data(", ".join(source.path for source in sources))
 
 
 def split_names(path: str | EPath) -> list[str]:
@@ -123,10 +108,8 @@ def _info_files(path: EPath) -> list[EPath]:
 def _check_folder(path: EPath) -> None:
     meta = path / META
     if not (infos := _info_files(path)):
-        raise ValueError(
-            f"data: {path} is not a prepared Energon dataset, it has no {META}/.info.json; run "
-            "`megatron-vlm prepare` first."
-        )
+        fact = f"is not a prepared Energon dataset, it has no {META}/.info.json"
+        raise damaged(path, fact, "run `megatron-vlm prepare` first")
     if (meta / "sample_loader.py").is_file():
         raise damaged(meta / "sample_loader.py", "is code", NO_CODE)
     # a metadataset may name any file of the folder
@@ -187,17 +170,16 @@ def _mappings(value: Any) -> Iterator[dict]:
 def checked_source(sources: list[DataSource], split: str) -> str | dict:
     """Return what Energon opens: the only path, or a metadataset of all paths that names each in its keys."""
     for source in sources:
-        with naming_dataset([source]):
+        with reading_sources([source]):
             check_dataset(source.path)
             if split not in (names := split_names(source.path)):
-                raise ValueError(
-                    f"data: {source.path} has no {split!r} split, only {names}; prepare it as {split}=PATH."
+                raise damaged(
+                    source.path, f"has no {split!r} split, only {names}", f"prepare it as {split}=PATH"
                 )
             if len(sources) > 1 and blends_by_weight(source.path):
-                raise ValueError(
-                    f"data: {source.path} draws by weights, so it has no epoch that a list could hold once; "
-                    "make it a blend_epochized, or name its datasets in the list."
-                )
+                fact = "draws by weights, so it has no epoch that a list could hold once"
+                remedy = "make it a blend_epochized, or name its datasets in the list"
+                raise damaged(source.path, fact, remedy)
     if len(sources) == 1:
         return str(_path(sources[0].path))
     blend = [
@@ -258,14 +240,8 @@ def _naming_store(reader: ITarReader, read: Callable) -> Callable:
 
 def _read_sample(reader: ITarReader, read: Callable, pointer: Any, *args: Any) -> Any:
     try:
-        return read(pointer, *args)
-    except stores.StoreError:
-        raise
-    except (tarfile.TarError, ValueError, OSError) as error:
-        shard = reader.tar_filepaths[pointer.tar_file_id]
-        raise damaged(
-            shard, f"cannot be read: {error}; it is damaged or was changed after it was indexed"
-        ) from error
+        with reading_data(reader.tar_filepaths[pointer.tar_file_id]):
+            return read(pointer, *args)
     finally:
         for tar in reader.itar_files_cache.values():
             tar.members.clear()  # while a tar is open, tarfile keeps each member it passed: 1 KB a sample

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_vlm.files import NotAFile, open_file
 from megatron_vlm.inputs import explain_file, odd_fields
+from megatron_vlm.stores import StoreError
 
 RESTORE = "restore the file or prepare the dataset again"
 CACHE = "make room there, or set HF_HOME to a folder that you may write to"
@@ -31,7 +32,7 @@ def reading_data(path: Any, remedy: str = RESTORE) -> Iterator[None]:
     """
     try:
         yield
-    except (DamagedData, NotAFile, MemoryError):
+    except (DamagedData, NotAFile, MemoryError, StoreError):
         raise
     except Exception as error:  # noqa: BLE001  libraries raise what they like
         cause: BaseException = error

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_vlm.commands.program import on_disk
+from megatron_vlm.commands.arguments import on_disk
 from megatron_vlm.config import ConfigError
 from megatron_vlm.extras.compose.sources import (
     NEW_ROWS,

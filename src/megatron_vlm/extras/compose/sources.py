@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.checks.paths import folder_problems
+from megatron_vlm.checks import folder_problems
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import suggestion
 from megatron_vlm.supported import QUANTISED, any_config, resolve

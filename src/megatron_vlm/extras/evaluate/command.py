@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_vlm.checks.paths import data_problems, is_energon
+from megatron_vlm.checks import data_problems, is_energon
 from megatron_vlm.commands import arguments
-from megatron_vlm.commands.program import on_disk, start_ranks
 from megatron_vlm.config import ConfigError, RunConfig, setting_types
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import join_lines, printable
@@ -28,7 +27,7 @@ def evaluate(
         list[str] | None,
         typer.Option(help=f"{', '.join(NAMES)}, or file.py:function; again for more. Default: exact_match."),
     ] = None,
-    output: Annotated[Path, typer.Option(help="The folder to write.", callback=on_disk)] = Path("evaluation"),
+    output: arguments.Folder = Path("evaluation"),
     samples: Annotated[int | None, typer.Option(min=1, help="Ask so many, drawn at random.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
     nproc: arguments.Processes = None,
@@ -57,11 +56,11 @@ def evaluate(
         flags = {"output": output, "samples": samples, "max-new-tokens": max_new_tokens}
         flags["metric"] = list(metrics)
         words = [model, *([data] if data else [])]
-        raise typer.Exit(start_ranks(nproc, "evaluate", flags, [*words, *settings]))
+        raise typer.Exit(arguments.start_ranks(nproc, "evaluate", flags, [*words, *settings]))
 
     from megatron_vlm.extras.evaluate.evaluating import evaluate_model
 
-    with watchdog.watching(output, config.train.hang_seconds):
+    with watchdog.watching(output / "errors", config.train.hang_seconds):
         for line in evaluate_model(config, metrics, output, samples, max_new_tokens):
             typer.echo(printable(line))
 

@@ -25,8 +25,7 @@ from megatron_vlm.extras.preview.rows import seen_pictures, with_shapes
 from megatron_vlm.files import atomic_write, open_to_write, read_file, read_text
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
-from megatron_vlm.run_folder import lock
-from megatron_vlm.run_folder.folder import latest_checkpoint
+from megatron_vlm.run_folder import OF_AN_EVALUATION, latest_checkpoint, take_lock
 
 SHOWN = 20  # worst answers on the page
 MOST_PICTURES = 8  # of an answer on the page; a video has many frames
@@ -81,7 +80,7 @@ def _begin(folder: Path, settings: dict[str, Any], locks: list[BinaryIO]) -> lis
     Raises:
         ConfigError: The folder has answers of another evaluation, or another one is going on in it.
     """
-    locks.append(lock.take(folder, whose=lock.OF_AN_EVALUATION))
+    locks.append(take_lock(folder, whose=OF_AN_EVALUATION))
     kept = folder / "settings.json"
     text = json.dumps(settings, indent=1)
     if kept.exists() and read_text(kept) != text:

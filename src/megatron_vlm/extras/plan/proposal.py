@@ -11,9 +11,8 @@ from typing import Any
 import typer
 import yaml
 
-from megatron_vlm.checks.paths import is_energon
-from megatron_vlm.commands.arguments import check, check_run_folder
-from megatron_vlm.commands.program import machines, world_size
+from megatron_vlm.checks import is_energon
+from megatron_vlm.commands.arguments import check, check_run_folder, machines, processes
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.files import atomic_write, read_text
@@ -47,7 +46,7 @@ def recipe_for(
         raise ConfigError(
             "--model and --data belong together: a checkpoint, and what to train it on; give both."
         )
-    if world_size() is not None or machines() > 1:
+    if processes(None) is not None or machines() > 1:
         raise ConfigError(
             "--model and --data make a recipe for one machine; write it there, with --dry-run, and give it "
             "to torchrun's processes as --config FILE."

@@ -13,9 +13,7 @@ from megatron_vlm.config import ConfigError, TrainConfig
 from megatron_vlm.files import read_text
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import flatten, load_yaml
-from megatron_vlm.run_folder import lock
-from megatron_vlm.run_folder.checkpoint_files import read_state
-from megatron_vlm.run_folder.folder import checkpoints, complete_checkpoints
+from megatron_vlm.run_folder import checkpoints, complete_checkpoints, is_locked, read_state
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def read_history(folder: Path, running: bool | None = None, ended_by: str = "") 
     settings = flatten(load_yaml(read_text(file), str(file)))
     metrics = _rows(folder / "metrics.jsonl")
     rows = [{name: value for name, value in row.items() if value is not None} for row in metrics]
-    running = lock.is_held(folder) if running is None else running
+    running = is_locked(folder) if running is None else running
     return History(folder, settings, _rows(folder / STARTS), rows, running, ended_by)
 
 

@@ -12,7 +12,7 @@ from megatron_vlm.extras.report.charts import charts_of
 from megatron_vlm.extras.report.history import History, read_drops
 from megatron_vlm.files import read_text
 from megatron_vlm.overrides import flatten, load_yaml, to_yaml
-from megatron_vlm.run_folder.folder import checkpoints, complete_checkpoints
+from megatron_vlm.run_folder import checkpoints, complete_checkpoints
 
 METRICS = ("loss", "valid_loss", "lowest valid_loss", "trained_tokens", "epoch", "tokens_per_second", "mfu")
 METRICS += ("peak_memory_gb", "dropped_samples")  # in the summary of a run, by docs/metrics.md

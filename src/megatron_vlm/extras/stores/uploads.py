@@ -11,15 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm import stores
+from megatron_vlm import run_folder, stores
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import add_path_to_errors, atomic_write, read_file, sync
 from megatron_vlm.job import watchdog
 from megatron_vlm.messages import join_lines
 from megatron_vlm.parallel import setup
-from megatron_vlm.run_folder import folder as run_folder
-from megatron_vlm.run_folder.checkpoint_files import STATE, checksum_problems, read_state, size_problems
+from megatron_vlm.run_folder import STATE, checksum_problems, read_state, size_problems
 
 STARTS = "starts.jsonl"
 RUN_FILES = ("config.yaml", "metrics.jsonl", STARTS, "checkpoints/adapter_start/*")
@@ -40,7 +39,7 @@ def restore(config: RunConfig) -> str:
         StoreError: The store fails.
     """
     url, run_dir = str(stores.folder(config.train.upload_to)), Path(config.run_dir).absolute()
-    watchdog.beat(f"looking for checkpoints in {url}", files=True)
+    watchdog.beat(f"looking for checkpoints in {url}")
     with add_path_to_errors(run_dir), stores.at(url) as (client, root):
         complete = complete_steps(client, root)
         local = run_folder.complete_checkpoints(run_dir)
@@ -103,7 +102,7 @@ def _fetch_checkpoint(client: Any, path: str, run_dir: Path) -> str | None:
     for entry in entries:
         name = entry.key.removeprefix(f"{path}/")
         if FILE_NAME.fullmatch(name):
-            watchdog.beat(f"fetching {path}", files=True)
+            watchdog.beat(f"fetching {path}")
             client.download_file(entry.key, str(partial / name))
             sync(partial / name)
     try:

@@ -27,7 +27,7 @@ from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key
 from megatron_vlm.models.weights.exporting import from_every_stage, write_chat_template
 from megatron_vlm.models.weights.files import hub_name
 from megatron_vlm.parallel.setup import on_first_rank
-from megatron_vlm.run_folder.folder import adapter_copy, keep_adapter
+from megatron_vlm.run_folder import adapter_copy, keep_adapter
 
 Renames = tuple[tuple[str, str], ...]
 WEIGHTS = "adapter_model.safetensors"

@@ -24,8 +24,8 @@ from torch import distributed as dist
 from megatron_vlm.files import atomic_write, open_to_write, read_text
 from megatron_vlm.models.weights.rules import Slices, Vocabulary, WeightMap
 from megatron_vlm.parallel.setup import on_first_rank
-from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, resolve
-from megatron_vlm.weight_files import OnDisk, has_weights, tensors_of
+from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, has_weights, resolve
+from megatron_vlm.weight_files import OnDisk, tensors_of
 
 DTYPE_NAMES = {
     torch.float64: "F64",

@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder, without torch: which is the newest, how one is completed and removed.
+"""The run folder, without torch: who may start, which checkpoint is the newest, how one becomes complete.
 
     <run_dir>/checkpoints/latest                 name of the newest complete checkpoint
     <run_dir>/checkpoints/latest.tmp             name of the one that is being made complete now
@@ -10,17 +10,34 @@
 
 A kill at any point leaves a complete checkpoint that `latest` or `latest.tmp` names, and leftovers that
 `tidy` removes. So does a power cut: every file is on disk before the step that relies on it.
+
+One run at a time: each process of it holds `<run_dir>/lock` while it is alive. It is a POSIX record lock,
+which rank 0 takes alone and then shares with the other ranks. The kernel frees it when a process ends,
+however it ends, and processes forked from it (DataLoader workers) do not hold it. Other hosts see it if the
+file system shares locks (NFS, GPFS, Lustre mounted with `flock`), not if that is mounted with `nolock` or
+`localflock`.
 """
 
+import errno
+import fcntl
+import hashlib
+import json
 import os
 import re
 import shlex
 import shutil
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import xxhash
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import (
@@ -30,16 +47,17 @@ from megatron_vlm.files import (
     copy_file,
     need_room,
     open_file,
+    open_to_write,
     read_file,
+    read_text,
     refuse_odd,
     sync,
     temporary_name,
 )
 from megatron_vlm.overrides import load_yaml
-from megatron_vlm.run_folder import lock as run_lock
-from megatron_vlm.run_folder.checkpoint_files import STATE, read_state, state_text
 
-FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "errors/export", "profile")
+STATE = "state.json"
+FOLDERS = ("checkpoints", "batches", "drops", "tensorboard", "errors", "profile")
 FOLDERS += ("scores", "on_export", "exports")
 FILES = ("config.yaml", "recipe.yaml", "recipe.yaml.old", "lock", "metrics.jsonl", "starts.jsonl", "loss.png")
 FILES += ("report.html", "held_out.jsonl", "metrics.csv", "mlflow_run")
@@ -48,6 +66,11 @@ NOTES = ("log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml")  # may li
 _STEP = re.compile(r"step_\d{8}", re.ASCII)
 _OF_CHECKPOINTS = re.compile(r"step_\d{8}(\.tmp)?|latest(\.tmp|\.old)?|best|adapter_start|\..*", re.ASCII)
 _LEFTOVER = re.compile(r"step_\d{8}\.tmp|\..+\.[0-9a-f]{8}\.partial", re.ASCII)
+LOCK = "lock"
+OF_A_RUN = "run_dir: a run"  # a setting, and whose folder it names
+OF_AN_EVALUATION = "--output: an evaluation"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_FLOCK = "hhqqi4x"  # Linux's struct flock: type, whence, start, length, process
 
 
 def checkpoints(run_dir: str | Path) -> Path:
@@ -137,7 +160,7 @@ def check_start(run_dir: str | Path, hf_path: str) -> None:
         check_model("run_dir", run_dir, read_file(config), hf_path, is_used(Path(run_dir)))
     latest_checkpoint(run_dir)
     with add_path_to_errors(Path(run_dir)):
-        run_lock.check_free(run_dir)
+        check_unlocked(run_dir)
 
 
 def check_folder(run_dir: str | Path) -> None:
@@ -148,8 +171,8 @@ def check_folder(run_dir: str | Path) -> None:
     """
     refuse_links(run_dir)
     names = os.listdir(run_dir) if Path(run_dir).is_dir() else []
-    is_runs = "config.yaml" in names or complete_checkpoints(run_dir) or run_lock.is_there(run_dir)
-    run_files = {*FOLDERS, *FILES} if is_runs else set()
+    is_runs = "config.yaml" in names or complete_checkpoints(run_dir) or has_lock(run_dir)
+    run_files = {*FOLDERS, *FILES} if is_runs else {"errors"}  # which also a start that failed leaves
     foreign = sorted(
         name for name in {*names} - run_files if not name.startswith(".") and not name.endswith(NOTES)
     )
@@ -210,6 +233,104 @@ def is_used(run_dir: Path) -> bool:
 
 def _absolute(path: str) -> str:
     return os.path.realpath(os.path.expanduser(path))
+
+
+# ---- one run at a time -------------------------------------------------------------------------------------
+
+
+def take_lock(run_dir: str | Path, patience: float = 5.0, whose: str = OF_A_RUN) -> BinaryIO:
+    """Take the lock for rank 0, until it is closed or this process ends; the other ranks then `join_lock`.
+
+    Do not open the lock elsewhere in this process: closing any descriptor of the file frees it.
+
+    Args:
+        run_dir: An existing folder.
+        patience: Seconds; the kernel needs time to end a killed process.
+        whose: The setting and whose folder it is, for the error.
+
+    Raises:
+        ConfigError: Another run is still alive; its text names a process of it.
+    """
+    file = open_to_write(Path(run_dir) / LOCK, "r+b")
+    _lock(file, fcntl.LOCK_EX, run_dir, patience, whose)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.truncate(0)
+    text = f"rank 0 is process {os.getpid()} on {socket.gethostname()} since {since}"
+    os.pwrite(file.fileno(), text.encode(), 0)
+    _lock(file, fcntl.LOCK_SH, run_dir)
+    return file
+
+
+def join_lock(run_dir: str | Path) -> BinaryIO:
+    """Share the lock that rank 0 has taken. A run is alive as long as any of its ranks."""
+    file = open_to_write(Path(run_dir) / LOCK, "r+b")
+    _lock(file, fcntl.LOCK_SH, run_dir)
+    return file
+
+
+def has_lock(run_dir: str | Path) -> bool:
+    """Return whether a run has made this folder's lock, even if it failed before it wrote anything else."""
+    file = Path(run_dir) / LOCK
+    if not file.is_file():
+        return False
+    with open_file(file) as content:
+        return content.read(5) in (b"", b"rank ")
+
+
+def check_unlocked(run_dir: str | Path) -> None:
+    """Raise ConfigError as `take_lock` does, but take no lock."""
+    if (Path(run_dir) / LOCK).exists():
+        with open_to_write(Path(run_dir) / LOCK, "r+b") as file:
+            _lock(file, fcntl.LOCK_EX, run_dir, patience=1.0)
+
+
+def is_locked(run_dir: str | Path) -> bool:
+    """Return whether a process of a run holds the lock; take none, write nothing, and need no right to.
+
+    Not for a process that holds it itself: closing the file would free it.
+    """
+    if not (Path(run_dir) / LOCK).exists():
+        return False
+    with open_file(Path(run_dir) / LOCK) as file:
+        return _holder(file) is not None
+
+
+def _lock(
+    file: BinaryIO, kind: int, run_dir: str | Path, patience: float = 0.0, whose: str = OF_A_RUN
+) -> None:
+    """Lock a file, or change the kind of its lock, within `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.lockf(file, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                if kind == fcntl.LOCK_EX:
+                    fact = f"run_dir: no locks on this file system ({error.strerror})"
+                    print(f"{fact}; a second run in this folder would not be noticed.", file=sys.stderr)
+                return None
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # which say that another has it
+                raise
+        if time.monotonic() >= deadline:
+            setting, owner = whose.split(": ")
+            text = os.pread(file.fileno(), 1000, 0).decode(errors="replace").strip("\0 \n")
+            raise ConfigError(
+                f"{setting}: {run_dir} belongs to {owner} that lives: process {_holder(file)} holds its lock "
+                f"({text}). Wait until it ends, end it with `kill` on its host, or give another {setting}."
+            )
+        time.sleep(0.05)
+
+
+def _holder(file: BinaryIO) -> int | None:
+    """The id of a process that holds the lock, on its own host; None if none does, or none can be asked."""
+    question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, question))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return None if kind == fcntl.F_UNLCK else process
 
 
 # ---- a checkpoint becomes complete, old ones go -----------------------------------------------------------
@@ -314,6 +435,75 @@ def remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- are its files as they were saved? ---------------------------------------------------------------------
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, list]:
+    """{name: [bytes, XXH3 as hexadecimal]} of files that were just written; they are on disk afterwards."""
+    return {name: _size_and_checksum(folder / name, sync=True) for name in names}
+
+
+def state_text(state: dict[str, Any]) -> str:
+    """The text that `read_state` reads, with its own checksum. `state["files"]` comes from `checksums`."""
+    return json.dumps({**state, "checksum": _checksum_of(json.dumps(state))})
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint. Raises ValueError that names the file and what is wrong with it."""
+    try:
+        state = json.loads(read_text(path / STATE))
+        if not isinstance(state, dict) or state.pop("checksum", None) != _checksum_of(json.dumps(state)):
+            raise ValueError("its checksum differs")
+        if state["step"] != int(path.stem.removeprefix("step_")):
+            raise ValueError(f"it is of step {state['step']}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path / STATE} is not what was saved: {error}") from error
+    return state
+
+
+def size_problems(path: Path, files: dict[str, list]) -> list[str]:
+    """Which files are missing, extra, or of another size than state.json says; they are not read.
+
+    Names that begin with a dot only count if they were saved: file systems and editors create such files.
+    """
+    there = {entry.name: entry for entry in os.scandir(path)}
+    problems = []
+    for name, (size, _) in sorted(files.items()):
+        place = path / name
+        if name not in there or not there[name].is_file():
+            problems.append(f"{place} is missing")
+        elif (now := there[name].stat().st_size) != size:
+            problems.append(f"{place} has {now} bytes and had {size} when it was saved")
+    extra = {name for name in there if not name.startswith(".")} - {*files, STATE}
+    return problems + [f"{path / name} was not saved with it" for name in sorted(extra)]
+
+
+def checksum_problems(path: Path, files: dict[str, list]) -> list[str]:
+    """Which of the files do not hold what was saved; they are read whole."""
+    problems = []
+    for name in sorted(files):
+        try:
+            same = _size_and_checksum(path / name) == files[name]
+        except OSError as error:
+            problems.append(f"{path / name} cannot be read ({error.strerror})")
+        else:
+            if not same:
+                problems.append(f"{path / name} is not what was saved: its checksum differs")
+    return problems
+
+
+def _size_and_checksum(path: Path, sync: bool = False) -> list:
+    with open_file(path) as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_64)
+        if sync:
+            os.fsync(file.fileno())
+        return [file.tell(), digest.hexdigest()]
+
+
+def _checksum_of(text: str) -> str:
+    return xxhash.xxh3_64(text.encode()).hexdigest()
 
 
 # ---- the adapter that a run began with ---------------------------------------------------------------------

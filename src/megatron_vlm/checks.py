@@ -17,9 +17,8 @@ from megatron_vlm.data.on_disk.paths import ROWS, paths_of
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import join_lines
 from megatron_vlm.objectives import objective_of
-from megatron_vlm.supported import ADAPTER_FILE, read_config
+from megatron_vlm.supported import ADAPTER_FILE, INDEX_FILE, WEIGHT_FILE, has_weights, read_config
 from megatron_vlm.validate import misfit, sizes_in
-from megatron_vlm.weight_files import tensors_of
 
 KINDS = {  # a name in a folder -> what the folder then is
     ".nv-meta": "a prepared Energon dataset",
@@ -116,11 +115,11 @@ def checkpoint_problems(hf_path: str, load_weights: bool = True) -> Iterator[str
     path = Path(hf_path).expanduser()
     if problems or stores.is_store(hf_path) or not path.exists():
         return
-    if load_weights:
-        try:
-            tensors_of(path)
-        except ValueError as error:
-            yield f"model.hf_path: {error}"
+    if load_weights and not has_weights(path):
+        yield (
+            f"model.hf_path: {path} has neither {WEIGHT_FILE} nor {INDEX_FILE}; complete the download, and "
+            "save pickled weights as safetensors."
+        )
 
 
 def model_problems(config: RunConfig, needs_start: bool = False) -> Iterator[str]:
