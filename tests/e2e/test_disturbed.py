@@ -121,7 +121,7 @@ def test_one_that_stays_stopped_ends_the_job(stopped, disturbed):
     what, remedy = job.output.splitlines()[-2:]
     assert f"no rank came further for {HANG} s: rank 1 (pid {job.ranks[1].pid}) " in what
     if stopped == "worker":
-        assert " hangs while " in what
+        assert "waits for a stopped data worker while " in what
         stacks = (job.run_dir / "errors/rank1.txt").read_text()
         assert f"pid {job.workers[1].pid}, stopped" in stacks
     assert f"The stacks of all ranks and workers are in {job.run_dir}/errors" in remedy

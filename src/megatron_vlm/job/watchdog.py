@@ -251,9 +251,14 @@ class Watch:
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
         waits = world_size() > 1 and any(WAITING.search(frame.filename) for frame in stack[-3:])
         place = f", in {stack[-1].name} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
-        self.write(hang=(WAITS if waits else "hangs", place))
-        for worker in multiprocessing.active_children():
-            status = psutil.Process(worker.pid).status()
+        workers = {
+            worker: psutil.Process(worker.pid).status() for worker in multiprocessing.active_children()
+        }
+        state = WAITS if waits else "hangs"
+        if psutil.STATUS_STOPPED in workers.values():
+            state = "waits for a stopped data worker"
+        self.write(hang=(state, place))
+        for worker, status in workers.items():
             print(f"\nworker {worker.name}, pid {worker.pid}, {status}", file=self.file, flush=True)
             os.kill(worker.pid, signal.SIGUSR2)  # it writes into the same file, unless it is stopped
             time.sleep(0.5)
