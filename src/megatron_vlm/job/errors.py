@@ -177,10 +177,11 @@ def explain(error: BaseException, file: Path) -> tuple[int, PrintableText]:
 
 def is_for_users(error: BaseException) -> bool:
     """Return whether the error's text was written for the user: its class is ours, or our code raised it."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return False
     is_usual = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
-    is_errno = isinstance(error, OSError) and error.errno is not None
     ours = type(error).__module__.startswith("megatron_vlm.")
-    return not is_errno and (ours or is_usual and _raised_by_us(error))
+    return ours or is_usual and _raising_package(error).startswith("megatron_vlm")
 
 
 def _what_was_read(error: BaseException) -> str:
@@ -195,7 +196,7 @@ def is_anothers_end(error: BaseException) -> bool:
     """Return whether the error only says that another rank has ended, or does not answer."""
     if isinstance(error, AnotherRankFailed):
         return True
-    if _raised_by_us(error) or watchdog.world_size() == 1:
+    if _raising_package(error).startswith("megatron_vlm") or watchdog.world_size() == 1:
         return False
     is_torchs = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     return (is_torchs or type(error) is RuntimeError) and bool(_OTHERS_END.search(str(error)))
@@ -230,10 +231,6 @@ def _text_of(error: BaseException) -> PrintableText:
     """The error's message; only one that `join_lines` made has several lines."""
     message = error.args[0] if error.args else None
     return message if isinstance(message, PrintableText) else printable(without_traceback(str(error)))
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    return _raising_package(error).partition(".")[0] == "megatron_vlm"
 
 
 def _raising_package(error: BaseException) -> str:

@@ -81,14 +81,14 @@ def launch(nproc: int, arguments: Sequence[str], module: str = "megatron_vlm.cli
         except SignalException as stop:
             code = 128 + stop.sigval
             text = f"megatron-vlm: stopped by {SIGNALS.get(code, f'signal {stop.sigval}')}."
-            stopped = [reason for reason in _reports(folder) if reason.code == code]
+            stopped = [reason for reason in _reasons(folder) if reason.code == code]
             reason = min(stopped, default=Reason(1, 0, code, text))
         except ChildFailedError as failed:
-            reason = _first_reason(folder, failed.failures)
+            reason = min(_reasons(folder, failed.failures))
         except (RendezvousError, DistError):
             # ranks that lost this machine's connections may have said more
             text = f"megatron-vlm: the machines do not meet: one is lost, or two have one number; {AGAIN}."
-            reason = min([*_reports(folder), Reason(len(_BEST_FIRST), math.inf, BUG_CODE, text)])
+            reason = min([*_reasons(folder), Reason(len(_BEST_FIRST), math.inf, BUG_CODE, text)])
     print(printable(reason.message), file=sys.stderr, flush=True)
     return reason.code
 
@@ -131,7 +131,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and self._remaining_restarts:
-            reason = _first_reason(self._logs_specs.root_log_dir, result.failures)
+            reason = min(_reasons(self._logs_specs.root_log_dir, result.failures))
             if _BEST_FIRST[reason.order] in ("error", "interrupt"):  # it would repeat itself
                 self._remaining_restarts = 0
             else:
@@ -143,22 +143,20 @@ class _Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
 
-def _reports(folder: str) -> list[Reason]:
-    """Return what the ranks of the last start wrote into torch's error files, see `watchdog.report_end`."""
-    starts = sorted(Path(folder).glob("*/attempt_*"), key=os.path.getctime)
+def _reasons(folder: str, failures: Mapping[int, ProcessFailure] | None = None) -> list[Reason]:
+    """Return why the ranks of the last start ended.
+
+    By what they wrote into torch's error files (see `watchdog.report_end`); of `failures` without such a
+    file, by the exit code.
+    """
     reasons = []
+    starts = sorted(Path(folder).glob("*/attempt_*"), key=os.path.getctime)
     for file in starts[-1].glob("*/error.json") if starts else ():
         report = json.loads(read_text(file))["message"]
         extra = report["extraInfo"]
         order = _BEST_FIRST.index(extra["kind"])
         reasons.append(Reason(order, extra["time"], extra["code"], PrintableText(report["message"])))
-    return reasons
-
-
-def _first_reason(folder: str, failures: Mapping[int, ProcessFailure]) -> Reason:
-    """Return why a job ended: by ranks' own reports, and by the exit codes of ranks without one."""
-    reasons = _reports(folder)
-    for rank, failure in failures.items():
+    for rank, failure in (failures or {}).items():
         if os.path.isfile(failure.error_file):
             continue
         code, who = failure.exitcode, f"megatron-vlm: rank {rank}"
@@ -167,4 +165,4 @@ def _first_reason(folder: str, failures: Mapping[int, ProcessFailure]) -> Reason
             text = killed_message(who, -code)
             code = 128 - code
         reasons.append(Reason(_BEST_FIRST.index("killed"), 0.0, code, text))
-    return min(reasons)
+    return reasons

@@ -208,7 +208,8 @@ class Watch:
         counters = psutil.Process().io_counters()
         progress = [count() for count in self.progress]
         moved = counters.read_chars + counters.write_chars
-        if progress != self._progress or moved - self._moved > MUCH_IO * passed:
+        much = MUCH_IO * passed + ROOM * world_size()  # beside the heartbeats of all
+        if progress != self._progress or moved - self._moved > much:
             self.content["beats"] += 1
         self._progress = progress
         self._moved = moved
@@ -251,9 +252,8 @@ class Watch:
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
         waits = world_size() > 1 and any(WAITING.search(frame.filename) for frame in stack[-3:])
         place = f", in {stack[-1].name} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
-        workers = {
-            worker: psutil.Process(worker.pid).status() for worker in multiprocessing.active_children()
-        }
+        children = multiprocessing.active_children()
+        workers = {worker: psutil.Process(worker.pid).status() for worker in children}
         state = WAITS if waits else "hangs"
         if psutil.STATUS_STOPPED in workers.values():
             state = "waits for a stopped data worker"
