@@ -34,8 +34,8 @@ from megatron_vlm.job.watchdog import AGAIN, LAUNCHER
 from megatron_vlm.messages import PrintableText, printable
 from megatron_vlm.validate import check_gpus
 
-# what ranks end by, the best reason first; the last is brought about by others
-_BEST_FIRST = ("error", "interrupt", "hang", "killed", "lost")
+# what ranks end by, the best reason first; the last two are brought about by others
+_BEST_FIRST = ("error", "interrupt", "hang", "killed", "lost", "terminated")
 
 
 class Reason(NamedTuple):
@@ -132,7 +132,7 @@ class _Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and self._remaining_restarts:
             reason = min(_reasons(self._logs_specs.root_log_dir, result.failures))
-            if _BEST_FIRST[reason.order] in ("error", "interrupt"):  # it would repeat itself
+            if _BEST_FIRST[reason.order] not in ("hang", "killed", "lost"):  # it would repeat itself
                 self._remaining_restarts = 0
             else:
                 print(reason.message.splitlines()[0], file=sys.stderr)
@@ -159,10 +159,12 @@ def _reasons(folder: str, failures: Mapping[int, ProcessFailure] | None = None) 
     for rank, failure in (failures or {}).items():
         if os.path.isfile(failure.error_file):
             continue
-        code, who = failure.exitcode, f"megatron-vlm: rank {rank}"
+        kind, code, who = "killed", failure.exitcode, f"megatron-vlm: rank {rank}"
         text = f"{who} ended with code {code} and gave no reason; MEGATRON_VLM_DEBUG=1 shows more."
-        if code < 0:
+        if code == -signal.SIGTERM:
+            kind, text = "terminated", "megatron-vlm: stopped by SIGTERM."
+        elif code < 0:
             text = killed_message(who, -code)
-            code = 128 - code
-        reasons.append(Reason(_BEST_FIRST.index("killed"), 0.0, code, text))
+        code = 128 - code if code < 0 else code
+        reasons.append(Reason(_BEST_FIRST.index(kind), 0.0, code, text))
     return reasons
