@@ -170,7 +170,7 @@ class Watch:
         global _watch
         _watch = None
         self._done.set()
-        self._thread.join()
+        self._thread.join(10.0)
         self.write(has_ended=True)
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
