@@ -17,7 +17,7 @@ from megatron_vlm.data.on_disk.paths import ROWS, paths_of
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import join_lines
 from megatron_vlm.objectives import objective_of
-from megatron_vlm.supported import ADAPTER_FILE, INDEX_FILE, WEIGHT_FILE, has_weights, read_config
+from megatron_vlm.supported import ADAPTER_FILE, missing_weights, read_config
 from megatron_vlm.validate import misfit, sizes_in
 
 KINDS = {  # a name in a folder -> what the folder then is
@@ -115,11 +115,8 @@ def checkpoint_problems(hf_path: str, load_weights: bool = True) -> Iterator[str
     path = Path(hf_path).expanduser()
     if problems or stores.is_store(hf_path) or not path.exists():
         return
-    if load_weights and not has_weights(path):
-        yield (
-            f"model.hf_path: {path} has neither {WEIGHT_FILE} nor {INDEX_FILE}; complete the download, and "
-            "save pickled weights as safetensors."
-        )
+    if load_weights and (problem := missing_weights(path)):
+        yield f"model.hf_path: {problem}"
 
 
 def model_problems(config: RunConfig, needs_start: bool = False) -> Iterator[str]:

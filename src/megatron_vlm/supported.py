@@ -136,9 +136,14 @@ def any_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def has_weights(folder: Path) -> bool:
-    """Return whether the folder holds weights, or an index of them."""
-    return any((folder / name).is_file() for name in (WEIGHT_FILE, INDEX_FILE))
+def missing_weights(folder: Path) -> str | None:
+    """Return the message about a folder without weights; None if it has some, or an index of them."""
+    if any((folder / name).is_file() for name in (WEIGHT_FILE, INDEX_FILE)):
+        return None
+    return (
+        f"{folder} has neither {WEIGHT_FILE} nor {INDEX_FILE}; complete the download, and save pickled "
+        "weights as safetensors."
+    )
 
 
 def config_file(path: str | Path) -> Path:

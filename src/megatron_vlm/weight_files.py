@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import check_file, open_file, read_file
 from megatron_vlm.inputs import explain_file
-from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config, has_weights
+from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config, missing_weights
 
 # the forms of tensors that are read
 FLOATS, FP8 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"
@@ -39,11 +39,8 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / INDEX_FILE
     if (folder / WEIGHT_FILE).is_file():
         return [WEIGHT_FILE]
-    if not has_weights(folder):
-        raise ConfigError(
-            f"{folder} has neither {WEIGHT_FILE} nor {INDEX_FILE}; complete the download, and "
-            "save pickled weights as safetensors."
-        )
+    if problem := missing_weights(folder):
+        raise ConfigError(problem)
     try:
         names = sorted(set(json.loads(read_file(index))["weight_map"].values()))
         is_usable = bool(names) and all(Path(name).name == name for name in names)

@@ -22,7 +22,7 @@ from megatron_vlm.messages import join_lines
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.weights.files import are_tied
 from megatron_vlm.overrides import read_template
-from megatron_vlm.supported import CONFIG_FILE, has_weights, read_config, resolve
+from megatron_vlm.supported import CONFIG_FILE, missing_weights, read_config, resolve
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -102,7 +102,7 @@ def look_at(path: str | Path) -> tuple[Description, str | None]:
     """(description, what was assumed about the weights), without fetching any weights; for `plan`."""
     description = describe(load_config(path))
     hf_config = description.hf_config
-    if Path(path).is_dir() and has_weights(Path(path)):
+    if Path(path).is_dir() and not missing_weights(Path(path)):
         hf_config.tie_word_embeddings = are_tied(description.weight_map, Path(path))
     elif hf_config.tie_word_embeddings:
         return description, (

@@ -24,7 +24,7 @@ from torch import distributed as dist
 from megatron_vlm.files import atomic_write, open_to_write, read_text
 from megatron_vlm.models.weights.rules import Slices, Vocabulary, WeightMap
 from megatron_vlm.parallel.setup import on_first_rank
-from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, has_weights, resolve
+from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, missing_weights, resolve
 from megatron_vlm.weight_files import OnDisk, tensors_of
 
 DTYPE_NAMES = {
@@ -249,7 +249,7 @@ def are_tied(weight_map: WeightMap, folder: Path) -> bool:
     matrices are stored and differ. Without weights in the folder config.json decides alone. If processes have
     joined, one rank reads.
     """
-    if weight_map.tied and has_weights(folder):
+    if weight_map.tied and not missing_weights(folder):
         if dist.is_initialized():
             return not on_first_rank(_stored_apart, weight_map, folder)
         return not _stored_apart(weight_map, folder)
