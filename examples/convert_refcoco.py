@@ -12,7 +12,7 @@ from pathlib import Path
 
 from convert_coco import at_edges, size_of
 
-from megatron_vlm.data.records.tables import open_table
+from megatron_vlm.data.records.opening import open_table
 
 IMAGES = ("images", "image", "image_path", "img_path", "file_name", "img_fn")
 EXPRESSIONS = ("sentences", "sentence", "sents", "sent", "expressions", "expression", "phrase")
@@ -29,10 +29,9 @@ def conversation(record: dict, boxes: str, question: str = QUESTION) -> dict:
         question: With {} for the expression.
     """
     image = next((record[name] for name in IMAGES if record.get(name)), None)
-    said = next((record[name] for name in EXPRESSIONS if record.get(name)), None)
-    if image is None or said is None:
+    items = expressions(record)
+    if image is None or not items:
         raise KeyError(f"a record has none of {', '.join(EXPRESSIONS if image else IMAGES)}")
-    items = said if isinstance(said, list) else [said]
     texts = [item["sent"] if isinstance(item, dict) else item for item in items]  # objects in REFER's files
     box = list(record["bbox"])
     if boxes == "xywh":
@@ -47,6 +46,17 @@ def conversation(record: dict, boxes: str, question: str = QUESTION) -> dict:
     return {"messages": turns, "images": image if isinstance(image, list) else [image], "objects": objects}
 
 
+def expressions(record: dict) -> list:
+    """Return the expressions of a record: texts, or objects in REFER's files; none if it has none."""
+    values = next((record[name] for name in EXPRESSIONS if record.get(name)), [])
+    return values if isinstance(values, list) else [values]
+
+
+def unread_keys(record: dict) -> set[str]:
+    """Return the keys of a record's expressions that `conversation` does not read."""
+    return {key for item in expressions(record) if isinstance(item, dict) for key in item} - {"sent"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("source", type=Path)
@@ -55,11 +65,15 @@ def main() -> None:
     parser.add_argument("--question", default=QUESTION, help="with {} for the expression")
     options = parser.parse_args()
     table = open_table(options.source)
+    unread: set[str] = set()
     with options.output.open("x") as file:
         for row in range(len(table)):
             record, _ = table.record(row)
+            unread |= unread_keys(record)
             file.write(json.dumps(conversation(record, options.boxes, options.question)) + "\n")
     print(f"wrote {len(table)} conversations to {options.output}")
+    if unread:
+        print(f"not read in their expressions: {', '.join(sorted(unread))}")
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ LEFT_OUT = {
     "data.image_processors": "one image processor is an example of all",
     "data.load.energon": "a second loader behind the same interface, with energon_state and energon_safety",
     "data.records.hub": "one of several sources",
-    "data.records.meta": "mixtures of sources, with blends and streams",
-    "data.records.blends": "as data.records.meta",
-    "data.records.streams": "as data.records.meta",
+    "data.records.opening": "mixtures of sources, with blends and streams",
+    "data.records.blends": "as data.records.opening",
+    "data.records.streams": "as data.records.opening",
     "data.media.videos": "one of two media",
     "data.on_disk": "how files of rows are opened",
     "data.preferences": "a second objective",
@@ -66,7 +66,6 @@ READ = {
     "models.layers.attention_sizes",
     "models.layers.rotary",
     "data.image_processors.base",
-    "data.image_processors.one_size",
     "data.load.hf",
 }
 

@@ -27,7 +27,8 @@ def main(
     part: Annotated[str, typer.Option(help="2/8: begin with the second eighth of the work.")] = "1/1",
 ) -> None:
     """Measure the training samples of a run."""
-    from megatron_vlm.data.load.hf import DROPPED, HFProvider, measure_dataset
+    from megatron_vlm.data.load.hf import HFProvider
+    from megatron_vlm.data.load.lengths import DROPPED, measure_dataset
     from megatron_vlm.data.run_data import train_encoder
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.hf import load_config, load_processor

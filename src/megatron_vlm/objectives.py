@@ -17,7 +17,7 @@ class Objective:
 
     loss              a function (config, chunks) -> `training.losses.StepLoss`; the chunks have the
                       starting weights
-    encoder           a class that takes the place of `data.encode.document.DocumentEncoder`, created with the
+    encoder           a class that takes the place of `data.encode.encoder.DocumentEncoder`, created with the
                       one that it replaces and a DataConfig; None: that one encodes
     documents         how many documents a sample has; they lie in one row, one after another
     figures           the names in `logs` of the loss's reports, and how the progress bar shows each; None:

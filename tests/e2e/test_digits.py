@@ -17,7 +17,7 @@ from make_checkpoint import make_checkpoint
 from make_digits import make_digits
 from megatron_vlm.config import fewest_processes
 from megatron_vlm.data.chatml.record import parse_record
-from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.data.encode.processing import TextEncoder
 from megatron_vlm.recipes import load_recipe
 from megatron_vlm.run_folder import check_start
 from megatron_vlm.validate import validate

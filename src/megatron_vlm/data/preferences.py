@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.sample import ChatMLSample, place_media
-from megatron_vlm.data.encode.document import DocumentEncoder, HFEncoderTaskSample, Measured
-from megatron_vlm.data.encode.encoder import join_documents
+from megatron_vlm.data.encode.encoder import DocumentEncoder, HFEncoderTaskSample, Measured, join_documents
 from megatron_vlm.data.on_disk.fields import CHOSEN, REJECTED
 
 HALVES = CHOSEN, REJECTED

@@ -9,8 +9,12 @@ from transformers import ProcessorMixin
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig, RunConfig
 from megatron_vlm.data.accounts.drops import DropReport
-from megatron_vlm.data.encode.document import DocumentEncoder
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder, VLMTaskEncoder
+from megatron_vlm.data.encode.encoder import (
+    DocumentEncoder,
+    HFEncoderVLMTaskEncoder,
+    PackingVLMTaskEncoder,
+    VLMTaskEncoder,
+)
 from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.objectives import objective_of
 

@@ -19,12 +19,9 @@ from PIL import Image
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import Conversation, parse_record
+from megatron_vlm.data.chatml.record import Columns, Conversation, decoded, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
-from megatron_vlm.data.chatml.turns import decoded
-from megatron_vlm.data.media.images import decode_image
-from megatron_vlm.data.media.patience import call_with_timeout
+from megatron_vlm.data.media.images import call_with_timeout, decode_image
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 

@@ -122,9 +122,8 @@ class Description(ABC):
             input_ids, self.hf_config.image_token_id, getattr(self.hf_config, "video_token_id", None)
         )
 
-    def position_ids(self, input_ids_T: Tensor, visual: GenericVisualInputs | None) -> Tensor:
-        """Positions of a document's tokens; data workers call it."""
-        return count_up(input_ids_T, visual)
+    # (ids (T,), visual inputs) -> positions of a document's tokens; data workers call it
+    position_ids = staticmethod(count_up)
 
     # --- what follows ------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, document_spans, is_raw
+from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, document_spans
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
 from megatron_vlm.models.layers.routes import FREE_ROUTE, ROUTE_OF_PADDING
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
@@ -172,9 +172,9 @@ def misfit(
     """
     tensors = visual.as_model_kwargs() if visual else {}
     for name in ("pixel_values", "pixel_values_videos"):  # the sum is no number if one of them is none
-        if name in tensors and not (
-            is_raw(tensors[name]) or tensors[name].sum(dtype=torch.float64).isfinite()
-        ):
+        pixels = tensors.get(name)
+        is_float = pixels is not None and pixels.is_floating_point()
+        if is_float and not pixels.sum(dtype=torch.float64).isfinite():
             return f"{name} hold numbers that are not finite"
     alike = GenericVisualInputs(**visual.normalized_for_model()) if visual else GenericVisualInputs()
     try:

@@ -31,12 +31,12 @@ from samples import sample_of
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import REASONS
-from megatron_vlm.data.chatml.record import parse_record
-from megatron_vlm.data.chatml.turns import is_blank
+from megatron_vlm.data.chatml.record import is_blank, parse_record
 from megatron_vlm.data.encode.chat_template import RESERVED as MARKS
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
-from megatron_vlm.data.load.hf import MEASURED_AT_ONCE, HFProvider
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.load.lengths import MEASURED_AT_ONCE
 from megatron_vlm.data.load.workers import close_loader
 from megatron_vlm.data.prepare.prepare import _write_index
 

@@ -30,10 +30,9 @@ from sources import write_hf_folder, write_sharegpt
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts import drops
 from megatron_vlm.data.accounts.drops import LostSample, check_each_once
-from megatron_vlm.data.encode.document import DocumentEncoder
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
+from megatron_vlm.data.encode.encoder import DocumentEncoder, HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load import workers as arena
-from megatron_vlm.data.load.rows import EncodedEntry, RowLoader
+from megatron_vlm.data.load.hf import EncodedEntry, RowLoader
 from megatron_vlm.data.records import tables
 
 ROWS, TOKENS = 60, 50  # samples with two images have more tokens

@@ -11,7 +11,8 @@ from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.load.hf import DROPPED, HFProvider, measure_dataset
+from megatron_vlm.data.load.hf import HFProvider
+from megatron_vlm.data.load.lengths import DROPPED, measure_dataset
 from megatron_vlm.data.load.sampler import BalancedSampler
 
 SEQ_LENGTH = 160

@@ -15,7 +15,7 @@ from prepared_shards import prepare
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.load.hf import measure_dataset
+from megatron_vlm.data.load.lengths import measure_dataset
 from tiny.checkpoints import build_tiny_checkpoint
 
 ROWS, SIZES = 6, 3

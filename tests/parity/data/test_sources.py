@@ -30,10 +30,8 @@ from written_sources import (
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.record import Columns, is_trained, parse_record
 from megatron_vlm.data.chatml.sample import place_media
-from megatron_vlm.data.chatml.turns import is_trained
 from megatron_vlm.data.encode.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.encode.questions import references_of
 from megatron_vlm.data.load.sampler import PackingSampler

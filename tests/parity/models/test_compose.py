@@ -31,10 +31,9 @@ from transformers import (
 )
 
 from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.record import Columns, parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.data.encode.processing import TextEncoder
 from megatron_vlm.extras.compose import composing
 from megatron_vlm.extras.compose.classes import COMPOSED, composed_config, part_config
 from megatron_vlm.extras.compose.command import compose as command

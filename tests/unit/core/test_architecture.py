@@ -124,7 +124,7 @@ def test_no_figure_of_the_house_rises():
 def test_the_core_path_goes_from_train_to_gradients():
     """The guard of its figure: what is left out is there, and what a step cannot do without is in."""
     core = check_house.core_path()
-    needed = {"feed", "batch", "data.encode.document", "models.vlm", "models.weights.rules", "training.step"}
+    needed = {"feed", "batch", "data.encode.encoder", "models.vlm", "models.weights.rules", "training.step"}
     assert needed <= core
     unknown = [
         name

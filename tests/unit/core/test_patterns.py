@@ -25,7 +25,7 @@ LOCAL = {
     "data.encode.processing": 2,
     "extras.grounding.convention": 2,  # tried in tests/unit/data/test_boxes.py
     "data.on_disk.rows_file": 1,
-    "data.chatml.turns": 1,
+    "data.chatml.record": 1,
     "job.errors": 1,
     "models.weights.files": 1,
     "models.weights.rules": 1,

@@ -14,9 +14,8 @@ from samples import sample_of
 from megatron_vlm.batch import GenericVisualInputs, count_up
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import parse_record
-from megatron_vlm.data.encode.document import DocumentEncoder
+from megatron_vlm.data.chatml.record import Columns, parse_record
+from megatron_vlm.data.encode.encoder import DocumentEncoder
 from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.media.images import decode_pixels, target_size
 from megatron_vlm.extras.grounding.boxes import Boxes

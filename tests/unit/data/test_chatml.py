@@ -4,10 +4,9 @@ import pytest
 from samples import clean
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.record import is_trained, parse_record
 from megatron_vlm.data.chatml.sample import place_media
-from megatron_vlm.data.chatml.turns import is_trained
-from megatron_vlm.data.encode.document import last_reply_alone
+from megatron_vlm.data.encode.encoder import last_reply_alone
 
 
 def text(value):

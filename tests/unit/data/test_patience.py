@@ -16,7 +16,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media import patience, videos
-from megatron_vlm.data.media.patience import call_with_timeout
+from megatron_vlm.data.media.images import call_with_timeout
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
 from megatron_vlm.models.families import load
 from tiny.checkpoints import build_tiny_checkpoint

@@ -8,8 +8,7 @@ import pytest
 from samples import sample_of
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.record import Columns, parse_record
 from megatron_vlm.data.preferences import halves_of
 from megatron_vlm.data.shard_format import cook_record
 

@@ -16,10 +16,9 @@ from published_templates import CALLS, CONVERSATIONS, FOLDER, PUBLISHED, REPLY, 
 from samples import templated
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import parse_record
-from megatron_vlm.data.chatml.turns import is_blank
+from megatron_vlm.data.chatml.record import is_blank, parse_record
 from megatron_vlm.data.encode.chat_template import RenderedChat, set_chat_template
-from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.data.encode.processing import TextEncoder
 from megatron_vlm.generation.generate import reply_text
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus

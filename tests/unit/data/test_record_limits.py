@@ -14,7 +14,7 @@ from samples import read_record, sample_of
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.limits import limits_of
+from megatron_vlm.data.chatml.record import limits_of
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media.videos import VideoRules, choose_clip, plan_video, rules_of_video
 from tiny.checkpoints import build_tiny_checkpoint

@@ -9,7 +9,7 @@ from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.encode.chat_template import RenderedChat
-from megatron_vlm.data.encode.text import TextEncoder, on_tokens
+from megatron_vlm.data.encode.processing import TextEncoder, on_tokens
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint, without_generation_tags
 from tiny.corpus import default_corpus
 from tiny.gemma3 import TEMPLATE

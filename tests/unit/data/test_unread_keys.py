@@ -8,8 +8,7 @@ import pytest
 from places import ROOT
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.record import Columns, parse_record
 from megatron_vlm.data.chatml.sample import make_sample
 from megatron_vlm.data.on_disk import fields
 

@@ -20,7 +20,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.encode.text import TextEncoder
+from megatron_vlm.data.encode.processing import TextEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.media.videos import VideoRules, choose_frames, decode_video, plan_video

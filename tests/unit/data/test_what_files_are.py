@@ -19,13 +19,12 @@ from samples import clean, read_record
 from sources import image_bytes, record, write_sharegpt
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.record import Columns, parse_record
 from megatron_vlm.data.load.start_notes import first_notes, sample_sources
 from megatron_vlm.data.media.files import read_media
 from megatron_vlm.data.records import hub
+from megatron_vlm.data.records.opening import open_table
 from megatron_vlm.data.records.streams import StreamedRows
-from megatron_vlm.data.records.tables import open_table
 
 RECORDS = [record(number) for number in range(7)]
 PLAIN = [{"question": f"où, {n}?\n<image>", "answer": '"là"', "image": f"images/{n}-0.jpg"} for n in range(4)]

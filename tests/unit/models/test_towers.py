@@ -18,7 +18,7 @@ from device_waits import waiting_on_shapes
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.config import ParallelConfig, RunConfig
 from megatron_vlm.data.image_processors import get_image_spec
-from megatron_vlm.data.image_processors.one_size import OneSize
+from megatron_vlm.data.image_processors.base import OneSize
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.families.llava_onevision import packed
 from megatron_vlm.models.family_parts.towers import _linear_of_patches, pixtral_states

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.load.workers import close_loader, loader_of, raise_naming_samples
+from megatron_vlm.data.load.base import loader_of
+from megatron_vlm.data.load.workers import close_loader, raise_naming_samples
 from megatron_vlm.imports import load_object
 from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.job.errors import explain

@@ -10,9 +10,7 @@ from typing import Any
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.limits import limits_of_media
-from megatron_vlm.data.chatml.record import Conversation
-from megatron_vlm.data.chatml.turns import decoded, has_content, is_trained, join_texts
+from megatron_vlm.data.chatml.record import Conversation, check_trained, decoded, join_texts, limits_of_media
 
 # How data for other models writes where an image or a video stands. A group is a spelling.
 _NUMBERED = r"(<\|?(?i:{0})[_ -]?\d{{1,9}}\|?>)"
@@ -83,11 +81,7 @@ def make_sample(
     """
     messages = place_media(conversation.messages, len(images), len(videos))
     limits = limits_of_media(messages, conversation.limits)
-    # A sample without anything to learn is dropped before its media are decoded
-    replies = [message for message in messages if is_trained(message)]
-    if not any(map(has_content, replies)):
-        detail = f"{len(replies)} replies, all without content" if replies else "no reply to train on"
-        raise BadSample("no_trained_tokens", f"{detail}; roles are {[m['role'] for m in messages]}")
+    check_trained(messages)
     # Boxes are checked where the images and the messages are known
     objects = None
     if conversation.objects is not None:

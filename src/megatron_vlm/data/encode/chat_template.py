@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.turns import INVISIBLE
+from megatron_vlm.data.chatml.record import INVISIBLE
 from megatron_vlm.data.encode.replies import REPLY, TURN, Span, UntaggedReplies, between_thinking
 from megatron_vlm.data.on_disk.fields import DOCUMENT
 from megatron_vlm.messages import listed
@@ -28,7 +28,7 @@ from megatron_vlm.messages import listed
 # Before and after each reply, image and video in what a processor is called with.
 MARK_PAIRS = (("\U0010ff00", "\U0010ff01"), ("\U0010ff02", "\U0010ff03"), ("\U0010ff04", "\U0010ff05"))
 MARKS = re.compile("[\U0010ff00-\U0010ff05]")
-# After the first character of a control token in record text, until `text.TypedTokens` tokenizes it.
+# After the first character of a control token in record text, until `processing.TypedTokens` tokenizes it.
 TYPED = "\U0010ff08"
 # All marks, and the two characters with which transformers >= 5.23 marks control tokens.
 RESERVED = re.compile(f"[\U0010ff00-\U0010ff05{TURN}{REPLY}{TYPED}\U0010ff09\U000f0000\U000f0001]")

@@ -6,11 +6,11 @@ import torch
 
 from megatron_vlm.batch import Prompt
 from megatron_vlm.data.accounts.drops import BadSample
+from megatron_vlm.data.chatml.record import is_blank
 from megatron_vlm.data.chatml.sample import ChatMLSample
-from megatron_vlm.data.chatml.turns import is_blank
 from megatron_vlm.data.encode.chat_template import text_of
-from megatron_vlm.data.encode.document import DocumentEncoder, without_thinking
-from megatron_vlm.data.media.patience import call_with_timeout
+from megatron_vlm.data.encode.encoder import DocumentEncoder, without_thinking
+from megatron_vlm.data.media.images import call_with_timeout
 from megatron_vlm.data.media.videos import decode_video
 from megatron_vlm.data.on_disk.fields import REFERENCES
 

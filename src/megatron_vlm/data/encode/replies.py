@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.turns import is_trained
+from megatron_vlm.data.chatml.record import is_trained
 
 Span = tuple[int, int]
 # Reserved: no record has them. One marks the end of the turn before a reply, one stands for the reply's text.

@@ -21,8 +21,8 @@ SPECS: list[type[ImageProcessorSpec]] = [  # the first with its marker is taken
         "grid:GLMGrid",
         "any_size:AnySize",
         "any_size:Unbroken",
-        "one_size:Cropped",
-        "one_size:OneSize",
+        "base:Cropped",
+        "base:OneSize",
     )
 ]
 KNOWN_PROCESSORS = [names for spec in SPECS for names in spec.known_processors]

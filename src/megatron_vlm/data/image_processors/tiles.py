@@ -11,8 +11,7 @@ from transformers.image_processing_utils import get_patch_output_size, select_be
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.image_processors.base import Frame, Grid, resized
-from megatron_vlm.data.image_processors.one_size import OneSize
+from megatron_vlm.data.image_processors.base import Frame, Grid, OneSize, resized
 from megatron_vlm.data.media.images import MAX_DECODED_PIXELS
 from megatron_vlm.data.media.videos import VideoPlan, outputs_of_plan
 

@@ -3,19 +3,22 @@
 Validation has equal length on every rank; a fingerprint holds the settings of encoder and processor.
 """
 
+from __future__ import annotations
+
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_vlm.batch import DROPPED, Batch, fully_masked
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import DropReport, TooManyDrops
 from megatron_vlm.data.accounts.fingerprint import check_fingerprint
 from megatron_vlm.data.load.energon_state import FORMAT
-from megatron_vlm.data.load.workers import close_loader, worker_death, workers_of
+from megatron_vlm.data.load.workers import close_loader, through_arenas, worker_death, workers_of
 from megatron_vlm.data.on_disk.paths import sources_of
 from megatron_vlm.messages import join_lines
 
@@ -39,6 +42,22 @@ def with_limited_drops(encoder, data: DataConfig):
     limited = copy.copy(encoder)
     limited.drops = encoder.drops.with_max_share(data.max_drop_share)
     return limited
+
+
+def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
+    """A loader whose workers look up each entry of an order in `rows`."""
+    loader = DataLoader(
+        rows,
+        batch_size=None,
+        sampler=order,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
+        collate_fn=lambda item: item,
+        generator=torch.Generator(),  # the run's own random numbers stay as they are
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    return through_arenas(loader)
 
 
 def next_or_too_many_drops(batches: Iterator[Batch], drops: DropReport, loader: DataLoader) -> Batch | None:

@@ -51,11 +51,7 @@ from megatron_vlm.data.load.energon_state import (
     to_json_data,
 )
 from megatron_vlm.data.load.start_notes import SourceSample, read_sample, start_notes
-from megatron_vlm.data.load.workers import (
-    raise_naming_samples,
-    raise_on_dead_worker,
-    through_arenas,
-)
+from megatron_vlm.data.load.workers import raise_naming_samples, raise_on_dead_worker, through_arenas
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import cook_record, read_parts

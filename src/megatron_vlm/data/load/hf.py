@@ -9,113 +9,47 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import transformers
-from numpy import ndarray
+from megatron.energon import SkipSample
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
-from xxhash import xxh3_64_digest
 
-from megatron_vlm.batch import Batch
+from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.config import DataConfig
-from megatron_vlm.data.accounts.drops import lost_samples
-from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
-from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.load.base import TrainLoader, ValidLoader, order_settings, with_limited_drops
-from megatron_vlm.data.load.rows import EncodedRows, RowLoader
+from megatron_vlm.data.accounts.drops import MIN_SAMPLES, BadSample, DropReport, TooManyDrops, lost_samples
+from megatron_vlm.data.accounts.fingerprint import encoder_settings
+from megatron_vlm.data.chatml.record import Columns, load_media, parse_record
+from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
+from megatron_vlm.data.encode.encoder import HFEncoderTaskSample
+from megatron_vlm.data.load.base import (
+    TrainLoader,
+    ValidLoader,
+    loader_of,
+    order_settings,
+    with_limited_drops,
+)
+from megatron_vlm.data.load.lengths import Measuring, measure_dataset
 from megatron_vlm.data.load.sampler import (
     BalancedSampler,
-    Measured,
     PackingSampler,
-    Position,
     Sampler,
     ShuffledSampler,
     StreamSampler,
 )
 from megatron_vlm.data.load.start_notes import sample_sources, start_notes
-from megatron_vlm.data.load.workers import close_loader, loader_of
+from megatron_vlm.data.load.workers import raise_naming_samples
 from megatron_vlm.data.on_disk.paths import DataSource, items_of, sources_of
 from megatron_vlm.data.records.blends import Resized, hold_out, in_turn, sources_of_keys
+from megatron_vlm.data.records.datasets import MapDataset
+from megatron_vlm.data.records.opening import open_sources, source_splits
 from megatron_vlm.data.records.streams import StreamedRows
-from megatron_vlm.data.records.tables import open_sources, source_splits
-from megatron_vlm.files import add_path_to_errors, atomic_write, read_file
 from megatron_vlm.inputs import attribute_errors_to
-from megatron_vlm.job import watchdog
-from megatron_vlm.messages import printable
-
-PART = 1000  # rows in a file
-DROPPED = -1
-
-
-def measure_dataset(
-    rows, folder: str | Path | None = None, num_workers: int = 0, rank: int = 0, world_size: int = 1
-) -> tuple[ndarray, ndarray]:
-    """(tokens, patches) of each row of an `EncodedRows`; DROPPED for a row that is dropped.
-
-    Reads the parts that `folder` has and measures the rest, with a progress bar on rank 0. Ranks begin with
-    different parts; a rank measures the parts of others too if they are missing, so no rank waits.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    settings = encoder_settings(rows.encoder)
-    key = digest([rows.fingerprint, rows.table.identity, settings, transformers.__version__])
-    folder = Path(folder or cache / "megatron_vlm" / "lengths") / key
-    with add_path_to_errors(folder, "set data.lengths_cache to a folder that can be written"):
-        folder.mkdir(parents=True, exist_ok=True)
-    parts = _Parts(rows, folder)
-    missing = [number for number in range(len(parts)) if parts.read(number) is None]
-    if (damaged := sum(parts.path(number).exists() for number in missing)) and not rank:
-        tqdm.write(printable(f"data.lengths_cache: {damaged} damaged files of {folder} are measured again"))
-    # each rank begins elsewhere, so that ranks together measure every part once
-    missing.sort(key=lambda number: (number - rank) % world_size)
-    loader = loader_of(parts, missing, num_workers if missing else 0)
-    done = len(parts) - len(missing)
-    quiet = rank > 0 or not missing
-    for _ in tqdm(loader, "measuring", len(parts), unit=f" x {PART} rows", initial=done, disable=quiet):
-        watchdog.beat()
-    tokens, patches = np.concatenate([parts.read(number) for number in range(len(parts))]).T
-    return tokens, patches
-
-
-class _Parts(Dataset):
-    """Measures a part, by its number, if its file is missing or damaged. A file has a checksum before the
-    numbers."""
-
-    def __init__(self, rows, folder: Path) -> None:
-        self._rows, self._folder = rows, folder
-
-    def __len__(self) -> int:
-        return -(-len(self._rows) // PART)
-
-    def __getitem__(self, number: int) -> None:
-        if self.read(number) is None:
-            costs = [self._rows.measured(index) or (DROPPED, DROPPED) for index in self._indices(number)]
-            content = np.array(costs, "<i4").tobytes()
-            atomic_write(self.path(number), xxh3_64_digest(content) + content)
-
-    def path(self, number: int) -> Path:
-        return self._folder / f"{number * PART:012d}.lengths"
-
-    def read(self, number: int) -> ndarray | None:
-        """(tokens, patches) of each row of a part; None if its file is missing or is not what was written."""
-        try:
-            raw = read_file(self.path(number))
-        except (OSError, ValueError):
-            return None
-        is_whole = len(raw) == 8 * (1 + len(self._indices(number))) and xxh3_64_digest(raw[8:]) == raw[:8]
-        return np.frombuffer(raw[8:], "<i4").reshape(-1, 2) if is_whole else None
-
-    def _indices(self, number: int) -> range:
-        return range(number * PART, min((number + 1) * PART, len(self._rows)))
-
 
 VALIDATION_SPLITS = ("val", "validation", "valid")
-MEASURED_AT_ONCE = 25  # rows that a worker measures before it hands them over
 
 
 class HFProvider:
@@ -208,7 +142,7 @@ class HFProvider:
         if data.packing == "none":
             return sampler
         size = data.packing_buffer_size
-        measure = _Measuring(rows, size, data.num_workers)
+        measure = Measuring(rows, size, data.num_workers)
         return PackingSampler(sampler, size, measure, rows.encoder.select_rows, (*sampler.position, 0))
 
     def valid_loader(
@@ -254,38 +188,6 @@ class HFProvider:
 def _validation_split(source: DataSource) -> str | None:
     names = source_splits(source.path, source.subset)
     return next((name for name in VALIDATION_SPLITS if name in names), None)
-
-
-class _Measuring(Dataset):
-    """Called with a sampler: what each of its rows costs. Workers measure up to a buffer ahead."""
-
-    def __init__(self, rows: EncodedRows, buffer_size: int, num_workers: int) -> None:
-        self._rows, self._num_workers = rows, num_workers
-        self._ahead = -(-buffer_size // (MEASURED_AT_ONCE * max(1, num_workers)))
-        self._loader: DataLoader | None = None
-
-    def __call__(self, sampler: ShuffledSampler | StreamSampler) -> Iterator[Measured]:
-        self.close()
-        pieces, handed_out = itertools.tee(itertools.batched(sampler, MEASURED_AT_ONCE))
-        self._loader = loader_of(self, handed_out, self._num_workers, self._ahead)
-        return self._check_measures(pieces)
-
-    def _check_measures(self, pieces: Iterator[tuple[tuple[Position, list[int]], ...]]) -> Iterator[Measured]:
-        """The measures of the workers. Raises LostSample if they are not of the rows that were asked for."""
-        key = self._rows.table.key
-        for measured, piece in zip(self._loader, pieces, strict=True):
-            expected = [(place, key(row)) for place, [row] in piece]
-            if [position_and_key for position_and_key, _ in measured] != expected:
-                raise lost_samples([key for _, key in expected], "not measured by the worker asked to")
-            for (place, [row]), (_, costs) in zip(piece, measured, strict=True):
-                yield place, row, costs
-
-    def __getitem__(self, piece: tuple[tuple[Position, list], ...]) -> list[tuple[tuple[Position, str], Any]]:
-        return [((place, self._rows.table.key(row)), self._rows.measured(row)) for place, [row] in piece]
-
-    def close(self) -> None:
-        if self._loader is not None:
-            close_loader(self._loader)
 
 
 class HFTrainLoader(TrainLoader):
@@ -342,7 +244,7 @@ class HFTrainLoader(TrainLoader):
         ]
         if dropped := [table.key(row[number]) for row, number in numbers]:
             raise ValueError(f"replay: {dropped}, once trained on, are dropped; the dataset has changed.")
-        return self._rows.batch([entry.sample for entry in entries])
+        return self._rows.encoder.make_batch([entry.sample for entry in entries])
 
     def close(self) -> None:
         super().close()
@@ -389,3 +291,160 @@ class HFValidLoader(ValidLoader):
     def _batches(self, loader: DataLoader) -> Iterator[Batch | dict]:
         entries = self._row_loader.entries()
         return (batch for _, batch in self._row_loader.batches(entries, self._micro_batch_size))
+
+
+# -- rows and the workers that encode them
+
+
+class EncodedEntry(NamedTuple):
+    """An entry of an order as a worker gives it back."""
+
+    position: Any  # where the order goes on after it
+    sample: HFEncoderTaskSample | None  # its rows' documents as one; None if all were dropped
+    dropped: dict[int, str]  # the number of each dropped row in the entry, and the reason
+
+
+class EncodedRows(Dataset):
+    """Encodes the entries of an order. A row is its number in the table, or what the stream gave."""
+
+    def __init__(self, table: MapDataset | StreamedRows, encoder) -> None:
+        self.table, self.encoder = table, encoder
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, entry: tuple[Any, list]) -> EncodedEntry:
+        position, indices = entry
+        encoded, dropped = [], {}
+        for number, index in enumerate(indices):
+            try:
+                encoded.append(self._encode_named(self.encoder.encode_document, index))
+            except SkipSample as skipped:
+                if not isinstance(bad := skipped.__cause__, BadSample):  # the encoder counts it, and says so
+                    raise lost_samples(
+                        [self.table.key(index)], "skipped without being counted as dropped"
+                    ) from skipped
+                dropped[number] = bad.reason
+        if not encoded:
+            return EncodedEntry(position, None, dropped)
+        places = [document.__restore_key__ for document in encoded]
+        row = self.encoder.join(encoded)
+        row.__restore_key__ = places
+        return EncodedEntry(position, row, dropped)
+
+    def measured(self, index: int) -> tuple[int, int] | None:
+        """(tokens, patches) of a row's encoding, None for one that will be dropped, and then be counted."""
+        try:
+            document = self._encode_named(self.encoder.documents.measure, index)
+        except BadSample:
+            return None
+        return document.length, document.patches
+
+    def _encode_named(self, encode: Callable[[ChatMLSample], Any], index: int) -> Any:
+        try:
+            return encode(self.sample(index))
+        except (BadSample, SkipSample, TooManyDrops):
+            raise
+        except Exception as error:  # noqa: BLE001 - raised again
+            raise_naming_samples(error, [self.table.key(index)])
+
+    def sample(self, index: int) -> ChatMLSample:
+        """The row as Energon's cooker would give it; `problem` tells the encoder what is wrong with it."""
+        keys = self.table.sample_keys(index)
+        try:
+            record, root = self.table.record(index)
+            conversation = parse_record(record)
+            images, videos = load_media(conversation, root)
+            return make_sample(conversation, images, videos, **keys)
+        except BadSample as bad:
+            source, number = self.table.origin(index)
+            problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
+        return ChatMLSample(problem=problem, **keys)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return self.table.fingerprint()
+
+
+class RowLoader:
+    """Micro batches of the entries of an order, which data workers encode.
+
+    Every row that a worker is asked for comes back, in a sample or counted as dropped: one that is missing,
+    doubled or in another's place raises LostSample.
+
+    Args:
+        rows: Encodes an entry.
+        order: `(position, rows)` in the order of training.
+        num_workers: Processes that encode; 0 for this one.
+    """
+
+    def __init__(self, rows: EncodedRows, order: Iterable[tuple[Any, Sequence]], num_workers: int) -> None:
+        self._rows = rows
+        self._order = order
+        self._expected: deque[tuple[Any, list[str]]] = deque()  # positions, and the keys of their rows
+        self.workers = loader_of(rows, self, num_workers)
+
+    def __iter__(self) -> Iterator[tuple[Any, Sequence]]:
+        """The entries of the order, as the workers are asked for them: this is their sampler."""
+        for position, rows in self._order:
+            self._expected.append((position, [self._rows.table.key(row) for row in rows]))
+            yield position, rows
+
+    def entries(self) -> Iterator[EncodedEntry]:
+        """The entries as they come back, in their order."""
+        for entry in self.workers:
+            self._check_delivery(entry)
+            yield entry
+        if self._expected:
+            raise lost_samples(
+                [key for _, keys in self._expected for key in keys], "not given back by workers"
+            )
+
+    def batches(self, entries: Iterable[EncodedEntry], size: int) -> Iterator[tuple[Any, Batch | dict]]:
+        """The position after a batch of `size` samples, and the batch; at last, what is left of both."""
+        samples: list[HFEncoderTaskSample] = []
+        dropped: Counter[str] = Counter()
+        for entry in entries:
+            dropped.update(entry.dropped.values())
+            if entry.sample is not None:
+                samples.append(entry.sample)
+            if len(samples) == size:
+                yield entry.position, self._rows.encoder.make_batch(samples) | {DROPPED: dropped}
+                samples = []
+                dropped = Counter()
+        last_batch = self._rows.encoder.make_batch(samples) if samples else {}
+        yield None, last_batch | {DROPPED: dropped}
+
+    def entries_of_epochs(self, position: Sequence[int], drops: DropReport) -> Iterator[EncodedEntry]:
+        """The entries from `position` on, which begins with an epoch and how much of it is done.
+
+        Raises TooManyDrops when a whole epoch of this rank had nothing to train on and at least MIN_SAMPLES
+        were dropped. The rank would read on without a batch, and all others would wait without end.
+        """
+        epoch = position[0]
+        has_sample = False
+        dropped = 0
+        # ends of epochs since the last sample; the beginning of the first counts
+        ends = int(not any(position[1:]))
+        for entry in self.entries():
+            has_sample = has_sample or entry.sample is not None
+            dropped += len(entry.dropped)
+            if entry.position[0] != epoch:
+                ends = 0 if has_sample else ends + entry.position[0] - epoch
+                dropped = 0 if has_sample else dropped
+                epoch = entry.position[0]
+                has_sample = False
+                if ends > 1 and dropped >= MIN_SAMPLES:
+                    drops.epoch_was_dropped(dropped)
+                    drops.check()
+            yield entry
+
+    def _check_delivery(self, entry: EncodedEntry) -> None:
+        position, keys = self._expected.popleft() if self._expected else (None, [])
+        documents = self._rows.encoder.documents.per_sample
+        kept = [key for n, key in enumerate(keys) if n not in entry.dropped for _ in range(documents)]
+        delivered = [] if entry.sample is None else entry.sample.document_keys
+        if (entry.position, delivered) != (position, kept):
+            wrong = keys if entry.position != position else sorted(set(kept) ^ set(delivered)) or kept
+            gave = f"workers gave {delivered} at {entry.position} where {kept} at {position} were due"
+            raise lost_samples(wrong or delivered, gave)

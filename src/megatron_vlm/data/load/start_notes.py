@@ -11,8 +11,8 @@ import numpy as np
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import Conversation, parse_record
 from megatron_vlm.data.chatml.sample import foreign_placeholders, place_media, spellings, stand_for
-from megatron_vlm.data.encode.document import without_thinking
-from megatron_vlm.data.records.blends import MapDataset
+from megatron_vlm.data.encode.encoder import without_thinking
+from megatron_vlm.data.records.datasets import MapDataset
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import listed
 

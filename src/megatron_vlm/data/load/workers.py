@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from megatron_vlm.data.accounts.drops import REMEDY, LostSample
 from megatron_vlm.job import watchdog
@@ -42,25 +42,8 @@ PLACES = 16  # of a worker; a place that was never needed takes no memory
 PLACE = 1 << 27  # bytes of a place; a larger tensor does not fit
 SMALL = 1 << 14  # bytes; tensors up to this are sent by value
 MAP_NORESERVE = 0x4000  # Linux's value; Python 3.12 has no name for it
-
 _numbers = itertools.count()
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
-
-
-def loader_of(rows: Dataset, order: Iterable, num_workers: int, prefetch_factor: int = 2) -> DataLoader:
-    """A loader whose workers look up each entry of an order in `rows`."""
-    loader = DataLoader(
-        rows,
-        batch_size=None,
-        sampler=order,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        persistent_workers=num_workers > 0,  # keeps the iterator where `close_loader` finds it
-        collate_fn=lambda item: item,
-        generator=torch.Generator(),  # the run's own random numbers stay as they are
-        multiprocessing_context="fork" if num_workers else None,
-    )
-    return through_arenas(loader)
 
 
 class SampleError(RuntimeError):

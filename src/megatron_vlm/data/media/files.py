@@ -5,8 +5,7 @@ import functools
 import io
 import os
 import re
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 from PIL import Image, ImageOps
 
@@ -136,21 +135,6 @@ def _open_lmdb(database: Path):
 
 
 # -- what a name in a record is
-
-
-def in_order(media: list, parts: list[tuple[Any, Any]]) -> bool:
-    """Whether a record and its parts can name the same media in one order; the parts say a medium or None,
-    and an index or None."""
-    numbers = [number for _, number in parts if isinstance(number, int)]
-    names = ({_file_name(item), _file_name(part)} for item, (part, _) in zip(media, parts, strict=False))
-    return not media or (numbers == sorted(numbers) and all(len(pair - {None}) < 2 for pair in names))
-
-
-def _file_name(medium: Any) -> str | None:
-    path = medium.get("path") if isinstance(medium, dict) else medium
-    if not isinstance(path, str) or path.startswith("data:") or "::" in path or is_base64(path):
-        return None
-    return PurePosixPath(path.replace("\\", "/")).name
 
 
 def is_base64(text: str) -> bool:

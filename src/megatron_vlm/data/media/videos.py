@@ -21,8 +21,7 @@ from PIL import Image
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.media.images import decode_pixels, image_size, target_size
-from megatron_vlm.data.media.patience import exit_if_abandoned
+from megatron_vlm.data.media.images import decode_pixels, exit_if_abandoned, image_size, target_size
 from megatron_vlm.inputs import explain
 
 # Containers of one video each: no playlists, which would open other files, and no single images.
@@ -83,7 +82,7 @@ def rules_of_video(limits: dict, rules: VideoRules, is_list: bool) -> VideoRules
     frames that has `sample_fps` is not sampled again.
 
     Args:
-        limits: as `data.chatml.limits.limits_of` returns it.
+        limits: as `data.chatml.record.limits_of` returns it.
         rules: the run's.
         is_list: the video is a list of frames.
     """

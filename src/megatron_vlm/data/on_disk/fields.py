@@ -1,6 +1,6 @@
 """The table of what is read of a record: the names of its fields, of its turns' keys, roles and parts.
 
-`data.chatml` reads records by it. What a limit of a medium is called stands in `data.chatml.limits`.
+`data.chatml` reads records by it. What a limit of a medium is called stands in `data.chatml.record`.
 """
 
 # -- a record

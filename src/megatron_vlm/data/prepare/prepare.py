@@ -1,4 +1,4 @@
-"""Any source that `data.records.tables` opens (JSON(L), meta file, parquet, hub name) → an Energon dataset.
+"""Any source that `data.records.opening` opens (JSON(L), meta file, parquet, hub name) → an Energon dataset.
 
 What is written, ready for stock `energon` and for this package:
 
@@ -182,7 +182,7 @@ def _rows(source: RecordSource, seed: int) -> np.ndarray:
 
 def _sources(path: str | Path, options: RecordSource) -> dict[str, RecordSource]:
     """The source; or, for a Hugging Face source with splits, one source per split."""
-    from megatron_vlm.data.records.tables import kind_of, source_splits
+    from megatron_vlm.data.records.opening import kind_of, source_splits
 
     if not (stores.is_store(path) or Path(path).exists() or options.kind == "hf"):
         raise FileNotFoundError(f"prepare: source {path} does not exist; a hub name needs format hf.")

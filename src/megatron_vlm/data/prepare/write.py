@@ -33,8 +33,8 @@ class RecordSource:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  a process opens few sources
     def open(self) -> Any:
-        from megatron_vlm.data.chatml.columns import Columns
-        from megatron_vlm.data.records.tables import open_table
+        from megatron_vlm.data.chatml.record import Columns
+        from megatron_vlm.data.records.opening import open_table
 
         return open_table(
             self.path,

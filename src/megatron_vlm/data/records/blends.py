@@ -1,4 +1,4 @@
-"""Map-style datasets: the interface of all of them, several blended into one, and validation splits.
+"""Several datasets blended into one, validation splits, and images in several sizes.
 
 Rows are held out for validation by a hash of their keys. Whether one is depends on nothing but its key in its
 own source and the share: not on order, ranks, workers, seed or other sources. A larger share holds out what a
@@ -6,7 +6,6 @@ smaller one does, and more.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,53 +15,7 @@ from numpy import ndarray
 
 from megatron_vlm.data.accounts.fingerprint import digest
 from megatron_vlm.data.on_disk.paths import DataSource
-
-
-class MapDataset(ABC):
-    """Records by index, from 0. An index always means the same record, and every epoch has all of them."""
-
-    identity: str  # changes with the data, as far as can be told without reading it
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def record(self, index: int) -> tuple[dict, Path | str]:
-        """A record with the package's column names, and its media root. Raises BadSample."""
-
-    @abstractmethod
-    def origin(self, index: int) -> tuple[str, int]:
-        """File or dataset, and the record's number in it (JSONL lines count from 0, blank lines included)."""
-
-    @abstractmethod
-    def content(self) -> str:
-        """A digest of all rows in their order, the same wherever the files lie."""
-
-    def rows_of(self, epoch: int, seed: int) -> ndarray:
-        """The rows of an epoch, in no particular order; every epoch has equally many."""
-        return np.arange(len(self))
-
-    def key(self, index: int) -> str:
-        return f"{self.origin(index)[1]:09d}"
-
-    def sizes(self, index: int) -> str | None:
-        """The text that the sizes of a row's images are drawn from; None: they are not drawn."""
-        return None
-
-    def parts(self) -> Mapping[str, "MapDataset"]:
-        """The datasets that it is made of, by name, if there are several sources."""
-        return {}
-
-    def place(self, index: int) -> int:
-        """The place of a row, as JSON data of a few numbers; `at` gives the rows there."""
-        return index
-
-    def at(self, places: Sequence[int]) -> list[int]:
-        return list(places)
-
-    def fingerprint(self) -> str:
-        """Identifies the rows by their content, so that a dataset may move, but no row may change."""
-        return f"{len(self)} rows, content {self.content()}"
+from megatron_vlm.data.records.datasets import MapDataset
 
 
 @dataclass

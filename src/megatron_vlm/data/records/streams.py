@@ -11,8 +11,7 @@ from typing import Any
 from megatron_vlm import stores
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.accounts.fingerprint import digest
-from megatron_vlm.data.chatml.columns import Columns
-from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.record import Columns, parse_record
 from megatron_vlm.data.on_disk.descriptions import reading_data
 from megatron_vlm.data.on_disk.rows_file import on_disk
 
@@ -38,7 +37,7 @@ class StreamedRows:
     def open(cls, path: str, columns: Columns, media_dir: str | None = None) -> StreamedRows:
         """The opened stream. Raises ValueError if the source cannot be streamed or lacks a mapped column."""
         from megatron_vlm.data.records.hub import is_saved_folder, media_root, open_stream
-        from megatron_vlm.data.records.tables import kind_of
+        from megatron_vlm.data.records.opening import kind_of
 
         if kind_of(path) != "hf" or is_saved_folder(Path(path)):
             raise ValueError(f"data.streaming: {path} is read where it lies; drop data.streaming.")
@@ -51,8 +50,9 @@ class StreamedRows:
         shard, number, _ = row[0]
         return f"{shard:05d}-{number:09d}"
 
-    def place(self, row: Row) -> Place:
-        return row[0]
+    def sample_keys(self, row: Row) -> dict[str, Any]:
+        """Return the fields of `MapDataset.sample_keys`."""
+        return {"__key__": self.key(row), "__restore_key__": row[0], "sizes": self.sizes(row)}
 
     def records(self, shard: int) -> Iterator[dict]:
         """The records of a shard, as stored. Raises ValueError that names the file that cannot be read."""

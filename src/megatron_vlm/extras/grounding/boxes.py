@@ -12,8 +12,7 @@ from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import REFUSALS, BadSample, refused_by_processor
 from megatron_vlm.data.image_processors import explain_unknown, get_image_spec
 from megatron_vlm.data.image_processors.base import Frame
-from megatron_vlm.data.media.images import SizedImage, image_size, target_size
-from megatron_vlm.data.media.patience import call_with_timeout
+from megatron_vlm.data.media.images import SizedImage, call_with_timeout, image_size, target_size
 from megatron_vlm.extras.grounding.convention import CONVENTIONS, Convention
 from megatron_vlm.extras.grounding.objects import REASON, Objects, Shape, Words, with_objects
 
