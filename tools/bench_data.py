@@ -64,7 +64,7 @@ from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.image_processors.base import RESAMPLE
 from megatron_vlm.data.image_processors.tiles import Tiles
 from megatron_vlm.data.load.energon import EnergonProvider
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.prepare import prepare_energon_dataset
 from megatron_vlm.models.families import load
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -74,7 +74,7 @@ def configuration(family: str) -> RunConfig:
 
 
 def prepare_data(folder: Path) -> Path:
-    from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+    from megatron_vlm.data.prepare import prepare_energon_dataset
 
     say("writing the digits as JPEG images and questions")
     raw = folder / "raw"

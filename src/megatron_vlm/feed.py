@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.profiler import record_function
+from transformers import ProcessorMixin
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.data.generation_prompt import vocabulary_notes
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.files import atomic_write
 from megatron_vlm.job import watchdog
@@ -28,12 +28,14 @@ from megatron_vlm.job.step_schedule import (
     milestones,
     validation_notes,
 )
+from megatron_vlm.messages import listed
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.broadcast import BatchBroadcaster
 from megatron_vlm.training.checkpoint import CheckpointInfo
 
 HELD_OUT = "held_out.jsonl"  # in a run folder: the keys of the rows that `data.validation_share` holds out
+MOST_TOKENS = 5  # that a message names
 
 
 class Feed:
@@ -177,3 +179,20 @@ class Feed:
 
 def _begin_to_read(device: torch.device) -> None:
     setup.use_device(device)
+
+
+def vocabulary_notes(processor: ProcessorMixin, size: int) -> list[str]:
+    """A line about the tokens of the tokenizer, without media's, that are none of the model's `size`."""
+    beyond_model = ((token, name) for name, token in processor.tokenizer.get_vocab().items() if token >= size)
+    media = [getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video")]
+    tokens = sorted(pair for pair in beyond_model if pair[0] not in media)
+    if not tokens:
+        return []
+    names = listed([f"{name} ({token})" for token, name in tokens], MOST_TOKENS)
+    count = f"{len(tokens)} {'tokens' if len(tokens) > 1 else 'token'}"
+    return [
+        f"model.hf_path: its tokenizer has {count}, {names}, and the model has {size} "
+        "(vocab_size in its config.json, the rows of its embedding); a sample with one of them would end the "
+        "run. Give the model rows for them with Transformers (resize_token_embeddings) and save it in the "
+        "folder model.hf_path"
+    ]

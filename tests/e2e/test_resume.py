@@ -20,7 +20,7 @@ from PIL import Image
 from programs import COMMAND, OUTSIDE_TORCHRUN, TYPED, Job, run_program, start_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.prepare import prepare_energon_dataset
 
 pytestmark = pytest.mark.long  # `make test` has test_killed_saves
 STEPS, SAVE_EVERY = 10, 5

@@ -5,7 +5,7 @@ import tarfile
 
 import yaml
 
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.prepare import prepare_energon_dataset
 
 
 def prepare(source, output, **kwargs):

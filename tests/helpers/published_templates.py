@@ -25,6 +25,17 @@ PUBLISHED = {
     "idefics3": "smolvlm",
     "llava_next": "llava",
 }
+TEXT_ALONE = "a language model alone: no tiny family's tokenizer has its control tokens"
+UNTRIED = {  # the other templates, each with the reason
+    "diffusion_gemma": "a diffusion model, which is not trained token by token",
+    "muse_glimmer": "no family here has its control tokens",
+    **dict.fromkeys(("cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma"), TEXT_ALONE),
+    **dict.fromkeys(("gptoss", "lfm2", "lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2"), TEXT_ALONE),
+    **dict.fromkeys(("llama3", "llama3_1", "llama3_2", "phi3", "phi3_5"), TEXT_ALONE),
+    **dict.fromkeys(("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super"), TEXT_ALONE),
+    **dict.fromkeys(("nemotron_3_ultra", "qwen2_5", "qwen3_instruct_2507"), TEXT_ALONE),
+    "qwen3": "a language model alone: it is tried for thinking, with the tokens of Qwen3-VL",
+}
 USER = {"role": "user", "content": "What is 3 + 4?"}
 REPLY = {"role": "assistant", "content": "It is 7."}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}

@@ -59,7 +59,7 @@ def prepare(
             raise ConfigError(f"prepare: --image-root {image_root} is not a folder; give one.")
 
     # heavy imports come after everything that a user may have mistyped
-    from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+    from megatron_vlm.data.prepare import prepare_energon_dataset
 
     summary = prepare_energon_dataset(
         paths,

@@ -10,10 +10,10 @@ from megatron_vlm.config import MISSING, RunConfig
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_turns
 from megatron_vlm.data.chatml.sample import grounding, place_media
-from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import write_output
 from megatron_vlm.generation.generate import generate, reply_text
+from megatron_vlm.generation.prompt import encode_prompt, stop_tokens
 from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.adapters.model import merge
 from megatron_vlm.models.hf import Source, open_source

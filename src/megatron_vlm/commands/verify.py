@@ -11,7 +11,7 @@ from transformers import ProcessorMixin, logging
 
 from megatron_vlm.commands.runs import open_run
 from megatron_vlm.config import MISSING, RunConfig
-from megatron_vlm.data.generation_prompt import encode_prompt, processor_outputs
+from megatron_vlm.generation.prompt import encode_prompt, processor_outputs
 from megatron_vlm.generation.rows import batch_of
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor

@@ -18,9 +18,9 @@ from megatron_vlm.batch import Prompt
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import parse_turns
 from megatron_vlm.data.chatml.sample import place_media
-from megatron_vlm.data.generation_prompt import encode_prompt, stop_tokens
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.generation.generate import generate
+from megatron_vlm.generation.prompt import encode_prompt, stop_tokens
 from megatron_vlm.models.hf import Source
 from megatron_vlm.rl.containers import TensorBatch
 from megatron_vlm.rl.memory import MODEL

@@ -38,7 +38,7 @@ from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.lengths import MEASURED_AT_ONCE
 from megatron_vlm.data.load.workers import close_loader
-from megatron_vlm.data.prepare.prepare import _write_index
+from megatron_vlm.data.prepare import _write_index
 
 # ---- records of any kind, good and bad
 
@@ -563,10 +563,7 @@ def test_workers_and_ranks_share_them_without_loss(written, processor, source, n
     encoder = make_encoder(processor, packed=False)
     provider = {"energon": EnergonProvider, "hf": HFProvider}[source](
         DataConfig(
-            train_data_path=str(path),
-            valid_data_path=str(path),
-            num_workers=num_workers,
-            max_drop_share=1.0,
+            train_data_path=str(path), valid_data_path=str(path), num_workers=num_workers, max_drop_share=1.0
         )
     )
     seen: list[int] = []

@@ -33,7 +33,7 @@ from megatron_vlm.data.accounts.drops import LostSample, check_each_once
 from megatron_vlm.data.encode.encoder import DocumentEncoder, HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load import workers as arena
 from megatron_vlm.data.load.hf import EncodedEntry, RowLoader
-from megatron_vlm.data.records import tables
+from megatron_vlm.data.records import datasets
 
 ROWS, TOKENS = 60, 50  # samples with two images have more tokens
 TOO_LONG = {number for number in range(ROWS) if number % 3 == 0 and number % 5 != 4}
@@ -177,8 +177,8 @@ def delay_hand_overs(monkeypatch) -> None:
         (arena.Arena, "_bytes", 0.005),
         (arena.Arena, "tensor", 0.01),
         (arena.Arena, "_let_go", 0.005),
-        (tables.HFDataset, "record", 0.02),
-        (tables.JsonDataset, "record", 0.02),
+        (datasets.HFDataset, "record", 0.02),
+        (datasets.JsonDataset, "record", 0.02),
         (DocumentEncoder, "_prompt", 0.02),
         (multiprocessing.connection.Connection, "_send_bytes", 0.01),
         (multiprocessing.connection.Connection, "_recv_bytes", 0.01),

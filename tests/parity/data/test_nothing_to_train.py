@@ -14,7 +14,7 @@ from prepared_shards import add_part
 from sources import write_sharegpt
 
 from megatron_vlm.data.accounts.drops import TooManyDrops
-from megatron_vlm.data.prepare.prepare import _write_index
+from megatron_vlm.data.prepare import _write_index
 
 ROWS = 30
 SMALL = {"packing_buffer_size": 8, "shuffle_buffer_size": 8}

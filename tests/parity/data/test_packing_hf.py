@@ -143,7 +143,7 @@ def test_a_sample_whose_pixels_are_broken_leaves_its_row_to_the_others(tmp_path,
 
 
 def test_lengths_are_measured_once_and_go_on_where_they_stopped(tmp_path, folder, encoder, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.data.load.hf.PART", 10)
+    monkeypatch.setattr("megatron_vlm.data.load.lengths.PART", 10)
     rows = HFProvider(DataConfig(train_data_path=str(folder))).train_rows(encoder, 0)
     first = measure_dataset(rows, tmp_path)
     parts = sorted(tmp_path.glob("*/*.lengths"))

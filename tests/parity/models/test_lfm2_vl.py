@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.data.image_processors.native import NaFlex
+from megatron_vlm.data.image_processors.grid import NaFlex
 from megatron_vlm.models.families.lfm2_vl import Lfm2VL
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed

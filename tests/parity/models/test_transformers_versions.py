@@ -38,8 +38,8 @@ def answers_of_megatron(family: str, source: str, folders: dict[str, str], pictu
     """Import, answer and export in each layout, to its folder."""
     from transformers import AutoConfig, AutoProcessor
 
-    from megatron_vlm.data.generation_prompt import encode_prompt
     from megatron_vlm.generation.generate import generate
+    from megatron_vlm.generation.prompt import encode_prompt
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.models.weights.importing import import_hf

@@ -11,7 +11,7 @@ import pytest
 from sources import write_sharegpt
 from transformers import AutoProcessor
 
-from megatron_vlm.data.generation_prompt import vocabulary_notes
+from megatron_vlm.feed import vocabulary_notes
 from megatron_vlm.recipes import compose
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed

@@ -76,7 +76,7 @@ class Answerer:
         return found | {"choices": choices[::-1]}
 
     def _conversation(self, messages: list[dict]) -> dict[str, torch.Tensor]:
-        from megatron_vlm.data.generation_prompt import processor_outputs
+        from megatron_vlm.generation.prompt import processor_outputs
 
         images = []
         for part in (part for turn in messages for part in turn["content"]):

@@ -34,7 +34,7 @@ WITHOUT = {
         *("cli", "config", "commands.arguments", "recipes", "validate", "checks"),
         *("run_folder", "supported"),
     ],
-    "megatron.core": ["data.run_data", "data.load.hf", "data.load.energon", "data.prepare.prepare"],
+    "megatron.core": ["data.run_data", "data.load.hf", "data.load.energon", "data.prepare"],
     # torch's compiler, which Megatron imports unless `parallel.cpu` is there first: half of a process's start
     "torch._inductor.compile_fx": ["train", "commands.runs", "commands.verify"],
 }

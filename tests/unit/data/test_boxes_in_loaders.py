@@ -10,7 +10,7 @@ from PIL import Image
 
 from megatron_vlm.batch import document_spans
 from megatron_vlm.config import DataConfig, RunConfig
-from megatron_vlm.data.prepare.prepare import prepare_energon_dataset
+from megatron_vlm.data.prepare import prepare_energon_dataset
 from megatron_vlm.data.run_data import RunData
 from tiny.checkpoints import build_tiny_checkpoint
 

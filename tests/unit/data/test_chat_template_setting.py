@@ -13,7 +13,7 @@ from megatron_vlm.data.chatml.record import parse_turns
 from megatron_vlm.data.encode.chat_template import names_read, set_chat_template
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.processing import TextEncoder
-from megatron_vlm.data.generation_prompt import processor_outputs
+from megatron_vlm.generation.prompt import processor_outputs
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.weights.exporting import write_chat_template
 from tiny.checkpoints import TINY_FAMILIES

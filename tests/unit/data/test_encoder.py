@@ -69,9 +69,7 @@ def grid_encoder(request, tmp_path_factory):
     path = build_tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
     description = describe(AutoConfig.from_pretrained(path))
     return HFEncoderVLMTaskEncoder(
-        AutoProcessor.from_pretrained(path),
-        DataConfig(seq_length=256),
-        description.data_needs,
+        AutoProcessor.from_pretrained(path), DataConfig(seq_length=256), description.data_needs
     )
 
 

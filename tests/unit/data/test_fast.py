@@ -310,10 +310,7 @@ def other_processor():
             "do_center_crop = True",
         ),
         (lambda: changed(resample=0), "resample = 0"),
-        (
-            lambda: changed("video_processor", do_rescale=False),
-            "VideoProcessor with do_rescale = False",
-        ),
+        (lambda: changed("video_processor", do_rescale=False), "VideoProcessor with do_rescale = False"),
         (lambda: changed("video_processor", resample=1), "VideoProcessor with resample = 1"),
         (lambda: with_other("image_processor", OtherImageProcessor), "OtherImageProcessor"),
         (lambda: with_other("video_processor", OtherVideoProcessor), "OtherVideoProcessor"),

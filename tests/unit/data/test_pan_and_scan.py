@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
-from megatron_vlm.data.generation_prompt import processor_outputs
+from megatron_vlm.generation.prompt import processor_outputs
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_processor
 

@@ -15,7 +15,7 @@ from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.media import patience, videos
+from megatron_vlm.data.media import images, videos
 from megatron_vlm.data.media.images import call_with_timeout
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video
 from megatron_vlm.models.families import load
@@ -26,7 +26,7 @@ FRAMES = 6000
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(patience, "_late", set())
+    monkeypatch.setattr(images, "_late", set())
 
 
 def clip(frames: int) -> bytes:
@@ -60,7 +60,7 @@ def wait_until(holds, seconds=30.0) -> bool:
 @pytest.mark.parametrize("decode", [decode_video, plan_video])
 def test_a_clip_that_takes_long_is_dropped_and_its_thread_ends(long_clip, decode, monkeypatch):
     frames = []
-    monkeypatch.setattr(videos, "exit_if_abandoned", lambda: (frames.append(1), patience.exit_if_abandoned()))
+    monkeypatch.setattr(videos, "exit_if_abandoned", lambda: (frames.append(1), images.exit_if_abandoned()))
     rules = VideoRules(fps=100, max_frames=FRAMES)
     with pytest.raises(
         BadSample, match=f"decode_timeout: {len(long_clip)} bytes, not decoded in 0.01 seconds"

@@ -78,10 +78,7 @@ def test_every_way_of_writing_a_record_gives_the_same_pair(name):
         ({"accepted": TRANSCRIPT, "rejected": TRANSCRIPT}, "data.columns.chosen=NAME names"),
         ({"messages": [*ASKED, GOOD], "rejected_messages": [*ASKED[:2], BAD]}, "the prompts differ: turn 0"),
         (RECORDS["TRL"] | {"rejected_images": ["a.jpg"]}, "rejected_images"),
-        (
-            RECORDS["TRL"] | {"rejected_messages": [*ASKED, BAD]},
-            "rejected and rejected_messages are two",
-        ),
+        (RECORDS["TRL"] | {"rejected_messages": [*ASKED, BAD]}, "rejected and rejected_messages are two"),
         (RECORDS["two conversations"] | {"chosen": "A bird."}, "chosen and messages are two names"),
         (RECORDS["TRL"] | {"question": "Who?"}, "question and prompt are two names"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 from PIL import Image
-from published_templates import CALLS, CONVERSATIONS, FOLDER, PUBLISHED, REPLY, THINKS, TOOLS, USER
+from published_templates import CALLS, CONVERSATIONS, FOLDER, PUBLISHED, REPLY, THINKS, TOOLS, UNTRIED, USER
 from samples import templated
 
 from megatron_vlm.data.accounts.drops import BadSample
@@ -42,6 +42,12 @@ def refused(render):
         return render()
     except (TemplateError, TypeError, ValueError):
         return None
+
+
+def test_every_published_template_is_tried_or_named_with_the_reason():
+    published = {file.name.removesuffix(".jinja") for file in FOLDER.iterdir() if file.suffix == ".jinja"}
+    tagged = {f"{name}_training" for name in (*PUBLISHED, *UNTRIED)}
+    assert published - tagged == PUBLISHED.keys() | UNTRIED.keys() and all(UNTRIED.values())
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)

@@ -86,10 +86,7 @@ ODD = {
     "crops wider than the image": ("llava", {"size": SizeDict(shortest_edge=20)}, {}),
 }
 NEVER_DROPS = ("few pixels", "few pixels of GLM", "pooled patches", "many tiles at least")
-NEVER_DROPS += (
-    "joined patches",
-    "crops wider than the image",
-)
+NEVER_DROPS += ("joined patches", "crops wider than the image")
 
 
 @pytest.mark.parametrize("name", first_soon(ODD, 4))

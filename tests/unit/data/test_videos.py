@@ -44,12 +44,7 @@ def shown(frames):
 def test_frames_are_those_on_screen_at_even_steps():
     rules = VideoRules(fps=2, min_frames=2)
     assert choose_frames([0.1 * i for i in range(30)], rules) == [0, 5, 10, 15, 20, 25]
-    assert choose_frames([0, 0.9, 1.9, 3], rules) == [
-        0,
-        1,
-        2,
-        3,
-    ]  # each once
+    assert choose_frames([0, 0.9, 1.9, 3], rules) == [0, 1, 2, 3]  # each once
     assert choose_frames([7, 7.1, 7.2, 7.3], rules) == [0, 2]
 
 

@@ -155,10 +155,7 @@ def test_one_line_of_turns_is_a_record_and_a_damaged_line_a_bad_one(tmp_path):
     )
     rows = open_table(tmp_path / "cut.jsonl")
     assert [rows.record(index)[0] for index in range(1, 7)] == RECORDS[1:]
-    for index, said in (
-        (0, "Extra data|Expecting"),
-        (7, "can't decode byte"),
-    ):
+    for index, said in ((0, "Extra data|Expecting"), (7, "can't decode byte")):
         with pytest.raises(BadSample, match=f"bad_json.*(?:{said})"):
             rows.record(index)
 
@@ -216,14 +213,8 @@ def test_a_folder_of_tables_is_refused_and_one_that_cannot_be_read_is_named(tmp_
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, .*; run `git lfs pull`"),
         (gzip.compress(UTF_8)[:-40], "cannot be read .*; unpack it yourself, or download it"),
         (b"", "is an empty file; download or write"),
-        (
-            b"text\nhello there\n",
-            "its first line, 'text', is neither JSON nor a header of two col",
-        ),
-        (
-            json.dumps(RECORDS[0], indent=1).encode() * 2,
-            "Extra data: line",
-        ),
+        (b"text\nhello there\n", "its first line, 'text', is neither JSON nor a header of two col"),
+        (json.dumps(RECORDS[0], indent=1).encode() * 2, "Extra data: line"),
         (
             json.dumps({"train": RECORDS, "test": RECORDS}).encode(),
             "an object with 2 lists of records .train, test., and one is read",

@@ -53,10 +53,7 @@ def read_mapping(path: Any, parse: Callable[[str], Any] = json.loads, remedy: st
     Raises ValueError that names the file if it is not a regular file or does not hold a mapping.
     """
     local = path.local_path() if hasattr(path, "local_path") and path.is_local() else path
-    with (
-        reading_data(path, remedy),
-        open_file(local) if isinstance(local, Path) else path.open("rb") as file,
-    ):
+    with reading_data(path, remedy), open_file(local) if isinstance(local, Path) else path.open("rb") as file:
         content = parse(file.read().decode("utf-8-sig"))
     if not isinstance(content, dict):
         raise damaged(path, f"holds a {type(content).__name__}, expected a mapping", remedy)

@@ -18,7 +18,7 @@ from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProc
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 from megatron_vlm.config import ConfigError
-from megatron_vlm.data.image_processors.native import refuse_narrow
+from megatron_vlm.data.image_processors.grid import refuse_narrow
 from megatron_vlm.extras.compose.sources import Choices, Component
 from megatron_vlm.extras.compose.tokens import RoleToken
 from megatron_vlm.inputs import attribute_errors_to

@@ -17,7 +17,6 @@ from megatron_vlm.data.accounts.fingerprint import digest, encoder_settings
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.questions import Question, QuestionEncoder
 from megatron_vlm.data.encode.replies import between_thinking
-from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.load.base import loader_of
 from megatron_vlm.data.load.energon import EnergonProvider, EnergonSamples
 from megatron_vlm.data.load.hf import EncodedRows, HFProvider
@@ -25,6 +24,7 @@ from megatron_vlm.data.load.workers import close_loader
 from megatron_vlm.extras.evaluate.metrics import Judged, Metric, Score
 from megatron_vlm.extras.grounding.boxes import Boxes
 from megatron_vlm.generation.generate import generate, reply_text
+from megatron_vlm.generation.prompt import stop_tokens
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup

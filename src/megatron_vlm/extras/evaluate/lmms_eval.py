@@ -17,10 +17,10 @@ from megatron_vlm.commands.runs import open_run
 from megatron_vlm.data.chatml.record import load_media, parse_record
 from megatron_vlm.data.chatml.sample import make_sample
 from megatron_vlm.data.encode.questions import QuestionEncoder
-from megatron_vlm.data.generation_prompt import stop_tokens
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.extras.evaluate.answering import AT_ONCE, of_any_length
 from megatron_vlm.generation.generate import generate, reply_text
+from megatron_vlm.generation.prompt import stop_tokens
 from megatron_vlm.parallel import setup
 
 MOST_TOKENS = 1024  # of an answer to a task that does not say

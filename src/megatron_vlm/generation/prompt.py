@@ -1,4 +1,4 @@
-"""A conversation that ends with the user's turn, as the model sees it before it answers; special tokens."""
+"""A conversation that ends with the user's turn, as the model sees it before it answers."""
 
 import json
 from collections.abc import Mapping
@@ -15,10 +15,7 @@ from megatron_vlm.data.image_processors.base import image_options
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import read_text
 from megatron_vlm.inputs import attribute_errors_to
-from megatron_vlm.messages import listed
 from megatron_vlm.supported import GENERATION_FILE
-
-MOST_LISTED = 5  # tokens that a message names
 
 
 def encode_prompt(
@@ -73,20 +70,3 @@ def stop_tokens(folder: Path, hf_config: Any) -> list[int]:
     if not all(type(number) is int for number in ids):
         raise ConfigError(f"{file}: eos_token_id is {ids}, expected numbers of tokens.")
     return ids
-
-
-def vocabulary_notes(processor: ProcessorMixin, size: int) -> list[str]:
-    """A line about the tokens of the tokenizer, without media's, that are none of the model's `size`."""
-    beyond_model = ((token, name) for name, token in processor.tokenizer.get_vocab().items() if token >= size)
-    media = [getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video")]
-    tokens = sorted(pair for pair in beyond_model if pair[0] not in media)
-    if not tokens:
-        return []
-    names = listed([f"{name} ({token})" for token, name in tokens], MOST_LISTED)
-    count = f"{len(tokens)} {'tokens' if len(tokens) > 1 else 'token'}"
-    return [
-        f"model.hf_path: its tokenizer has {count}, {names}, and the model has {size} "
-        "(vocab_size in its config.json, the rows of its embedding); a sample with one of them would end the "
-        "run. Give the model rows for them with Transformers (resize_token_embeddings) and save it in the "
-        "folder model.hf_path"
-    ]

@@ -11,27 +11,43 @@ What is written, ready for stock `energon` and for this package:
 A key is the split and the record's number in its source (JSONL lines count from 0, blank lines included).
 Of a meta file the first epoch is written, and the number is the row's number in it.
 Every record belongs to exactly one split. OUTPUT appears by one rename when everything is written.
+
+The shards are the same bytes from this process, several, or a Ray cluster.
 """
 
 import contextlib
+import functools
 import io
 import itertools
+import json
 import math
+import multiprocessing
 import os
 import re
+import signal
+import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
+from megatron.energon import BaseWebdatasetFactory
 from tqdm import tqdm
 
 from megatron_vlm import stores
-from megatron_vlm.data.accounts.drops import REASONS
-from megatron_vlm.data.prepare.write import ENGINES, RecordSource, ShardJob, ShardResult
-from megatron_vlm.files import atomic_directory, atomic_write, refuse_existing
+from megatron_vlm.data.accounts.drops import REASONS, BadSample
+from megatron_vlm.data.chatml.record import Columns, load_media, parse_record
+from megatron_vlm.data.load.start_notes import first_notes, sample_sources
+from megatron_vlm.data.records.opening import kind_of, open_table, source_splits
+from megatron_vlm.data.shard_format import sample_parts
+from megatron_vlm.files import atomic_directory, atomic_write, open_to_write, refuse_existing
+from megatron_vlm.imports import optional_package
 from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.messages import join_lines
 
@@ -40,6 +56,51 @@ FEW_RECORDS = 3000  # for fewer, worker processes cost more to start than they s
 FORMATS = {"auto": None, "json": "json", "jsonl": "json", "hf": "hf", "meta": "meta"}
 SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+
+
+@dataclass(frozen=True)
+class RecordSource:
+    """The arguments of `open_table`, so that any process can open the source."""
+
+    path: str
+    split: str | None = None
+    media_dir: str | None = None
+    columns: tuple[tuple[str, str], ...] = ()
+    datasets: tuple[str, ...] = ()
+    kind: str | None = None
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  a process opens few sources
+    def open(self) -> Any:
+        return open_table(
+            self.path,
+            self.split,
+            columns=Columns(dict(self.columns)),
+            media_dir=self.media_dir,
+            datasets=self.datasets,
+            kind=self.kind,
+        )
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """A shard to write; for each record, `items` has the number that names it and its row in the table."""
+
+    order: int
+    split: str
+    path: Path
+    source: RecordSource
+    items: list[tuple[int, int]]
+
+
+@dataclass
+class ShardResult:
+    order: int
+    split: str
+    path: Path
+    samples: int = 0
+    images: int = 0
+    skipped: Counter = field(default_factory=Counter)  # of each reason, so many records
+    skipped_lines: list[bytes] = field(default_factory=list)  # a line of JSON for each
 
 
 @dataclass
@@ -124,8 +185,6 @@ def prepare_energon_dataset(
                 bar.update(result.samples + len(result.skipped_lines))
         results.sort(key=lambda result: result.order)
         names = list(dict.fromkeys(name for part in parts for name in part.splits))
-        from megatron_vlm.data.load.start_notes import first_notes, sample_sources
-
         notes = [note for part in parts for note in first_notes(sample_sources(part.source.open()))]
         summary = _finish(aside, output, names, results, notes)
     summary.seconds = time.monotonic() - started
@@ -182,8 +241,6 @@ def _rows(source: RecordSource, seed: int) -> np.ndarray:
 
 def _sources(path: str | Path, options: RecordSource) -> dict[str, RecordSource]:
     """The source; or, for a Hugging Face source with splits, one source per split."""
-    from megatron_vlm.data.records.opening import kind_of, source_splits
-
     if not (stores.is_store(path) or Path(path).exists() or options.kind == "hf"):
         raise FileNotFoundError(f"prepare: source {path} does not exist; a hub name needs format hf.")
     source = replace(options, path=str(path), kind=options.kind or kind_of(path))
@@ -279,9 +336,6 @@ def _finish(
 
 def _write_index(folder: Path, shards: dict[str, list[str]]) -> None:
     """Writes Energon's own index. The split file names each shard, so no pattern or ratio decides later."""
-    import yaml
-    from megatron.energon import BaseWebdatasetFactory
-
     names = [name for split in shards.values() for name in split]
     with contextlib.redirect_stdout(io.StringIO()):
         BaseWebdatasetFactory.prepare_dataset(
@@ -291,3 +345,101 @@ def _write_index(folder: Path, shards: dict[str, list[str]]) -> None:
     parts = {split: names for split, names in shards.items() if names}
     atomic_write(meta / "split.yaml", yaml.safe_dump({"exclude": [], "split_parts": parts}, sort_keys=False))
     atomic_write(meta / "dataset.yaml", DATASET_YAML)
+
+
+# -- shards, in any process
+
+_stop: Any = None  # in a worker: set in the main process to end it
+
+
+def _init_worker(stop: Any) -> None:
+    """Ctrl-C reaches the whole process group; the main process alone decides, through `stop`."""
+    global _stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _stop = stop
+
+
+def run_here(jobs: Iterator[ShardJob], workers: int) -> Iterator[ShardResult]:
+    """Results of jobs on this machine, in order of completion."""
+    if workers <= 1:
+        yield from map(write_shard, jobs)
+        return
+    context = multiprocessing.get_context("forkserver")  # the main process may hold Arrow's threads
+    context.set_forkserver_preload(["megatron_vlm.data.chatml.sample"])
+    stop = context.Event()
+    pool = ProcessPoolExecutor(workers, context, _init_worker, (stop,))
+    try:
+        wait_for_one = partial(wait, return_when=FIRST_COMPLETED)
+        submit = partial(pool.submit, write_shard)
+        for future in _completed(jobs, submit, wait_for_one, workers):
+            yield future.result()
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _completed(jobs: Iterator[ShardJob], submit: Callable, wait_for_one: Callable, workers: int) -> Iterator:
+    """Results of the jobs, once `submit` has them; at most two jobs per worker are in flight."""
+    pending: list = []
+    for job in itertools.chain(jobs, [None]):
+        if job is not None:
+            pending.append(submit(job))
+        while pending and (job is None or len(pending) >= 2 * workers):
+            done, pending = map(list, wait_for_one(pending))
+            yield from done
+
+
+def run_on_ray(jobs: Iterator[ShardJob], workers: int | None) -> Iterator[ShardResult]:
+    """`run_here` as tasks on the Ray cluster at RAY_ADDRESS, or on one of `workers` cores started here.
+
+    All machines of the cluster must have this package, and see source and output under the same paths.
+    `workers` None: every core of the cluster. Raises ImportError if the package `ray` is not installed.
+    """
+    ray = optional_package("ray", "prepare: --engine ray")
+    started = not ray.is_initialized()
+    if started and "RAY_ADDRESS" in os.environ:
+        ray.init(log_to_driver=False)
+    elif started:
+        ray.init(log_to_driver=False, num_cpus=workers, include_dashboard=False)
+    try:
+        workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        task = ray.remote(max_retries=0)(write_shard)
+        for done in _completed(jobs, task.remote, ray.wait, workers):
+            yield ray.get(done)
+    finally:
+        if started:
+            ray.shutdown()  # ends its tasks too
+
+
+ENGINES = {"local": run_here, "ray": run_on_ray}
+
+
+def write_shard(job: ShardJob) -> ShardResult:
+    """Writes one tar. Raises InterruptedError if the main process is to end."""
+    table = job.source.open()
+    result = ShardResult(job.order, job.split, job.path)
+    with open_to_write(job.path, "xb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for number, index in job.items:
+            if _stop is not None and _stop.is_set():
+                raise InterruptedError("prepare was interrupted")
+            try:
+                record, root = table.record(index)
+                conversation = parse_record(record)
+                images, videos = load_media(conversation, root)
+                parts = sample_parts(conversation, images, videos)  # checked as the encoder will
+            except BadSample as bad:
+                result.skipped[bad.reason] += 1
+                source, number = table.origin(index)
+                entry = {"source": source, "record": number, "split": job.split}
+                line = json.dumps(entry | {"reason": bad.reason, "detail": bad.detail})
+                result.skipped_lines.append(line.encode() + b"\n")
+            else:
+                for name, content in parts.items():
+                    info = tarfile.TarInfo(f"{job.split}-{number:09d}.{name}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+                result.samples += 1
+                result.images += sum(name.startswith("img") for name in parts)
+    return result
