@@ -82,16 +82,6 @@ def test_training_resumes_exactly_in_a_new_process(dataset, encoder, tiny_gemma3
     assert resumed == expected
 
 
-def test_training_resumes_exactly_without_workers(dataset, encoder):
-    loader = train_loader(dataset, encoder)
-    take(loader, 5)
-    state = json.dumps(loader.state_dict())
-    expected = take(loader, 5)
-    resumed = train_loader(dataset, encoder)
-    resumed.load_state_dict(json.loads(state))
-    assert take(resumed, 5) == expected
-
-
 class SlowToBegin(threading.Thread):
     """Of a worker: it takes commands, and begins to read a second after the worker before it."""
 
@@ -191,14 +181,6 @@ def test_loading_leaves_the_random_numbers_of_the_run_alone(dataset, encoder, nu
 
 
 # -- training order
-
-
-def test_ranks_share_an_epoch_without_overlap(dataset, encoder):
-    loaders = [train_loader(dataset, encoder, rank=rank, world_size=2, batch=1) for rank in range(2)]
-    # the shuffle buffer of 8 holds back the end of the epoch, so look at what must have come by then
-    seen = [{n for _ in range(17) for n in reply_numbers(next(loader)["__key__"])} for loader in loaders]
-    assert len(seen[0]) == len(seen[1]) == 17
-    assert not seen[0] & seen[1]
 
 
 def test_close_ends_the_workers_at_once(dataset, encoder):
@@ -351,11 +333,6 @@ def metadataset(path, dataset, extra=""):
         f"      - {{weight: 1, path: {os.path.relpath(dataset, path.parent)}}}\n{extra}"
     )
     return path
-
-
-def test_a_metadataset_loads(tmp_path, dataset, encoder):
-    loader = train_loader(metadataset(tmp_path / "meta.yaml", dataset), encoder)
-    assert len(next(loader)["__key__"]) == 2
 
 
 @pytest.mark.parametrize("name", ["../other.yaml", "other.txt"])

@@ -416,9 +416,6 @@ def is_text(turns: Any) -> bool:
         return False
 
 
-# -- videos
-
-
 # ---- the tests
 
 
@@ -553,39 +550,6 @@ def test_every_record_is_trained_or_dropped_and_once(result):
     assert set(times.values()) == {1} and {len(reasons) for reasons in dropped.values()} == {1}
     assert summary["encoded"] == len(times) and summary["dropped"] == len(dropped)
     assert {reason for reasons in dropped.values() for reason in reasons} <= set(REASONS)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_workers, ranks", [(1, 1), (3, 3)])
-@pytest.mark.parametrize("source", ["energon", "hf"])
-def test_workers_and_ranks_share_them_without_loss(written, processor, source, num_workers, ranks):
-    path, records, _, _ = written[source]
-    encoder = make_encoder(processor, packed=False)
-    provider = {"energon": EnergonProvider, "hf": HFProvider}[source](
-        DataConfig(
-            train_data_path=str(path), valid_data_path=str(path), num_workers=num_workers, max_drop_share=1.0
-        )
-    )
-    seen: list[int] = []
-    for rank in range(ranks):
-        loader = provider.valid_loader(encoder, micro_batch_size=4, rank=rank, world_size=ranks)
-        seen += [int(key) for batch in loader for row in batch["__key__"] for key in row]
-    seen += [int(drop["key"]) for drop in encoder.drops.examples()]
-    assert sorted(seen) == list(range(len(records)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("source", [pytest.param("energon", marks=pytest.mark.long), "hf"])
-def test_workers_and_ranks_share_packed_rows_without_loss(written, processor, source):
-    path, records, _, _ = written[source]
-    trained, dropped = Counter(), set()
-    for rank in range(3):
-        encoder = make_encoder(processor, packed=True)
-        for batch in BATCHES[source](path, encoder, True, len(records), rank, 3, 3):
-            trained.update(int(key) for row in batch["__key__"] for key in row)
-        dropped |= {int(drop["key"]) for drop in encoder.drops.examples()}  # of hf, the next epoch's, too
-    assert len(trained) > 100 and set(trained.values()) == {1}
-    assert sorted([*trained, *dropped]) == list(range(len(records)))
 
 
 def fits(record: Wild, outcome: str) -> bool:

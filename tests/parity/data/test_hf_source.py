@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from loaders import take
 from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
@@ -44,10 +43,6 @@ def valid_loader(folder, encoder, num_workers=0, rank=0, world_size=1, batch=1):
     ).valid_loader(encoder, micro_batch_size=batch, rank=rank, world_size=world_size)
 
 
-def numbers(batches):
-    return [int(key) for batch in batches for row in batch["__key__"] for key in row]
-
-
 def test_the_same_records_give_the_same_batches_as_energon(tmp_path, source, folder, encoder):
     prepare({"val": source}, tmp_path / "energon")
     energon = EnergonProvider(
@@ -68,44 +63,6 @@ def test_the_same_records_give_the_same_batches_as_energon(tmp_path, source, fol
             assert ours["visual_inputs"] is None
         else:
             assert torch.equal(ours["visual_inputs"].pixel_values, theirs["visual_inputs"].pixel_values)
-
-
-def test_every_epoch_has_each_row_once_over_the_ranks_in_a_new_order(folder, encoder):
-    per_rank = [train_loader(folder, encoder, rank=rank, world_size=2, batch=1) for rank in range(2)]
-    epochs = [[numbers([next(loader) for _ in range(12 - rank)]) for rank, loader in enumerate(per_rank)]]
-    # rank 0 had the last row of the first epoch, so rank 1 has the first of the second
-    epochs.append([numbers([next(loader) for _ in range(11 + rank)]) for rank, loader in enumerate(per_rank)])
-    for first, second in epochs:
-        assert sorted(first + second) == list(range(ROWS))
-    assert epochs[0] != epochs[1]
-
-
-def test_training_resumes_exactly_across_an_epoch_and_another_number_of_workers(folder, encoder):
-    """Saved in the second epoch after workers had read ahead, and again right after the restore."""
-    loader = train_loader(folder, encoder, num_workers=2)
-    take(loader, 13)
-    state = json.dumps(loader.state_dict())
-    expected = take(loader, 14)
-    loader.close()
-    untouched = train_loader(folder, encoder)
-    untouched.load_state_dict(json.loads(state))
-    resumed = train_loader(folder, encoder)
-    resumed.load_state_dict(json.loads(json.dumps(untouched.state_dict())))
-    assert take(resumed, 14) == expected
-
-
-def test_a_drop_between_batches_does_not_move_the_resume(folder, processor, encoder):
-    """Rows with two images are dropped; the state counts rows, not samples."""
-    lengths = [len(batch["input_ids"][0]) for batch in valid_loader(folder, encoder)]
-    short = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=max(lengths) - 1))
-    loader = train_loader(folder, short, max_drop_share=1.0)
-    take(loader, 4)
-    state = loader.state_dict()
-    expected = take(loader, 6)
-    assert short.drops.summary()["reasons"]["over_length"] > 0
-    resumed = train_loader(folder, short, max_drop_share=1.0)
-    resumed.load_state_dict(state)
-    assert take(resumed, 6) == expected
 
 
 @pytest.mark.parametrize(

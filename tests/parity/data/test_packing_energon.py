@@ -71,15 +71,6 @@ def test_rows_have_one_length_and_hold_whole_documents(dataset, encoder, process
     assert documents > 2 * 10 * 1.5
 
 
-def test_text_documents_bring_no_image_into_a_row(dataset, encoder):
-    loader = train_loader(dataset, encoder)
-    for _ in range(10):
-        batch = next(loader)
-        image_tokens = int((batch["input_ids"] == encoder.processor.tokenizer.image_token_id).sum())
-        images = 0 if batch["visual_inputs"] is None else len(batch["visual_inputs"].pixel_values)
-        assert image_tokens == 16 * images
-
-
 @pytest.fixture(scope="module")
 def kinds(dataset, tmp_path_factory):
     """Datasets by kind, with the numbers of their samples."""
@@ -133,19 +124,6 @@ def test_a_packed_batch_can_be_replayed_by_its_key(dataset, encoder):
     batch = [next(loader) for loader in [train_loader(dataset, encoder)] for _ in range(4)][-1]
     key = json.loads(json.dumps(batch["__restore_key__"]))
     assert content(train_loader(dataset, encoder).replay(key)) == content(batch)
-
-
-@pytest.mark.parametrize(
-    "field, change",
-    [
-        ("packing: saved 'stream', now 'none'", {"packing": "none"}),
-        ("packing_buffer_size: saved 16, now 20", {"packing_buffer_size": 20}),
-    ],
-)
-def test_a_state_of_another_packing_is_refused_by_name(dataset, encoder, field, change):
-    state = train_loader(dataset, encoder).state_dict()
-    with pytest.raises(ValueError, match=field):
-        train_loader(dataset, encoder, **change).load_state_dict(state)
 
 
 def test_the_patch_budget_holds_in_every_row(dataset, processor):

@@ -1,12 +1,9 @@
 """Packed and length-grouped rows of a map-style source: each document once, alike in cost, resumed."""
 
-import json
 from collections import Counter
 
 import numpy as np
 import pytest
-from loaders import content, take
-from pairs import pairwise
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.config import DataConfig
@@ -68,22 +65,6 @@ def test_rows_have_one_length_and_several_documents(open_loader, encoder, packin
     assert sum(len(numbers(batch)) for batch in batches) > 16 * 1.5
 
 
-@pytest.mark.parametrize(("packing", "num_workers"), pairwise(["stream", "global"], [0, 3]))
-def test_training_resumes_exactly_anywhere(open_loader, encoder, packing, num_workers):
-    """At four places of two epochs, one of them amid a buffer; saved again right after the restore."""
-    reference = open_loader(encoder, packing, num_workers)
-    states, expected = [], []
-    for _ in range(24):
-        states.append(json.dumps(reference.state_dict()))
-        expected.append(content(next(reference)))
-    for at in (1, 3, 9, 17):
-        untouched = open_loader(encoder, packing)
-        untouched.load_state_dict(json.loads(states[at]))
-        resumed = open_loader(encoder, packing, 3 - num_workers)
-        resumed.load_state_dict(json.loads(json.dumps(untouched.state_dict())))
-        assert take(resumed, 7) == expected[at : at + 7]
-
-
 @pytest.mark.parametrize(
     "field, change",
     [
@@ -95,37 +76,6 @@ def test_a_state_of_another_packing_is_refused_by_name(open_loader, encoder, fie
     state = open_loader(encoder).state_dict()
     with pytest.raises(ValueError, match=field):
         open_loader(encoder, **change).load_state_dict(state)
-
-
-def first_epoch(loader, packing, rows_of_rank):
-    """How often each document is trained on in it."""
-    seen = Counter()
-    while True:
-        epoch, position, _ = loader.state_dict()["place"]
-        if packing == "stream" and (epoch, position) == (0, rows_of_rank):  # its buffers end with the epoch
-            return seen
-        batch = next(loader)
-        if loader.state_dict()["place"][0] == 1:
-            return seen
-        seen.update(numbers(batch))
-
-
-@pytest.mark.parametrize(
-    "how, num_workers, world_size",
-    pairwise([("stream", 50), ("global", 50), ("global", SEQ_LENGTH)], [0, 1, 3], [1, 3]),
-)
-def test_an_epoch_trains_or_drops_each_sample_once(open_loader, processor, how, num_workers, world_size):
-    """Of 50 tokens, samples with two images are too long."""
-    packing, seq_length = how
-    trained, dropped = Counter(), set()
-    for rank in range(world_size):
-        encoder = PackingVLMTaskEncoder(processor, DataConfig(seq_length=seq_length))
-        loader = open_loader(encoder, packing, num_workers, rank, world_size, batch=1, packing_buffer_size=8)
-        trained += first_epoch(loader, packing, ROWS // world_size)
-        dropped |= {int(example["key"]) for example in encoder.drops.examples()}
-    assert set(trained.values()) == {1}
-    assert sorted([*trained, *dropped]) == list(range(ROWS))
-    assert (len(dropped) > 3) == (seq_length == 50)
 
 
 def test_a_sample_whose_pixels_are_broken_leaves_its_row_to_the_others(tmp_path, encoder):

@@ -7,15 +7,12 @@ from pathlib import Path
 import datasets
 import pytest
 import written_sources
-from loaders import take
 from prepared_shards import prepare, stored
 from sources import write_sharegpt
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider
-
-METADATASET = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 
 
 @pytest.fixture
@@ -68,54 +65,3 @@ def files(folder: Path):
         for path in folder.rglob("*")
         if path.is_file() and not path.name.startswith("index.")
     }
-
-
-# -- what Energon reads
-
-
-@pytest.fixture(scope="module")
-def blend(tmp_path_factory):
-    """Two prepared datasets of 20 records and a metadataset that draws from them 3 to 1."""
-    folder = tmp_path_factory.mktemp("blend")
-    for number, name in enumerate(("a", "b")):
-        source = write_sharegpt(folder / f"source_{name}", 20, first=20 * number)
-        prepare({"train": source}, folder / name, samples_per_shard=5)
-    (folder / "blend.yaml").write_text(
-        METADATASET + "splits: {train: {blend: [{weight: 3, path: ./a}, {weight: 1, path: ./b}]}}\n"
-    )
-    return folder
-
-
-def train_loader(path, encoder, num_workers=0):
-    provider = EnergonProvider(
-        DataConfig(
-            train_data_path=str(path),
-            num_workers=num_workers,
-            shuffle_buffer_size=4,
-            max_samples_per_sequence=4,
-        )
-    )
-    return provider.train_loader(encoder, micro_batch_size=1, rank=0, world_size=1, seed=7)
-
-
-@pytest.mark.long
-def test_a_weighted_blend_draws_by_its_weights(blend, processor, encoder):
-    loader = train_loader(blend / "blend.yaml", encoder)
-    numbers = written_sources.numbers_of([next(loader) for _ in range(400)], processor)
-    from_a = sum(count for number, count in numbers.items() if number < 20)
-    assert 270 < from_a < 330  # 300 expected, standard deviation 8.7
-    assert set(numbers) == set(range(40))
-    assert max(numbers[n] for n in range(20)) - min(numbers[n] for n in range(20)) <= 2  # epoch after epoch
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_weighted_blend_resumes_exactly(blend, encoder, num_workers):
-    loader = train_loader(blend / "blend.yaml", encoder, num_workers)
-    take(loader, 33)
-    state = json.dumps(loader.state_dict())
-    expected = take(loader, 12)
-    loader.close()
-    resumed = train_loader(blend / "blend.yaml", encoder, num_workers)
-    resumed.load_state_dict(json.loads(state))
-    assert take(resumed, 12) == expected
-    resumed.close()

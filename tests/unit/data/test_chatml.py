@@ -313,13 +313,3 @@ def test_an_answer_that_is_not_to_be_learned_is_a_drop(key):
     assert parse_record(record | {key: True}).unread == set()
     with pytest.raises(BadSample, match=f"no_trained_tokens: {key} is false"):
         parse_record(record | {key: False})
-
-
-def test_a_turn_with_train_false_is_not_trained():
-    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "train": False}]
-    *_, reply = parse_record({"conversations": turns}).messages
-    assert not is_trained(reply)
-
-
-def test_an_answer_of_json_is_in_words_of_json():
-    assert parse_record({"question": "q", "answer": True}).messages[-1]["content"][0]["text"] == "true"

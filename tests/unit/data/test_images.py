@@ -12,7 +12,7 @@ from PIL import Image
 
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.media import images
-from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.data.media.images import Scaling, decode_image
 
 
 def encoded(image, format="PNG", **options):
@@ -136,14 +136,14 @@ def test_exif_rotation_is_applied():
     image.paste("red", (0, 0, 8, 8))  # left half; orientation 6 shows it on top
     exif = Image.Exif()
     exif[0x0112] = 6
-    turned = decode_image(encoded(image, exif=exif), max_pixels=32)
+    turned = decode_image(encoded(image, exif=exif), Scaling(32))
     assert turned.size == (4, 8)
     assert turned.getpixel((2, 0)) == (255, 0, 0) and turned.getpixel((2, 7)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
 def test_large_images_shrink_and_keep_their_aspect(format):
-    image = decode_image(encoded(Image.new("RGB", (400, 200), "red"), format), max_pixels=5000)
+    image = decode_image(encoded(Image.new("RGB", (400, 200), "red"), format), Scaling(5000))
     assert image.size == (100, 50)
 
 
@@ -195,24 +195,6 @@ def test_a_bad_image_says_why(data, reason):
     with pytest.raises(BadSample) as bad:
         decode_image(data)
     assert bad.value.reason == reason
-
-
-@pytest.mark.filterwarnings("ignore")  # Pillow's about damaged tags
-def test_random_damage_never_escapes_as_another_error():
-    rng = np.random.default_rng(0)
-    noise = Image.effect_noise((32, 32), 50)
-    sources = [encoded(noise, format) for format in ("JPEG", "PNG", "WEBP", "TIFF", "GIF")]
-    outcomes = {"decoded": 0, "refused": 0}
-    for _ in range(60):
-        for source in sources:
-            data = np.frombuffer(source, np.uint8).copy()
-            data[rng.integers(0, len(data), 4)] = rng.integers(0, 256, 4)
-            try:
-                decode_image(data.tobytes())
-                outcomes["decoded"] += 1
-            except BadSample:
-                outcomes["refused"] += 1
-    assert min(outcomes.values()) > 10
 
 
 @pytest.mark.parametrize("bits", [10, 12, 14, 16])

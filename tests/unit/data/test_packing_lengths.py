@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
-from megatron_vlm.data.media.images import decode_image, image_size
+from megatron_vlm.data.media.images import Scaling, decode_image, image_size
 from megatron_vlm.models.families import load
 from tiny.checkpoints import build_tiny_checkpoint
 
@@ -127,6 +127,6 @@ ROTATED[0x0112] = 6
 @pytest.mark.parametrize("max_pixels", [None, 900])
 def test_sizes_from_headers_are_those_of_decoded_images(format, exif, max_pixels):
     data = image((50, 30), format, **({"exif": exif} if exif else {}))
-    size = image_size(data, max_pixels)
-    assert size == decode_image(data, max_pixels).size
+    size = image_size(data, Scaling(max_pixels))
+    assert size == decode_image(data, Scaling(max_pixels)).size
     assert (size[0] < size[1]) == (exif is not None and format in ("JPEG", "PNG", "WEBP", "TIFF"))

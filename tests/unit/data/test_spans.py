@@ -87,18 +87,6 @@ def test_an_empty_reply_among_others_is_not_trained_nor_its_end(family_spans, no
     assert replies(family_spans, encode(family_spans, *empty)) == []
 
 
-def test_only_the_replies_that_are_to_be_trained_are_in_the_mask(family_spans):
-    turns = [("user", "the cat"), ("assistant", "a dog"), ("user", "a chart"), ("assistant", "the cat")] * 2
-    said = [{"role": role, "content": text} for role, text in turns]
-    every = replies(family_spans, processed(family_spans, parse_record(said).messages)[0])
-    for flags in ([True, False, True, True], [False, True, False, False], [0, 0, 0, 1]):
-        for turn, flag in zip(said[1::2], flags, strict=True):
-            turn["loss"] = flag
-        found = processed(family_spans, parse_record(said).messages)[0]
-        expected = [reply for reply, flag in zip(every, flags, strict=True) if flag]
-        assert replies(family_spans, found) == expected
-
-
 def test_the_tokens_of_a_reply_have_the_weight_that_its_turn_says(family_spans):
     turns = [("user", "the cat"), ("assistant", "a dog"), ("user", "a chart"), ("assistant", "the cat")] * 2
     said = [{"role": role, "content": text} for role, text in turns]

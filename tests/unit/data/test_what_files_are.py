@@ -14,7 +14,6 @@ import datasets
 import pandas as pd
 import pyarrow as pa
 import pytest
-from prepared_shards import prepare
 from samples import clean, read_record
 from sources import image_bytes, record, write_sharegpt
 
@@ -36,14 +35,6 @@ def zipped(text: bytes) -> bytes:
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("inside/rows.txt", text)
     return buffer.getvalue()
-
-
-def two_files(text: bytes) -> bytes:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("rows.jsonl", text)
-        archive.writestr("README.txt", "hello")
-    return packed.getvalue()
 
 
 def zipped_by_macos(text: bytes) -> bytes:
@@ -129,13 +120,6 @@ def test_tables_are_read_from_any_form_under_any_name(tmp_path, form, name):
         conversation, images, _ = read_record(read, root)
         assert conversation == parse_record(row).stored()
         assert images == [(tmp_path / row["image"]).read_bytes()]
-
-
-def test_prepare_writes_what_a_packed_file_holds(tmp_path):
-    write_sharegpt(tmp_path, len(RECORDS))
-    (tmp_path / "rows").write_bytes(gzip.compress(FORMS["pretty array"]))
-    summary = prepare(tmp_path / "rows", tmp_path / "out")
-    assert sum(summary.samples.values()) == len(RECORDS)
 
 
 def test_a_changed_packed_file_is_unpacked_again(tmp_path):
@@ -225,9 +209,6 @@ def test_what_cannot_be_rows_is_named(tmp_path, content, said):
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=f"rows.jsonl.*(?:{said})"):
         open_table(tmp_path / "rows.jsonl")
-
-
-# -- good files with nasty first bytes, and bad ones that a library would read wrongly
 
 
 # -- media

@@ -21,25 +21,21 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
 
     `pipeline` is a digest that covers what has no field of its own; it is named when nothing else differs.
     """
-    if different := _different(saved, current):
+    same_version = saved.get(VERSION) == current.get(VERSION)
+    different = []
+    for name in sorted((saved.keys() | current.keys()) - {VERSION}):
+        # another version of Transformers may have other settings
+        missing = UNKNOWN if name.startswith("processor.") and not same_version else None
+        values = saved.get(name, missing), current.get(name, missing)
+        if values[0] != values[1] and UNKNOWN not in values:
+            different.append(name)
+    if different:
         fields = [name for name in different if name != "pipeline"] or ["pipeline"]
         raise ValueError(
             "loader state belongs to another data configuration: "
             + "; ".join(f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in fields)
             + ". Resume with the settings of the saved run, or begin the data again with data.restart=true."
         )
-
-
-def _different(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The fields that differ, sorted. Another version of Transformers may have other settings."""
-    same_version = saved.get(VERSION) == current.get(VERSION)
-
-    def values(name: str) -> list[Any]:
-        missing = UNKNOWN if name.startswith("processor.") and not same_version else None
-        return [fields.get(name, missing) for fields in (saved, current)]
-
-    pairs = {name: values(name) for name in sorted((saved.keys() | current.keys()) - {VERSION})}
-    return [name for name, pair in pairs.items() if pair[0] != pair[1] and UNKNOWN not in pair]
 
 
 def encoder_settings(encoder: Any) -> dict:

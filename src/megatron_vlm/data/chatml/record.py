@@ -201,10 +201,7 @@ def parse_record(record: Any) -> Conversation:
         record = without_numpy(decoded(record))
     except RecursionError as error:
         raise BadSample("bad_conversation", "the record is nested too deeply") from error
-    if isinstance(record, list):
-        record = {"messages": record}
-    if not isinstance(record, dict):
-        raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
+    record = _as_object(record)
     record = Record({k: _decoded_cell(k, value) for k, value in record.items() if not _is_null(value)})
     media = {
         kind: _listed(kind, record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()
@@ -245,6 +242,14 @@ def parse_record(record: Any) -> Conversation:
         rejected=rejected,
         unread=unread | record.unread(),
     )
+
+
+def _as_object(record: Any) -> dict:
+    if isinstance(record, list):
+        return {"messages": record}
+    if not isinstance(record, dict):
+        raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
+    return record
 
 
 def in_order(media: list, parts: list[tuple[Any, Any]]) -> bool:
@@ -657,10 +662,7 @@ class Columns:
 
     def __call__(self, record: Any) -> dict:
         """The record. Raises BadSample if it is neither an object nor a list of turns."""
-        if isinstance(record, list):
-            record = {"messages": record}
-        if not isinstance(record, dict):
-            raise BadSample("bad_conversation", f"a record is a JSON object, this is {type(record).__name__}")
+        record = _as_object(record)
         record = self._renamed(record) if self.names else record
         tagged = [name for name in TAGGED if record.get(name)] if self.tags else ()
         return record | {name: self._tagged(record[name]) for name in tagged}

@@ -34,7 +34,13 @@ from megatron_vlm.data.encode.processing import (
     most_characters,
 )
 from megatron_vlm.data.encode.replies import Span, between_thinking
-from megatron_vlm.data.media.images import SizedImage, call_with_timeout, image_size, target_size
+from megatron_vlm.data.media.images import (
+    Scaling,
+    SizedImage,
+    call_with_timeout,
+    image_size,
+    target_size,
+)
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video, rules_of_video
 from megatron_vlm.data.on_disk.fields import THINKING_KEYS
 from megatron_vlm.data.shard_format import COOKERS
@@ -93,7 +99,9 @@ class DocumentEncoder:
         """
         prompt = self._prompt(sample)
         seconds = self._data.decode_seconds
-        sizes = [call_with_timeout(seconds, image.decoded_by, image_size) for image in self._images(sample)]
+        sizes = [
+            call_with_timeout(seconds, image_size, data, scaling) for data, scaling in self._images(sample)
+        ]
         plans = [
             call_with_timeout(seconds, plan_video, video, rules) for video, rules in self._videos(sample)
         ]
@@ -169,7 +177,7 @@ class DocumentEncoder:
                 raise BadSample("processor_error", f"{type(self._processor).__name__} {detail}")
             if "resized_width" in limits:
                 size = (limits["resized_width"], limits["resized_height"])
-                images.append(SizedImage(image, size=target_size(size, max_pixels, min_pixels)))
+                images.append((image, Scaling(size=target_size(size, max_pixels, min_pixels))))
                 continue
             within = {
                 name: min(max(pixels, min_pixels or 0), max_pixels or math.inf)
@@ -178,7 +186,7 @@ class DocumentEncoder:
             image_max, image_min = within.get("max_pixels", max_pixels), within.get("min_pixels", min_pixels)
             if sample.sizes is not None:
                 image_max = image_min = draw_pixels(f"{sample.sizes} {number}", image_min, image_max)
-            images.append(SizedImage(image, image_max, image_min))
+            images.append((image, Scaling(image_max, image_min)))
         return images
 
     def _videos(self, sample: ChatMLSample) -> list[tuple[Any, VideoRules]]:
@@ -389,8 +397,7 @@ class HFEncoderVLMTaskEncoder(VLMTaskEncoder):
         self.drops.keep()
         return encoded
 
-    def encode_document(self, sample: ChatMLSample) -> HFEncoderTaskSample:
-        return self.encode_sample(sample)  # by the name that Energon looks for
+    encode_document = encode_sample  # the latter is the name that Energon looks for
 
     def join(self, documents: list[HFEncoderTaskSample]) -> HFEncoderTaskSample:
         (document,) = documents

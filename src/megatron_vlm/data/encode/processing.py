@@ -75,7 +75,7 @@ class HFProcessor:
     """
 
     known = False
-    decode = staticmethod(decode_image)  # (data, max_pixels, min_pixels, size) → an image
+    decode = staticmethod(decode_image)  # (data, scaling) → an image
 
     def __init__(self, text: TextEncoder, visual_keys: tuple[str, ...], decode_seconds: float):
         self.image_spec, self.text = text.image_spec, text
@@ -107,7 +107,7 @@ class HFProcessor:
         if it makes something that is not among the model's visual keys.
         """
         seconds = self._decode_seconds
-        images = [call_with_timeout(seconds, file.decoded_by, self.decode) for file in files]
+        images = [call_with_timeout(seconds, self.decode, data, scaling) for data, scaling in files]
         for image in images:
             self.image_spec.refuse(image.height, image.width, len(images) == 1)
         encoded, outputs = self.text(prompt, images, videos)
@@ -134,8 +134,8 @@ class KnownProcessor(HFProcessor):
     def __call__(self, prompt, files, videos, text=None) -> tuple[EncodedText, GenericVisualInputs | None]:
         tensors, sizes = [], []
         # cut each image right after it is decoded: its pixels are still in the caches
-        for file in files:
-            image = call_with_timeout(self._decode_seconds, file.decoded_by, self.decode)
+        for data, scaling in files:
+            image = call_with_timeout(self._decode_seconds, self.decode, data, scaling)
             tensors.append(self.tensors(image, len(files) == 1))
             sizes.append(image.shape[1::-1])
         if text is None:

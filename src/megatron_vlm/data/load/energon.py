@@ -50,7 +50,7 @@ from megatron_vlm.data.load.energon_state import (
     from_json_data,
     to_json_data,
 )
-from megatron_vlm.data.load.start_notes import SourceSample, read_sample, start_notes
+from megatron_vlm.data.load.start_notes import read_sample, start_notes
 from megatron_vlm.data.load.workers import raise_naming_samples, raise_on_dead_worker, through_arenas
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
@@ -110,8 +110,12 @@ class EnergonProvider:
         loader = EnergonTrainLoader(dataset, workers, encoder, settings, rows)
         loader.sources = path_names(sources) if len(sources) > 1 else []
         if rank == 0:  # the others would read the same records of a store
-            samples = [_first_records(source, encoder) for source in sources]
-            loader.notes = start_notes(samples, encoder)
+            looked_at = []
+            for source in sources:
+                records = EnergonSamples([source], encoder, "train")
+                first = range(min(FIRST_RECORDS, len(records)))
+                looked_at.append(read_sample(source.path, records, first))
+            loader.notes = start_notes(looked_at, encoder)
         return loader
 
     @attribute_errors_to("self._data.valid_data_path")
@@ -298,12 +302,6 @@ class EnergonSamples:
             offsets = inner.workers_slice_offsets[0]
             parts.append((factory, inner.join_readers[0], offsets[0], offsets[-1]))
         return parts
-
-
-def _first_records(source: DataSource, encoder) -> SourceSample:
-    """Return the first records of a training split."""
-    samples = EnergonSamples([source], encoder, "train")
-    return read_sample(source.path, samples, range(min(FIRST_RECORDS, len(samples))))
 
 
 def _name(sources: list[DataSource], split: str = "val") -> str:

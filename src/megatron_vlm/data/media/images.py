@@ -52,100 +52,83 @@ _of_caller = threading.local()  # holds the decoding thread of the calling threa
 
 
 @dataclass(frozen=True)
-class SizedImage:
-    """An encoded image and the size that it is to get."""
+class Scaling:
+    """The size that an image is to get: within limits of its pixels, its aspect kept, or one that is set."""
 
-    data: bytes
     max_pixels: int | None = None
     min_pixels: int | None = None
     size: tuple[int, int] | None = None  # (width, height); then the limits are not used
 
-    def scale(self, size: tuple[int, int]) -> tuple[int, int]:
+    def of(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the (width, height) that an image of `size` gets."""
         return self.size or target_size(size, self.max_pixels, self.min_pixels)
 
-    def decoded_by(self, decode: Callable[..., Any]) -> Any:
-        """Return what `decode_image`, or a function with its arguments, makes of the image."""
-        return decode(self.data, self.max_pixels, self.min_pixels, self.size)
+
+UNSCALED = Scaling()
+SizedImage = tuple[bytes, Scaling]  # an encoded image, and the size that it is to get
 
 
-def decode_image(
-    data: bytes,
-    max_pixels: int | None = None,
-    min_pixels: int | None = None,
-    size: tuple[int, int] | None = None,
-) -> Image.Image:
-    """An RGB image of `size`, or with between `min_pixels` and `max_pixels` pixels, its aspect kept.
+def decode_image(data: bytes, scaling: Scaling = UNSCALED) -> Image.Image:
+    """An RGB image in the size that it is to get.
 
     Transparency is composited on white; the EXIF rotation is applied; 16-bit and float grey is scaled to 8
     bits (see `_range`); an animation gives its first frame; colour profiles are ignored.
     Raises BadSample; the size is checked before anything is decoded.
     """
     with _bad_samples(data):
-        image, scaled = _opened(data, max_pixels, min_pixels)
-        swaps = _swaps_axes(image)
-        if size is not None:
-            scaled = size[::-1] if swaps else size
+        image = _opened(data)
+        scaled = scaling.of(image.size)
+        if scaling.size and _swaps_axes(image):
+            scaled = scaled[::-1]
         image.draft(None, scaled)  # a JPEG can be decoded at 1/2, 1/4 or 1/8, at the cost of that size
         image.load()
         if _swaps_axes(image):
             scaled = scaled[::-1]
         ImageOps.exif_transpose(image, in_place=True)
         image = to_rgb(image)
-    size = size or scaled
+    size = scaling.size or scaled
     return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
 
-def decode_pixels(
-    data: bytes,
-    max_pixels: int | None = None,
-    min_pixels: int | None = None,
-    size: tuple[int, int] | None = None,
-) -> np.ndarray:
+def decode_pixels(data: bytes, scaling: Scaling = UNSCALED) -> np.ndarray:
     """`decode_image` as (height, width, 3) uint8."""
     with contextlib.suppress(ValueError):  # damaged, or not a JPEG: left to Pillow
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         _check_size((width, height))
-        scaled = size or target_size((width, height), max_pixels, min_pixels)
-        if colours in ("YCbCr", "RGB") and scaled == (width, height) and _is_upright(data):
+        keeps_size = scaling.of((width, height)) == (width, height)
+        if colours in ("YCbCr", "RGB") and keeps_size and _is_upright(data):
             return simplejpeg.decode_jpeg(data)  # the same bits as Pillow in three quarters of its time
-    image = decode_image(data, max_pixels, min_pixels, size)
+    image = decode_image(data, scaling)
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for (_, top, _, bottom), band in _bands(image):
         pixels[top:bottom] = band
     return pixels
 
 
-def image_size(
-    data: bytes,
-    max_pixels: int | None = None,
-    min_pixels: int | None = None,
-    size: tuple[int, int] | None = None,
-) -> tuple[int, int]:
+def image_size(data: bytes, scaling: Scaling = UNSCALED) -> tuple[int, int]:
     """(width, height) of what `decode_image` would return, from the header alone if the format allows it.
 
     Raises BadSample as `decode_image`, except for damage that only the pixels show.
     """
     with _bad_samples(data):
-        image, scaled = _opened(data, max_pixels, min_pixels)
-        if size is not None:
-            return size
+        image = _opened(data)
+        scaled = scaling.of(image.size)
+        if scaling.size:
+            return scaled
         late_rotation = image.format == "PNG" and any(name in data for name in PNG_ROTATIONS)
         if image.format in HEADER_FORMATS and not late_rotation:
             return scaled[::-1] if image.format != "PNG" and _swaps_axes(image) else scaled
-    return decode_image(data, max_pixels, min_pixels).size
+    return decode_image(data, scaling).size
 
 
-def _opened(
-    data: bytes, max_pixels: int | None, min_pixels: int | None
-) -> tuple[Image.Image, tuple[int, int]]:
-    """The image, with its header read and its size checked, and the size that it is to get."""
+def _opened(data: bytes) -> Image.Image:
+    """The image, with its header read and its size checked."""
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     _check_size(image.size)
     tags = getattr(image, "tag_v2", {})  # libtiff decodes whole tiles, however small the image is
     if tags.get(TiffImagePlugin.TILEWIDTH, 1) * tags.get(TiffImagePlugin.TILELENGTH, 1) > MAX_DECODED_PIXELS:
         raise BadSample("image_too_large", f"its tiles have more than {MAX_DECODED_PIXELS} pixels")
-    return image, target_size(image.size, max_pixels, min_pixels)
+    return image
 
 
 @contextlib.contextmanager
@@ -165,7 +148,7 @@ def _bad_samples(data: bytes) -> Iterator[None]:
 
 def _is_upright(jpeg: bytes) -> bool:
     with _bad_samples(jpeg):
-        image, _ = _opened(jpeg, None, None)
+        image = _opened(jpeg)
         return image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.files import NotAFile, open_file
-from megatron_vlm.inputs import explain_file, odd_fields
+from megatron_vlm.inputs import explain_file
 from megatron_vlm.stores import StoreError
 
 RESTORE = "restore the file or prepare the dataset again"
@@ -58,9 +58,3 @@ def read_mapping(path: Any, parse: Callable[[str], Any] = json.loads, remedy: st
     if not isinstance(content, dict):
         raise damaged(path, f"holds a {type(content).__name__}, expected a mapping", remedy)
     return content
-
-
-def check_fields(path: Any, content: dict, types: dict[str, Any], remedy: str = RESTORE) -> None:
-    """Raise ValueError for a field that is present and not of its type, such as `dict[str, list[str]]`."""
-    for problem in odd_fields(content, types):
-        raise damaged(path, problem, remedy)

@@ -11,12 +11,13 @@ from typing import Any
 
 from megatron_vlm import stores
 from megatron_vlm.data.chatml.record import Columns
-from megatron_vlm.data.on_disk.descriptions import check_fields, damaged
+from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.paths import ROWS, DataSource
 from megatron_vlm.data.on_disk.rows_file import on_disk, tabular_kind, unpacked
 from megatron_vlm.data.records.blends import blend_datasets, path_names
 from megatron_vlm.data.records.datasets import HFDataset, JsonDataset, MapDataset
 from megatron_vlm.files import check_file, read_file
+from megatron_vlm.inputs import odd_fields
 from megatron_vlm.messages import suggestion
 
 META_SOURCES = ("file_name", "hf_hub_url")
@@ -151,7 +152,8 @@ def entries_of(
 
 
 def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> tuple[DataSource, dict[str, Any]]:
-    check_fields(place, entry, META_FIELDS, "correct it")
+    for problem in odd_fields(entry, META_FIELDS):
+        raise damaged(place, problem, "correct it")
     if not any(key in entry for key in META_SOURCES):
         raise damaged(place, f"names none of {', '.join(META_SOURCES)}", "say where its records are")
     for key in entry.keys() - META_KEYS:

@@ -119,13 +119,14 @@ class Boxes:
         return explain_unknown(self._processor)
 
     def _axes(self, image: SizedImage, alone: bool, objects: Objects) -> tuple["_Axis", "_Axis"]:
-        size = call_with_timeout(self._seconds, image_size, image.data)
+        data, scaling = image
+        size = call_with_timeout(self._seconds, image_size, data)
         if objects.size and objects.size != [*size]:
             record_size, file_size = (" x ".join(map(str, sides)) for sides in (objects.size, size))
             raise BadSample(
                 REASON, f"the boxes are of an image of {record_size}, and its file has {file_size}"
             )
-        frame = self._frame(image.scale(size), alone)
+        frame = self._frame(scaling.of(size), alone)
         width, height = {"real": size, "norm1000": (1000, 1000), "norm1": (1, 1)}[objects.unit]
         image_name = f"the {width} x {height}, in bbox_type {objects.unit}, of"
         ends = frame[:2] if self._convention().unit is None else (self._convention().unit,) * 2
