@@ -12,10 +12,7 @@ from programs import COMMAND, run_program
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.callbacks.samples import read_step
-from megatron_vlm.config import DataConfig
-from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.packing import pack_buffer
-from megatron_vlm.data.load.energon import EnergonProvider
 from megatron_vlm.data.load.sampler import BalancedSampler, PackingSampler, ShuffledSampler
 
 COUNT, EPOCHS = 61, 40
@@ -167,21 +164,6 @@ def test_a_moved_run_resumes_exactly(folder, processor):
     resumed, _ = opened(folder, processor, 0, 2, **SETTINGS[1])
     resumed.load_states([state, None])
     assert [next(resumed)["__key__"] for _ in range(20)] == expected
-
-
-@pytest.mark.parametrize("worlds", [(3, 1), (1, 3)])
-def test_energon_refuses_another_number_of_ranks_by_name(folder, processor, worlds):
-    def open_ranks(world_size):
-        provider = EnergonProvider(DataConfig(train_data_path=str(folder / "energon"), num_workers=0))
-        place = {"micro_batch_size": 1, "world_size": world_size, "seed": 1}
-        encoder = HFEncoderVLMTaskEncoder(processor, DataConfig(seq_length=256))
-        return [provider.train_loader(encoder, rank=rank, **place) for rank in range(world_size)]
-
-    states = [loader.state_dict() for loader in open_ranks(worlds[0])]
-    refusal = f"world_size: saved {worlds[0]}, now {worlds[1]}.*data.restart=true"
-    for loader in open_ranks(worlds[1]):
-        with pytest.raises(ValueError, match=refusal):
-            loader.load_states(states)
 
 
 def train(run_dir, checkpoint, folder, ranks, steps, *settings):

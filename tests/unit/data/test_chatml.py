@@ -40,14 +40,6 @@ def test_the_argument_is_not_changed():
     assert json.dumps(record) == before
 
 
-def test_system_and_tools_beside_the_turns():
-    tool = {"type": "function", "function": {"name": "look"}}
-    conversation = parse_record({"messages": SHAREGPT, "system": "Be brief.", "tools": json.dumps([tool])})
-    messages, tools = conversation.messages, conversation.tools
-    assert messages == [{"role": "system", "content": [text("Be brief.")]}, *EXPECTED]
-    assert tools == [tool]
-
-
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "cat"}}}
 CALLED = {"name": "look", "arguments": {"at": "cat"}}
 
@@ -101,8 +93,9 @@ def test_calls_as_openai_writes_them(written):
 def test_tools_in_any_form(name, write):
     tool = {"type": "function", "function": {"name": "look"}}
     record = {"messages": SHAREGPT, name: write([tool["function"] if name == "functions" else tool])}
-    conversation = parse_record(record | {"image": "a.png"})
-    assert (conversation.messages, conversation.tools) == (EXPECTED, [tool])
+    conversation = parse_record(record | {"image": "a.png", "system": "Be brief."})
+    system = {"role": "system", "content": [text("Be brief.")]}
+    assert (conversation.messages, conversation.tools) == ([system, *EXPECTED], [tool])
     assert parse_record(conversation.stored()).stored() == conversation.stored()
 
 
@@ -189,22 +182,17 @@ def test_audio_is_refused_with_what_to_do():
     assert len(parse_record({"messages": [reply], "audios": ["dog.wav"]}).messages) == 1
 
 
-def test_images_without_placeholder_go_before_the_first_user_text():
+def test_where_images_stand():
+    """Before the first user's text without placeholders; in the text of tools if they are as many."""
     messages = parse_record({"messages": [{"role": "user", "content": "What?"}], "system": "s"}).messages
     assert place_media(messages, images=2)[1]["content"] == [IMAGE, IMAGE, text("What?")]
-
-
-def test_placeholders_in_the_text_of_tools_are_media_if_they_are_as_many():
     turns = [("user", "<image>q"), ("assistant", "a"), ("tool", "seen: <image>"), ("assistant", "b")]
     messages = parse_record([{"role": role, "content": said} for role, said in turns]).messages
     assert place_media(messages, images=2)[2]["content"] == [text("seen: "), IMAGE]
     assert place_media(messages, images=1)[2]["content"] == [text("seen: <image>")]
-
-
-@pytest.mark.parametrize("images", [0, 2])
-def test_placeholders_and_images_must_agree(images):
-    with pytest.raises(BadSample, match=f"placeholder_mismatch: 1 placeholders for {images} images"):
-        place_media(parse_record(SHAREGPT).messages, images=images)
+    for images in (0, 2):
+        with pytest.raises(BadSample, match=f"placeholder_mismatch: 1 placeholders for {images} images"):
+            place_media(parse_record(SHAREGPT).messages, images=images)
 
 
 NOTHING = ["", " \n\t", "\u200b\ufeff", None, [], [""], [text("")], [text(" "), text("\n")]]
@@ -231,15 +219,11 @@ def test_replies_that_say_so_are_not_trained():
             clean([SHAREGPT[0], SHAREGPT[1] | {"weight": nonsense}], images=1)
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
     turns[5]["loss"] = 0
+    turns[1]["train"] = False  # axolotl's name
     messages, _, _ = clean(turns)
-    assert [is_trained(message) for message in last_reply_alone(messages)] == [
-        False,
-        False,
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert [number for number, message in enumerate(messages) if is_trained(message)] == [3]
+    messages[1]["loss"] = 1
+    assert [n for n, message in enumerate(last_reply_alone(messages)) if is_trained(message)] == [3]
 
 
 @pytest.mark.parametrize("role", ["user", "assistant", "tool"])

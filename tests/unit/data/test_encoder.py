@@ -73,15 +73,6 @@ def grid_encoder(request, tmp_path_factory):
     )
 
 
-def test_images_with_grids_have_as_many_tokens_as_merged_patches(grid_encoder):
-    encoded = grid_encoder.encode_sample(sample(conversation(images=3), images=3))
-    grids = encoded.visual_inputs.image_grid_thw
-    placeholder = grid_encoder.processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    assert len(grids) == 3
-    assert (encoded.input_ids == placeholder).sum() == grids.prod(-1).sum() // 4
-    assert len(encoded.visual_inputs.pixel_values) == grids.prod(-1).sum()
-
-
 def test_positions_on_three_axes_restart_with_every_document_of_a_row(grid_encoder):
     one, two = (
         grid_encoder.encode_sample(sample(conversation(images=count), images=count)) for count in (1, 2)
@@ -244,6 +235,3 @@ def test_too_many_drops_stop_the_run_and_say_what_to_do():
     report.epoch = 11
     with pytest.raises(TooManyDrops, match="2 of 11(.|\n)*2 over_length: raise .*shard/7, shard/8"):
         report.check()
-
-
-# ------------------------------------------------------------------------------------ through Energon

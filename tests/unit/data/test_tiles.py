@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from grey_media import frame_list, picture, sample, steady
+from grey_media import frame_list, picture
 from PIL import Image
 from samples import sample_of
 from sources import image
 from transformers import AutoConfig, AutoProcessor
 
-from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.image_processors import get_image_spec
-from megatron_vlm.data.media.videos import VideoRules, decode_video
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.vlm import PixelNormalizer
 from tiny.checkpoints import build_tiny_checkpoint
@@ -72,34 +70,6 @@ def test_images_are_those_of_apply_chat_template(folder, sizes):
     if folder.name == "llava_onevision":
         tiles = encoded.visual_inputs.image_tiles.tolist()
         assert (tiles == [1, 1]) if len(sizes) > 1 else (tiles[0] > 1)
-
-
-@pytest.mark.parametrize("images", [0, 2])
-def test_videos_are_those_of_the_processor(folder, images):
-    videos, pictures = [steady(30), steady(30, size=(90, 50))], [picture(1), picture(2)][:images]
-    encoder, given = encoder_of(folder), sample(videos, pictures)
-    encoded = encoder.encode_sample(given)
-    frames = [decode_video(video, VideoRules(fps=2.0, multiple=1))[0] for video in videos]
-    assert [len(each) for each in frames] == [6, 6]
-    parts = (
-        [{"type": "image"}] * images
-        + [{"type": "video"}] * 2
-        + [{"type": "text", "text": "What happens here?"}]
-    )
-    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat jumps."}]
-    text = encoder.processor.apply_chat_template(turns, tokenize=False)
-    shown = [Image.open(io.BytesIO(each)) for each in pictures]
-    expected = encoder.processor(
-        text=[text],
-        images=([shown] if folder.name == "llava_onevision" else shown) if images else None,
-        videos=frames,
-        input_data_format="channels_last",
-        return_tensors="pt",
-    )
-    assert encoded.input_ids.equal(expected["input_ids"][0])
-    check_visual(encoder, encoded, visual_of(folder, dict(expected)))
-    trained = encoder.processor.tokenizer.decode(encoded.labels[encoded.labels != IGNORE_INDEX])
-    assert "jumps" in trained and "Frame" not in trained
 
 
 def test_truncation_keeps_whole_images_and_videos_at_every_length(folder):
