@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from evaluate import MAX_NEW_TOKENS, read_questions, without_thoughts
 from megatron_vlm.config import RunConfig
-from megatron_vlm.generation.prompt import stop_tokens
 from megatron_vlm.generation.generate import generate
+from megatron_vlm.generation.prompt import stop_tokens
 from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.overrides import from_yaml
 from megatron_vlm.parallel import setup

@@ -23,8 +23,8 @@ from typing import Any
 import aiohttp
 import torch
 
-from megatron_vlm.generation.prompt import stop_tokens
 from megatron_vlm.data.media.images import decode_image
+from megatron_vlm.generation.prompt import stop_tokens
 from megatron_vlm.messages import shorten
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
