@@ -228,6 +228,7 @@ def export(
         raise typer.Exit(arguments.start_ranks(nproc, "export", {}, words))
 
     with watchdog.watching(f"{output}.errors", config.train.hang_seconds):
+        watchdog.claim_files()
         from megatron_vlm.commands.runs import export_run
 
         export_run(config, output, adapter)
