@@ -1,6 +1,6 @@
 """Checks what a command names on disk before torch is imported: paths exist, and are of the right kind.
 
-Everything else is said by the library that reads a file, with its path; see `inputs.reading`.
+Everything else is said by the library that reads a file, with its path; see `inputs.attribute_errors_to`.
 """
 
 import json

@@ -145,8 +145,8 @@ def killed_message(who: str, number: int) -> str:
 def explain(error: BaseException, file: Path) -> tuple[int, PrintableText]:
     """Return (exit code, message for the user) for an error; `file` holds its traceback.
 
-    An error that came while something was read that a user gave is about that (see `inputs.reading`), and
-    a bug is what remains.
+    An error that came while something was read that a user gave is about that; `inputs.attribute_errors_to`
+    marks it. A bug is what remains.
     """
     notes = getattr(error, "__notes__", [])
     source = _what_was_read(error)
@@ -185,7 +185,7 @@ def is_for_users(error: BaseException) -> bool:
 
 
 def _what_was_read(error: BaseException) -> str:
-    """The input of the user that was being read, as `inputs.reading` notes it; empty if none was."""
+    """The input of the user that was being read, as `inputs` marks it; empty if none was."""
     source = getattr(error, "reading", None)
     if source is None:  # what no library says of anything else
         return "a file" if isinstance(error, OSError | EOFError) else ""
