@@ -41,9 +41,9 @@ Which keys are read is recorded while a checkpoint is described. Any other value
 is built: first all values outside the limits of this page in one message, then all keys that nobody reads.
 Keys that are not fields of the class are ignored, as Transformers ignores them.
 `tests/parity/models/test_configs.py` changes every key of a tiny checkpoint of each family: what is not
-refused has Transformers' logits and gradients, in the newest Transformers; every field of the oldest supported
-one is accounted for as well. Not so tried are the sizes of patches and merges, which change only together with a
-processor.
+refused has Transformers' logits and gradients, in the newest Transformers; every field of the oldest
+supported one is accounted for as well. Not so tried are the sizes of patches and merges, which change only
+together with a processor.
 
 - Dropout of every kind must be 0: random numbers would differ from Transformers' under every layout.
 - `pad_token_id`: the embedding of the padding token gets no gradient where it stands in the text, as in
