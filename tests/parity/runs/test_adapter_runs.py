@@ -36,35 +36,15 @@ from tiny.distributed import run_distributed
 
 
 EVERYTHING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear")
-
-
 DROPPING = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2)
-
-
 WHOLE = ["multi_modal_projector", "language_model.layers.1.mlp", "language_model.norm"]
-
-
 WITH_MODULES = AdapterConfig(r=4, lora_alpha=8, modules_to_save=WHOLE)
-
-
 QUERY_AND_VALUE = AdapterConfig(r=4, target_modules=["q_proj", "v_proj"], exclude_modules=r".*vision.*")
-
-
 DORA = AdapterConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True, lora_dropout=0.1)
-
-
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
 DOWN_ALONE = AdapterConfig(r=3, target_modules=[], target_parameters=PARAMETERS[1:])
-
-
 FIRST_STAGE = AdapterConfig(r=3, target_modules=r".*vision_tower.*\.[qv]_proj")
-
-
 EXPERTS = AdapterConfig(r=3, lora_alpha=8, target_parameters=PARAMETERS, rank_pattern={"down_proj": 5})
-
-
 STEPS, HALF = 4, 2
 
 
@@ -181,12 +161,6 @@ def train_and_look(path: str, other: str, cases: str, root: str) -> dict[str, An
         found["too large"] = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    beyond = few.micro_batches(case)[0]
-    beyond["input_ids"][0, 1] = few.chunks[0].config.vocab_size
-    try:
-        few.chunks[0].layout(beyond)
-    except ValueError as error:
-        found["beyond"] = str(error)
     found["refusals"] = []
     for model, adapter in ((other, DROPPING), (path, AdapterConfig()), (path, QUERY_AND_VALUE)):
         try:
@@ -315,10 +289,8 @@ def damaged(path: str, sound: str, root: str) -> dict[str, str]:
     changes = {
         "lacks": {key: value for key, value in weights.items() if key != first},
         "more": weights | {"base_model.foreign": torch.zeros(2)},
-        "of another program": {f"module.{key}": value for key, value in weights.items()},
         "shape": weights | {first: torch.zeros(3, 3)},
         "nan": weights | {first: weights[first] * torch.nan},
-        "fp8": weights | {first: weights[first].to(torch.float8_e4m3fn)},
     }
     for how in ("pickle", "cut", *changes):
         copy = folder / f"spoilt {how}"
@@ -585,8 +557,8 @@ SLOW = r"(?:.|\w|l)*[XZ]"  # each name is tried in more ways than there is time
 @pytest.mark.parametrize(
     "settings",
     [
-        *[{"target_modules": SLOW}, {"exclude_modules": SLOW}, {"modules_to_save": [SLOW]}],
-        *[{"rank_pattern": {SLOW: 8}}, {"alpha_pattern": {SLOW: 8}}],
+        {"target_modules": SLOW},
+        {"rank_pattern": {SLOW: 8}},
         {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": [SLOW]},
     ],
 )
@@ -654,20 +626,14 @@ SOUND = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_pro
     [
         ({"peft_type": "IA3"}, "describes peft_type 'IA3'; only LoRA"),
         ({"use_dora": True, "target_parameters": ["x"]}, "use_dora: True with target_parameters: peft has"),
-        ({"lora_dropout": 0.1, "target_parameters": ["x"]}, "lora_dropout: 0.1 with target_parameters: peft"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices .* is not supported"),
-        ({"bias": "lora_only"}, "bias lora_only is not supported"),
         (
             {"layers_to_transform": [1], "target_modules": ".*q_proj"},
             r"layers_to_transform: \[1\] with the re",
         ),
-        ({"layers_pattern": "layers"}, "layers_pattern: is set without adapter.layers_to_transform"),
         ({"target_modules": "(" * 5000}, r"\(\(.* is no regular expression \(maximum recursion"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changed the base weights"),
         ({"r": 0}, "r 0 is no rank; give the folder of another adapter.$"),
-        ({"lora_alpha": 0}, "lora_alpha: 0: Input should be greater than 0"),
-        ({"r": "many"}, "r is 'many', expected int; correct it"),
-        ({"rank_pattern": [4]}, "rank_pattern is .*, expected dict"),
         ({"target_modules": [["q_proj"]]}, "target_modules is .*, expected str"),
         ({"new_in_peft_99": 1}, "new_in_peft_99 1 is not supported"),
     ],
@@ -688,7 +654,5 @@ def test_a_damaged_or_foreign_file_of_weights_is_refused_by_name(parts, story):
     assert "is no whole safetensors file" in said["cut"]
     assert "lacks 1 tensors, such as base_model" in said["lacks"]
     assert "has, and the model does not, 1 tensors, such as base_model.foreign" in said["more"]
-    assert "does module.base_model." in said["of another program"]
     assert "and must be floats of shape [4," in said["shape"]
-    assert "of F8_E4M3 and must be floats of shape [4," in said["fp8"]
     assert "holds values that are not finite" in said["nan"]
