@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 from logged_figures import figures
-from places import HELPERS, ROOT
+from places import ROOT
 from programs import COMMAND, OUTSIDE_TORCHRUN, TYPED, run_anew, run_program, start_ranks
 from sources import write_hf_folder, write_sharegpt
 
@@ -120,6 +120,7 @@ def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
 # ---- the tests
 
 
+HERE = Path(__file__).parent
 CLUSTER = ROOT / "examples/cluster"
 STEPS, SAVED = 40, 10
 WITHIN = 60  # seconds
@@ -266,8 +267,8 @@ def test_the_files_are_what_kubernetes_takes():
     ],
 )
 def test_ranks_start_again_only_after_one_was_lost(fault, starts_again, code, last, tmp_path):
-    path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    job = run_program(HELPERS / "small_job.py", tmp_path, fault, "--restarts=1", PYTHONPATH=path)
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    job = run_program(HERE / "small_job.py", tmp_path, fault, "--restarts=1", PYTHONPATH=path)
     assert job.returncode == code, job.stderr
     assert job.stderr.count("starting again from the last checkpoint") == starts_again, job.stderr
     assert last in job.stderr, job.stderr

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from places import HELPERS
 from programs import run_program
 
+HERE = Path(__file__).parent
 AT_ONCE = 4
 HANG = 15  # seconds; imports count as work, but this machine may be slow between them
 FROM_CHECKPOINT = r"Start the same command again: it goes on from what is saved\."
@@ -85,15 +85,13 @@ LONG_CASES = [
 def end(run_dir: Path, fault: str, ranks: int, *launcher: str) -> tuple[int, str]:
     """(exit code, all that was printed) of a job in which this happens."""
     words = [run_dir, fault, "--hang-seconds", HANG, *(["--alone", "--rank", 0] if ranks == 1 else [])]
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    }
+    environment = {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
     if launcher:
         command, environment = [sys.executable, *launcher, "-m", "small_job"], os.environ | environment
         options = {"env": environment, "capture_output": True, "text": True, "timeout": 280}
         done = subprocess.run([*command, *map(str, words)], **options)
     else:  # of two ranks, torchrun starts both from nothing
-        done = run_program(HELPERS / "small_job.py", *words, timeout=280, **environment)
+        done = run_program(HERE / "small_job.py", *words, timeout=280, **environment)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -3,5 +3,4 @@
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-HELPERS = Path(__file__).resolve().parent
 ROOT = TESTS.parent

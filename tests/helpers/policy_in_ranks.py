@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import parity
 import saved_cases
 import torch
 
-from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.image_processors import get_image_spec
 
 TEMPERATURE, COEFFICIENT = 0.7, 0.3
@@ -204,125 +202,3 @@ def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
         "loss": abs(sum(each["loss"] for each in logs) - expected["loss"]),
         "wrong": sum(each[2] for each in every),
     }
-
-
-def details(path: str, held: str, exported: str) -> dict[str, Any]:
-    """On two processes: what holds besides the numbers, by name."""
-    from megatron_vlm.models.weights.exporting import export_hf
-    from megatron_vlm.rl import losses
-
-    samples, _ = saved_cases.read(held)
-    found: dict[str, Any] = {}
-    policy = policy_of(path, ParallelConfig(tp=2), 300)
-    found["balancing"] = [policy.config.model.load_balancing]
-    try:
-        policy_of(path, ParallelConfig(tp=2), 300, load_balancing=0.1)
-    except ConfigError as error:
-        found["balancing"].append(str(error))
-    before = policy.logprobs(samples).log_probs
-    found["order"] = 0.0
-    for order in itertools.islice(itertools.permutations(range(len(samples))), 1, None):
-        again = policy.logprobs([samples[number] for number in order]).log_probs
-        differences = ((before[n] - x).abs().max().item() for n, x in zip(order, again, strict=True))
-        found["order"] = max(found["order"], *differences)
-    found["twice"] = _two_calls_for_one(policy, samples)
-    rollout = [x.clone() for x in before]
-    rollout[1][samples[1]["loss_mask"][1:].nonzero()[-1]] += 0.5
-    found["compare"] = {name: asdict(each) for name, each in policy.compare(samples, rollout).items()}
-    scored = [
-        sample | {"old": old, "reward": float(number)}
-        for number, (sample, old) in enumerate(zip(samples, before, strict=True))
-    ]
-
-    def clipped(log_probs, _, fields):
-        return losses.ppo_clip(log_probs, fields["old"], fields["reward"])
-
-    found["first"] = policy.forward_backward(scored, clipped, 7, fields=["old", "reward"])
-    found["norm"] = policy.step()
-    found["second"] = policy.forward_backward(scored, clipped, 7, fields=["old", "reward"])
-    found["moved"] = max(
-        (a - b).abs().max().item() for a, b in zip(before, policy.logprobs(samples).log_probs, strict=True)
-    )
-    policy = policy_of(path, ParallelConfig(), 300)  # two ranks of data parallelism, one without samples
-    own = scored if torch.distributed.get_rank() else []
-    found["alone"] = policy.forward_backward(own, clipped, 7, fields=["old", "reward"])
-    found["alone norm"] = policy.step()
-    found["none"] = len(policy.logprobs(own).log_probs)
-    policy = policy_of(path, ParallelConfig(), 3 * len(samples[0]["input_ids"]) // 2)
-    own = [0] * 9 if torch.distributed.get_rank() else [2]  # nine rows, and one of a sample that is too long
-    scores = policy.logprobs([samples[number] for number in own]).log_probs
-    pairs = [(before[number], x) for number, x in zip(own, scores, strict=True)]
-    found["uneven"] = max((a - b).abs().max().item() for a, b in pairs)
-    found["too long"] = len(samples[2]["input_ids"]) / policy.max_tokens
-
-    policy = policy_of(path, ParallelConfig(pp=2), 300)
-    found["weights"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    chunks = [chunk.module for chunk in policy.chunks]
-    export_hf(chunks, exported, policy.source.folder, policy.source.weight_map)
-    return found
-
-
-def _two_calls_for_one(policy, samples: list) -> float:
-    """How far gradients of two calls are from those of one with all samples."""
-
-    from megatron_vlm.training import gradients
-
-    def summed(parts: list[list]) -> torch.Tensor:
-        for part in parts:
-            policy.forward_backward(part, loss, 5, entropy=True, fields=["advantage"])
-        gradients.reduce_gradients(policy.chunks)  # ranks share the tower's images by micro batch
-        found = torch.cat([buffer.grad_data for buffer in policy.chunks[0].buffers])
-        policy._empty()
-        return found
-
-    one, two = summed([samples]), summed([samples[1:], samples[:1]])
-    return ((one - two).abs().max() / one.abs().max()).item()
-
-
-COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "white": (1, 1, 1)}
-
-
-def colour_samples(path: Path | str, brightness: int) -> list[list[dict[str, torch.Tensor]]]:
-    """For an image of each colour a sample for each colour as the answer; only the answer's tokens count."""
-    from PIL import Image
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(path)
-    answers = {name: "ABCD"[number] for number, name in enumerate(COLOURS)}
-
-    def sample(shade: tuple[int, ...], answer: str) -> dict[str, torch.Tensor]:
-        image = Image.new("RGB", (64, 64), tuple(brightness * x for x in shade))
-        asked = [{"type": "image", "image": image}, {"type": "text", "text": "the table"}]
-        told = [{"type": "text", "text": answer}]
-        talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
-        found = parity.encode_row(processor, talk)
-        return {key: value[0] if key in parity.TEXT_KEYS else value for key, value in found.items()}
-
-    rows = [[sample(shade, answer) for answer in answers.values()] for shade in COLOURS.values()]
-    for row in rows:
-        ids = torch.stack([each["input_ids"] for each in row])
-        for each in row:
-            each["loss_mask"] = (ids != ids[0]).any(0)
-    return rows
-
-
-def learns_colours(path: str, steps: int) -> dict[str, Any]:
-    """The log-probability of each colour for an image of each, before and after training on other shades."""
-    from megatron_vlm.rl import losses
-
-    policy = policy_of(path, ParallelConfig(tp=2), 600)
-    held_out, shown = colour_samples(path, 180), [colour_samples(path, light) for light in (140, 255)]
-    right = [rows[number][number] for rows in shown for number in range(len(COLOURS))]
-
-    def scores() -> list[list[float]]:
-        found = policy.logprobs([sample for row in held_out for sample in row]).log_probs
-        sums = [each.sum().item() for each in found]
-        return [sums[start : start + len(COLOURS)] for start in range(0, len(sums), len(COLOURS))]
-
-    before, tokens = scores(), sum(int(sample["loss_mask"].sum()) for sample in right)
-    for _ in range(steps):
-        policy.forward_backward(
-            right, lambda log_probs, *_: losses.policy_gradient(log_probs, torch.ones_like(log_probs)), tokens
-        )
-        policy.step()
-    return {"before": before, "after": scores()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -17,7 +16,6 @@ import pytest
 from config_changes import (
     ELSEWHERE,
     NOT_ALONE,
-    PARTNERS,
     SPELLINGS,
     WITHOUT_A_TRACE,
     T,
@@ -26,7 +24,6 @@ from config_changes import (
     few_changes,
     keys_by_part,
     rows_of,
-    together,
     without_effect,
 )
 from odd_configs import Cell
@@ -219,18 +216,6 @@ def wrong(rows: Iterable[dict]) -> list[dict]:
     return [row for row in bad if row["verdict"] != "fails" or not NOT_ALONE & set(row["keys"])]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("checkpoint", [*TINY_FAMILIES, *(" ".join(each) for each in VARIANTS)])
-def test_keys_changed_together_are_refused_or_give_what_transformers_gives(checkpoints, checkpoint, tmp_path):
-    source, family = checkpoints[checkpoint], checkpoint.split()[0]
-    changes = changes_of(family, config_of(source))
-    cells = [Cell(change, rows_of(family, change)) for change in together(changes, 20)]
-    given = str(source), str(tmp_path / "work"), cells, [ParallelConfig()]
-    rows = run_distributed(1, odd_configs.verdicts, *given, timeout=3000)[0]
-    assert sum(row["verdict"] == "equal" for row in rows) > 3
-    assert not (bad := wrong(rows)), json.dumps(bad, indent=1)
-
-
 def test_every_read_key_is_seen_to_matter(tried):
     """A guard: at least one change of it is equal and moves Transformers' logits, or all are refused."""
     names, found = tried
@@ -247,46 +232,6 @@ def test_every_read_key_is_seen_to_matter(tried):
 def test_keys_without_effect_change_nothing(tried):
     _, found = tried
     assert found["nothing"]["verdict"] == "equal" and found["nothing"]["effect"] == 0, found["nothing"]
-
-
-# ---- keys of other families -------------------------------------------------------------------------------
-
-
-SEEN_READ = {"deepstack_visual_indexes", "temporal_patch_size", "video_token_id"}  # by families without them
-
-
-def of_other_families(configs: dict[str, Any], family: str) -> dict[str, Any]:
-    """A fifth of the keys that only other families' sections have, each with a value of one of them."""
-    strays, choose, chance = {}, random.Random(family).choice, random.Random(family).random
-    for name in PARTS:
-        parts = [getattr(config, name) if name else config for config in configs.values()]
-        fields = [part.to_dict() for part in parts]
-        ours = parts[[*configs].index(family)]
-        keys = {key for each in fields for key in each} - {*vars(ours), *ours.attribute_map, *PARTS}
-        for key in [key for key in sorted(keys) if key in SEEN_READ or chance() < 0.2]:
-            value = choose([each[key] for each in fields if key in each])
-            strays[f"{name}.{key}" if name else key] = value
-    return strays
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_keys_of_other_families_are_refused_by_name_or_do_not_reach_a_description(checkpoints, family):
-    """But those that Transformers' code reads in any class, which are declared like fields."""
-    raw = {name: config_of(checkpoints[name]) for name in TINY_FAMILIES}
-    configs = {name: as_hf_config(config, name) for name, config in raw.items()}
-    plain = describe(configs[family])
-    for path, value in of_other_families(configs, family).items():
-        try:
-            described = describe(as_hf_config(odd_configs.changed(raw[family], {path: value}), family))
-        except ValueError as error:
-            assert path.rpartition(".")[2] in str(error) or "Transformers refuses its" in str(error)
-            continue
-        for name in PARTS:
-            before, after = (
-                (getattr(d.hf_config, name) if name else d.hf_config) for d in (plain, described)
-            )
-            new = {key for key in vars(after).keys() - vars(before).keys() if not key.startswith("_")}
-            assert new <= ASKED_FOR.keys() | plain.limits[name].keys(), path
 
 
 # ---- nulls, and keys that nobody reads --------------------------------------------------------------------
@@ -400,45 +345,3 @@ def test_values_of_which_no_model_can_be_built_are_refused_by_name(checkpoints, 
     change = {path: image if value == "image" else value for path, value in change.items()}
     with pytest.raises(ValueError, match=next(iter(change)).removeprefix(T).removeprefix(V)):
         describe(as_hf_config(odd_configs.changed(config, change), checkpoint))
-
-
-# ---- under every layout -----------------------------------------------------------------------------------
-
-CUT = [ParallelConfig(tp=2, sp=False), ParallelConfig(tp=2), ParallelConfig(pp=2)]
-WINDOWS = SPELLINGS["qwen2_5_vl"][2]
-NO_EXPERTS = PARTNERS[T + "num_experts"][0]
-BIASED = {T + "attention_bias": True}
-LAYOUTS = {  # family -> changes and layouts
-    "gemma3": (
-        [BIASED | {T + "hidden_activation": "relu", T + "pad_token_id": "the", T + "vocab_size": 577}],
-        CUT,
-    ),
-    "qwen2_5_vl": ([WINDOWS], CUT),
-    "qwen3_vl": ([BIASED | {T + "num_hidden_layers": 2, V + "deepstack_visual_indexes": [3, 0, 9, 1]}], CUT),
-    "qwen3_vl_moe": ([BIASED | {T + "hidden_act": "relu", T + "vocab_size": 513}, NO_EXPERTS], CUT[1:]),
-}
-
-
-def in_layouts(sources: dict[str, str], work: str) -> dict[str, list[dict]]:
-    from transformers import AutoTokenizer
-
-    found = {}
-    for family, (changes, layouts) in LAYOUTS.items():
-        token = AutoTokenizer.from_pretrained(sources[family])(" the").input_ids[-1]
-        cells = [
-            Cell({key: token if value == "the" else value for key, value in change.items()}, ("it", "t"))
-            for change in changes
-        ]
-        found[family] = odd_configs.verdicts(sources[family], f"{work}_{family}", cells, layouts)
-    return found
-
-
-@pytest.mark.soak
-def test_what_is_read_equals_transformers_in_every_layout(checkpoints, tmp_path):
-    sources = {family: str(checkpoints[family]) for family in LAYOUTS}
-    for family, rows in run_distributed(2, in_layouts, sources, str(tmp_path / "work"), timeout=900)[
-        0
-    ].items():
-        assert len(rows) == len(LAYOUTS[family][0])
-        for row in rows:
-            assert row["verdict"] == "equal", (family, row)

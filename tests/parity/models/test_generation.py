@@ -3,10 +3,8 @@ log-probabilities of a training forward pass."""
 
 from __future__ import annotations
 
-import cProfile
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,40 +71,6 @@ def answers_in(names: list[str], path: str, prompts_file: str, stop: list[int]) 
             "difference": difference(chunks, prompts, sampled),
         }
     return found
-
-
-def calls_per_token(path: str, file: str) -> dict[str, float]:
-    """How many functions of Python and C are called for a further token, by ours and by Transformers'."""
-    from megatron_vlm.generation.generate import generate
-    from megatron_vlm.models.families import describe
-    from megatron_vlm.models.hf import load_config, load_model
-    from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights.importing import import_hf
-    from megatron_vlm.parallel import setup
-
-    setup.init_distributed(ParallelConfig(), seed=1)
-    inputs, prompt = saved_cases.read(file)
-    hf_config = load_config(Path(path))
-    description, run = describe(hf_config), RunConfig(model=ModelConfig(dtype="fp32"))
-    chunks = build_model(run, description, setup.device())
-    import_hf(chunks, Path(path), description.weight_map)
-    model = load_model(Path(path), torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    runs = {
-        "ours": lambda tokens: generate(chunks, [prompt], tokens),
-        "theirs": lambda tokens: model.generate(**inputs, do_sample=False, max_new_tokens=tokens),
-    }
-    found = {}
-    for name, answer in runs.items():
-        answer(4)
-        found[name] = (calls_of(lambda: answer(24)) - calls_of(lambda: answer(8))) / 16  # noqa: B023
-    return found
-
-
-def calls_of(run: Callable[[], object]) -> int:
-    profile = cProfile.Profile()
-    profile.runcall(run)
-    return sum(each.callcount for each in profile.getstats())
 
 
 def plain(answers: list[list]) -> list[list[dict]]:
@@ -317,17 +281,6 @@ def test_sampled_answers_do_not_depend_on_the_layout(answers_of, family, layout)
     pairs = zip(sum(tokens(ranks[0]), []), sum(tokens(others[0]), []), strict=True)
     assert sum(ours != theirs for ours, theirs in pairs) <= 1
     assert all(len({tuple(answer) for answer in of_prompt}) > 1 for of_prompt in tokens(others[0]))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
-def test_a_token_costs_no_more_calls_than_with_transformers(family, tmp_path):
-    """The time of a small model is that of Python, whose calls are the same on every machine."""
-    path = build_tiny_checkpoint(family, tmp_path / "checkpoint")
-    encoded, prompts = prompts_of(path)
-    torch.save((encoded[1], prompts[1]), tmp_path / "prompt.pt")
-    [calls] = run_distributed(1, calls_per_token, str(path), str(tmp_path / "prompt.pt"))
-    assert 100 < calls["ours"] < calls["theirs"], calls
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.75])

@@ -162,7 +162,6 @@ def cell(folder: Path, row: str, **text) -> tuple[str, str, dict]:
 def cells(tmp_path_factory) -> dict[str, tuple[str, str, dict]]:
     folder = tmp_path_factory.mktemp("balance")
     found = {row: cell(folder / row, row) for row in ("one image", "0, 1 and 3 images")}
-    found["switched off"] = (*found["one image"][:2], {"load_balancing": 0.0})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling_qwen3_vl_moe, "load_balancing_loss_func", mean_of_layers)
         found["two layers"] = cell(folder / "two", "0, 1 and 3 images", mlp_only_layers=[0, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -77,29 +76,16 @@ def test_latest_names_the_checkpoint_to_go_on_from(run_dir, tmp_path):
     assert run_folder.latest_checkpoint(tmp_path / "new") is None
 
 
-def make_fifo(latest: Path) -> None:
-    latest.unlink()
-    os.mkfifo(latest)
-
-
 def make_folder(latest: Path) -> None:
     latest.unlink()
     latest.mkdir()
 
 
-def make_link_to_a_step(latest: Path) -> None:
-    latest.unlink()
-    latest.symlink_to("step_00000004")
-
-
 BROKEN_LATEST = {
     "deleted": Path.unlink,
     "whitespace": lambda latest: latest.write_text(" \n\t\n"),
-    "another case": lambda latest: latest.write_text("STEP_00000006"),
     "a folder": make_folder,
     "outside": lambda latest: latest.write_text("../../other/checkpoints/step_00000006"),
-    "absolute": lambda latest: latest.write_text("/tmp/step_00000006"),
-    "escapes": lambda latest: latest.write_text("\x1b[2Jstep"),
 }
 NO_LATEST = "latest is missing or names no complete checkpoint"
 
@@ -113,8 +99,7 @@ def test_complete_checkpoints_without_a_valid_latest_are_refused_with_the_comman
     assert NO_LATEST in message and "step_00000002, step_00000004, step_00000006" in message
     assert len(message.splitlines()) == 1
     subprocess.run(message.rpartition("go on from one: ")[2], shell=True, check=True)
-    found = run_folder.latest_checkpoint(run_dir).name
-    assert found == ("step_00000004" if kind == "not there" else "step_00000006")
+    assert run_folder.latest_checkpoint(run_dir).name == "step_00000006"
     run_folder.check_start(run_dir, MODEL)
 
 
@@ -152,14 +137,6 @@ def problems(path: Path) -> list[str]:
     return size_problems(path, files) or checksum_problems(path, files)
 
 
-def edit_state(**changes):
-    def edit(path: Path) -> None:
-        state = json.loads((path / "state.json").read_text())
-        (path / "state.json").write_text(json.dumps(state | changes))
-
-    return edit
-
-
 def flip(name: str):
     def change(path: Path) -> None:
         content = bytearray((path / name).read_bytes())
@@ -169,33 +146,21 @@ def flip(name: str):
     return change
 
 
-def write(name: str, text: str):
-    return lambda path: (path / name).write_text(text)
-
-
 DAMAGE = {
     "a file truncated": (
         lambda path: os.truncate(path / "__0_0.distcp", 3),
         "__0_0.distcp has 3 bytes and had 12",
     ),
     "a bit of the names": (flip(".metadata"), ".metadata is not what was saved: its checksum differs"),
-    "a folder for a file": (lambda path: [flip_to_folder(path / ".metadata")], ".metadata is missing"),
     "state.json truncated": (
         lambda path: os.truncate(path / "state.json", 40),
         "state.json is not what was saved:",
     ),
-    "state.json a list": (write("state.json", "[]"), "state.json is not what was saved:"),
-    "state.json no text": (lambda path: (path / "state.json").write_bytes(b"\xff\xfe{"), "state.json is not"),
     "another step": (
         lambda path: shutil.copy(path.parent / "step_00000004/state.json", path),
         "state.json is not what was saved: it is of step 4",
     ),
 }
-
-
-def flip_to_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -321,9 +286,6 @@ def test_a_first_checkpoint_whose_save_was_killed_before_latest_is_gone_on_from(
     assert sorted(os.listdir(folder)) == ["latest", "step_00000002"]
 
 
-# ---- the best checkpoint ----------------------------------------------------------------------------------
-
-
 # ---- a run folder is a run folder, and nothing outside of it is written ------------------------------------
 
 WRITTEN = ["lock", "config.yaml", "metrics.jsonl", "errors/rank0.txt"]
@@ -352,23 +314,13 @@ def test_a_link_in_a_run_folder_is_refused_by_name(run_dir, tmp_path, name):
     "files, what",
     [
         (["config.json", "model.safetensors"], r"a checkpoint \(config.json\)"),
-        (["config.json", "config.yaml", "lock"], r"a checkpoint \(config.json\)"),  # by an older version
         ([".nv-meta/.info.json", "train-00000.tar"], r"a dataset \(.nv-meta\)"),
         (["rows.jsonl"], "other things, such as rows.jsonl"),
         (["a/config.yaml", "b/config.yaml"], "other things, such as a"),  # the folder of runs
-        (["checkpoints/model.pt"], "other things, such as checkpoints"),
-        (["checkpoints/step_00000002/mine"], "other things, such as checkpoints"),
         (["config.yaml", "checkpoints/model.pt"], "other things, such as checkpoints/model.pt"),
-        (["errors/rank0.txt", "drops/a"], "other things, such as drops"),
         (["errors/rank0.txt", "lock"], "other things, such as lock"),  # another program's lock
-        (["recipe.yaml", "cake.jpg"], "other things, such as cake.jpg"),
-        (["config.yaml", "weights.bin"], "other things, such as weights.bin"),
-        (["rows.jsonl", "train.py"], "other things, such as rows.jsonl"),
         # of another program: a run writes config.yaml before these
-        *(
-            ([name], f"other things, such as {name}")
-            for name in ["loss.png", "metrics.jsonl", "starts.jsonl"]
-        ),
+        (["metrics.jsonl"], "other things, such as metrics.jsonl"),
     ],
 )
 def test_a_folder_of_other_things_is_no_run_folder(tmp_path, files, what):

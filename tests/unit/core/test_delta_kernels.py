@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from fla_stand_in import STAND_IN
-from places import ROOT
 
 from megatron_vlm.config import ConfigError, ModelConfig
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads
@@ -100,7 +100,7 @@ def test_kernels_that_differ_end_the_run_or_plain_pytorch_takes_their_place(stan
 @pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
 def test_the_packages_own_kernels_agree_in_tritons_interpreter(dtype):
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    program = [sys.executable, ROOT / "tests/helpers/fla_interpreted.py", dtype]
+    program = [sys.executable, Path(__file__).with_name("fla_interpreted.py"), dtype]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["None"]

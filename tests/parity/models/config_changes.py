@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from odd_configs import REMOVED, Cell
@@ -523,14 +522,6 @@ def _kind(family: str, path: str, number: int, change: dict[str, Any]) -> tuple:
     """Families share changes that are named, and the ways in which the others are made."""
     named = path in PARTNERS | OWN_PARTNERS.get(family, {}) and path != T + "rope_parameters"
     return (Cell(change).name,) if named else (number, *change)
-
-
-def together(changes: dict[str, list[dict[str, Any]]], number: int) -> list[dict[str, Any]]:
-    """So many unions of changes of two to four keys, always the same."""
-    draw = random.Random(0)
-    pool = [each for each in changes.values() if each]
-    drawn = (draw.sample(pool, draw.choice((2, 2, 3, 4))) for _ in range(number))
-    return [{key: value for each in some for key, value in draw.choice(each).items()} for some in drawn]
 
 
 def _possible(change: dict[str, Any], config: dict) -> dict[str, Any]:
