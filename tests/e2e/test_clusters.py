@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from logged_figures import figures
 from places import ROOT
 from programs import COMMAND, OUTSIDE_TORCHRUN, TYPED, run_anew, run_program, start_ranks
+from run_results import figures
 from sources import write_hf_folder, write_sharegpt
 
 # ---- two machines

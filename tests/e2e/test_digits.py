@@ -140,9 +140,6 @@ def test_transformers_answers_with_the_model_of_a_demo(demo, tmp_path):
     assert len(hf_generate.answer(str(demo[1]), str(tmp_path / "picture.png"))) == hf_generate.NEW_TOKENS
 
 
-# ---- make demo FAMILY=compose -----------------------------------------------------------------------------
-
-
 # ---- make demo ADAPTER=lora -------------------------------------------------------------------------------
 
 

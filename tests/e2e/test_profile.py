@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 from programs import COMMAND, run_program
+from run_results import saved_tensors
 from sources import write_hf_folder, write_sharegpt
-from torch.distributed.checkpoint import FileSystemReader
 from torch.profiler import profile, record_function
 from torch.utils.checkpoint import checkpoint
 
@@ -40,17 +40,6 @@ def runs(tiny_gemma3, tmp_path_factory):
     return folder, said
 
 
-def weights(run_dir) -> dict:
-    import torch.distributed.checkpoint as dcp
-    from torch import empty
-
-    reader = FileSystemReader(run_dir / "checkpoints" / f"step_{STEPS:08d}")
-    stored = reader.read_metadata().state_dict_metadata.items()
-    state = {name: empty(meta.size) for name, meta in stored if hasattr(meta, "size")}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
 def rows(run_dir) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -58,7 +47,7 @@ def rows(run_dir) -> list[dict]:
 @pytest.mark.soak
 def test_a_profile_changes_no_number(runs):
     folder, _ = runs
-    plain, profiled = (weights(folder / name) for name in ("plain", "profiled"))
+    plain, profiled = (saved_tensors(folder / name, STEPS) for name in ("plain", "profiled"))
     assert plain.keys() == profiled.keys() and len(plain) > 50
     assert [name for name in plain if not plain[name].equal(profiled[name])] == []
     plain, profiled = ([row["loss"] for row in rows(folder / name)] for name in ("plain", "profiled"))

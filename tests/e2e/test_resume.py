@@ -14,11 +14,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from logged_figures import figures
 from PIL import Image
 from programs import COMMAND, OUTSIDE_TORCHRUN, TYPED, Job, run_program, start_ranks
-from torch.distributed.checkpoint import FileSystemReader
+from run_results import figures, saved_tensors
 
 from megatron_vlm.data.prepare import prepare_energon_dataset
 
@@ -115,15 +113,6 @@ def kill_after_step(step: int, run_dir: Path, job: Job) -> None:
         rank.join()
 
 
-def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the last checkpoint: parameters and Adam's moments."""
-    reader = FileSystemReader(run_dir / "checkpoints" / f"step_{STEPS:08d}")
-    stored = reader.read_metadata().state_dict_metadata.items()
-    state = {name: torch.empty(meta.size) for name, meta in stored if hasattr(meta, "size")}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
 @pytest.fixture(scope="module")
 def runs(dataset, tiny_gemma3, tmp_path_factory) -> dict[str, Path | str]:
     """`whole` ran through, `resumed` was killed in step 7 or 8 of 10, `pp2` went on from there under PP2,
@@ -174,7 +163,7 @@ def test_killed_and_resumed_logs_the_same_figures_and_drops(runs):
 
 
 def test_killed_and_resumed_ends_with_the_same_weights_and_moments(runs):
-    whole, resumed = tensors(runs["whole"]), tensors(runs["resumed"])
+    whole, resumed = saved_tensors(runs["whole"], STEPS), saved_tensors(runs["resumed"], STEPS)
     assert len(whole) > 200 and whole.keys() == resumed.keys()
     for name, tensor in whole.items():
         assert torch.equal(resumed[name], tensor), name
@@ -199,7 +188,7 @@ def test_a_tensor_parallel_run_goes_on_in_another_layout(runs, layout):
 
 def test_a_context_parallel_run_resumes_bit_for_bit(runs):
     assert losses(runs["cp2"]) == losses(runs["cp2_killed"])
-    whole, killed = tensors(runs["cp2"]), tensors(runs["cp2_killed"])
+    whole, killed = saved_tensors(runs["cp2"], STEPS), saved_tensors(runs["cp2_killed"], STEPS)
     assert whole.keys() == killed.keys() and all(torch.equal(killed[name], t) for name, t in whole.items())
 
 

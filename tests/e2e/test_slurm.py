@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from logged_figures import figures
 from programs import COMMAND, run_program
+from run_results import figures
 from sources import write_sharegpt
 
 # ---- a cluster of Slurm

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from logged_figures import figures
 from programs import COMMAND, start_ranks
+from run_results import figures, saved_tensors
 from sources import write_hf_folder, write_sharegpt
-from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_vlm.config import TrainConfig, seconds_in
 from megatron_vlm.job import stops
@@ -71,18 +69,6 @@ def saved_step(run_dir: Path) -> int:
     return int((run_dir / "checkpoints/latest").read_text().strip().removeprefix("step_"))
 
 
-def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
-    reader = FileSystemReader(run_dir / "checkpoints" / f"step_{STEPS:08d}")
-    stored = reader.read_metadata().state_dict_metadata.items()
-    state = {
-        name: torch.empty(meta.size, dtype=meta.properties.dtype)
-        for name, meta in stored
-        if hasattr(meta, "size")
-    }
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
 def stopped_and_whole(
     ranks: int, sent: dict | None, settings: list[str], by: str, dataset: Path, checkpoint: Path, root: Path
 ) -> tuple[Path, Path]:
@@ -100,9 +86,9 @@ def stopped_and_whole(
     assert f"resumed after step {step} " in (stopped / "log").read_text()
     assert train(whole, ranks, words(whole, checkpoint, dataset, *rest)) == [0] * ranks
     assert figures(stopped) == figures(whole) and logged(whole) == STEPS
-    expected = tensors(whole)
+    expected = saved_tensors(whole, STEPS)
     assert len(expected) > 20
-    for name, tensor in tensors(stopped).items():
+    for name, tensor in saved_tensors(stopped, STEPS).items():
         assert torch.equal(tensor, expected[name]), name
     return stopped, whole
 

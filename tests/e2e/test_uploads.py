@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from logged_figures import figures
 from prepared_shards import prepare
 from programs import COMMAND, run_program
+from run_results import figures
 from sources import write_sharegpt
 
 pytest.importorskip("moto", reason="moto is not installed")

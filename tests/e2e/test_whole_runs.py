@@ -11,9 +11,9 @@ from pathlib import Path
 import datasets
 import pytest
 import written_sources as written
-from logged_figures import figures
 from prepared_shards import prepare
 from programs import COMMAND, run_program
+from run_results import figures
 
 from megatron_vlm.overrides import apply_overrides, to_yaml
 from megatron_vlm.recipes import load_recipe

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from pairs import first_soon
 from torch.nn.functional import pad
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
@@ -69,18 +70,37 @@ def on_ranks() -> list:
     return [ours(*case) for case in CASES]
 
 
-@pytest.mark.parametrize("ranks", first_soon([1, 2]))
-def test_values_and_gradients_are_those_from_logits(ranks):
-    for results in run_distributed(ranks, on_ranks):
-        for (_, temperature, entropy, softcap), found in zip(CASES, results, strict=True):
-            expected = from_logits(temperature, entropy, softcap)
-            assert len(found) == len(expected) == 3 + entropy
-            for a, b in zip(found, expected, strict=True):
-                assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+def in_one_process() -> dict[str, Any]:
+    """Everything that this file measures in one process, by name."""
+    measured = {"cases": on_ranks(), "is differential": finite_differences()}
+    measured |= {"added to the buffer": in_megatrons_buffer(), "no token": no_token()}
+    return measured | {"memory": memory_of_a_step()}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    return run_distributed(1, in_one_process)[0]
+
+
+def check_cases(results: list) -> None:
+    for (_, temperature, entropy, softcap), found in zip(CASES, results, strict=True):
+        expected = from_logits(temperature, entropy, softcap)
+        assert len(found) == len(expected) == 3 + entropy
+        for a, b in zip(found, expected, strict=True):
+            assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def test_values_and_gradients_are_those_from_logits(measured):
+    check_cases(measured["cases"])
+
+
+@pytest.mark.soak
+def test_ranks_that_share_a_vocabulary_have_the_same():
+    for results in run_distributed(2, on_ranks):
+        check_cases(results)
 
 
 def finite_differences() -> bool:
-    setup.init_distributed(ParallelConfig(), 1)
     head.CHUNK_BYTES = 3 * 4 * 11  # three tokens: several chunks
     numbers = torch.Generator().manual_seed(1)
     hidden = torch.randn(7, 5, generator=numbers, dtype=torch.float64, requires_grad=True)
@@ -93,9 +113,9 @@ def finite_differences() -> bool:
     return torch.autograd.gradcheck(scores, (hidden, weight), atol=1e-8, rtol=1e-6)
 
 
-def test_gradients_of_log_probability_and_entropy_are_finite_differences():
-    """In fp64. Raises if they are not."""
-    assert run_distributed(1, finite_differences) == [True]
+def test_gradients_of_log_probability_and_entropy_are_finite_differences(measured):
+    """In fp64."""
+    assert measured["is differential"]
 
 
 # ---- the gradient of the weight --------------------------------------------------------------------------
@@ -104,7 +124,6 @@ def test_gradients_of_log_probability_and_entropy_are_finite_differences():
 def in_megatrons_buffer() -> dict[str, tuple[torch.Tensor, ...]]:
     """By dtype: the buffer's change with all tokens in a chunk, and with one in each. The second weight is
     the embedding, too, whose gradient is autograd's."""
-    setup.init_distributed(ParallelConfig(), 1)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         hidden, weight, labels, factors = given()
@@ -121,8 +140,8 @@ def in_megatrons_buffer() -> dict[str, tuple[torch.Tensor, ...]]:
     return found
 
 
-def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer_unrounded():
-    [found] = run_distributed(1, in_megatrons_buffer)
+def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer_unrounded(measured):
+    found = measured["added to the buffer"]
     expected = from_logits(1.0, False, None)[-1]
     for dtype, error in (("torch.float32", 1e-5), ("torch.bfloat16", 1e-2)):  # weights are rounded, too
         at_once, one_by_one = found[dtype]
@@ -132,22 +151,20 @@ def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer_unrounded():
 
 
 def no_token() -> tuple[int, int]:
-    setup.init_distributed(ParallelConfig(), 1)
     hidden, weight, labels, _ = given()
     log_p, _ = head.log_probabilities(hidden[:0], weight, labels[:0], VOCABULARY)
     log_p.sum().backward()
     return len(log_p), weight.grad.count_nonzero().item()
 
 
-def test_without_a_wanted_token_gradients_are_zero():
-    assert run_distributed(1, no_token) == [(0, 0)]
+def test_without_a_wanted_token_gradients_are_zero(measured):
+    assert measured["no token"] == (0, 0)
 
 
 def memory_of_a_step() -> tuple[int, int]:
     """Peak bytes of forward and backward, and those of a chunk."""
     from megatron_vlm.extras.plan.recorder import TensorMemory
 
-    setup.init_distributed(ParallelConfig(), 1)
     tokens, trained, vocabulary = 4096, 400, 262_144
     head.CHUNK_BYTES = 2**26
     hidden, weight = (
@@ -160,9 +177,9 @@ def memory_of_a_step() -> tuple[int, int]:
     return memory.peak, head.CHUNK_BYTES
 
 
-def test_a_step_never_holds_the_logits_of_a_row():
+def test_a_step_never_holds_the_logits_of_a_row(measured):
     """The logits of the 4096 tokens would be 64 chunks, those of the 400 trained ones 6.25."""
-    [(peak, chunk)] = run_distributed(1, memory_of_a_step)
+    peak, chunk = measured["memory"]
     assert peak < 1.6 * chunk  # besides it, gradients of the weights
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from logged_figures import figures
+from run_results import figures
 from sources import write_sharegpt
 
 from megatron_vlm.callbacks import Callback

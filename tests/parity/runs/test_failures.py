@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -117,9 +116,6 @@ def test_a_bug_of_ours_ends_the_run(datasets, processor, encoder, kind, num_work
         assert re.search(r"data: sample .*7$", text, re.MULTILINE)
 
 
-# -- shards
-
-
 # -- workers
 
 
@@ -173,44 +169,3 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_loadable(tmp_path):
     assert result["after"] == 1 and result["then"] == 3
     assert str(tmp_path) in result["error"] and "OSError" in result["error"]
     assert result["error"].endswith("make room (a quota and `ulimit -f` count, too) and start again.")
-
-
-# -- datasets
-
-
-# -- time
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", ["energon", "hf"])
-def test_the_first_batch_after_a_restore_comes_as_soon_as_after_a_cold_start(
-    tmp_path, processor, kind, packed
-):
-    """400 records, three workers, stopped when nine of ten are done; the seconds are printed."""
-    source = write_sharegpt(tmp_path / "source", 400)
-    if kind == "energon":
-        prepare(source, tmp_path / "data", splits={"train": 400})
-    else:
-        write_hf_folder(tmp_path / "data", source)
-    encoder = (PackingVLMTaskEncoder if packed else HFEncoderVLMTaskEncoder)(
-        processor, DataConfig(seq_length=256)
-    )
-
-    def first_batch(state) -> tuple[float, object]:
-        loader, began = train_loader(tmp_path / "data", encoder, num_workers=3), time.monotonic()
-        if state:
-            loader.load_state_dict(state)
-        next(loader)
-        return time.monotonic() - began, loader
-
-    cold, loader = first_batch(None)
-    documents = 1
-    while documents < 360:
-        documents += sum(map(len, next(loader)["__key__"]))
-    state = loader.state_dict()
-    loader.close()
-    restored, loader = first_batch(state)
-    loader.close()
-    print(f"{kind}, packed {packed}: first batch after {cold:.2f} s, after a restore {restored:.2f} s")
-    assert restored < cold + 5

@@ -7,16 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from logged_figures import figures
+from run_results import figures, saved_tensors
 from sources import write_sharegpt
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_vlm.callbacks import Callback, spikes
 from megatron_vlm.callbacks.spikes import MOST_IN_A_ROW, WINDOW, Spikes
 from megatron_vlm.recipes import compose
-from megatron_vlm.run_folder import checkpoints
 from tiny.distributed import run_distributed
 
 STEPS = 24
@@ -96,23 +92,12 @@ def train_once(root: str, name: str, checkpoint: str, on_spike: str, callbacks: 
         train(compose("gemma3_tiny_digits", settings=settings, arguments=paths), callbacks=callbacks)
 
 
-def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    reader = dcp.FileSystemReader(checkpoints(run_dir) / f"step_{step:08d}")
-    stored = reader.read_metadata().state_dict_metadata.items()
-    state = {
-        name: torch.empty(held.size, dtype=held.properties.dtype)
-        for name, held in stored
-        if isinstance(held, TensorStorageMetadata) and "optimizer" not in name
-    }
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
 def alike(run_dir: Path, step: int) -> bool:
     """Whether a step has left all weights as they were."""
-    before, after = weights(run_dir, step - 1), weights(run_dir, step)
-    assert before
-    return all(before[name].equal(after[name]) for name in before)
+    before, after = saved_tensors(run_dir, step - 1), saved_tensors(run_dir, step)
+    parameters = [name for name in before if "optimizer" not in name]
+    assert parameters
+    return all(before[name].equal(after[name]) for name in parameters)
 
 
 @pytest.mark.long

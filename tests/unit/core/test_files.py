@@ -132,14 +132,7 @@ def as_hub_cache(root):
     return snapshot
 
 
-def as_links(root):
-    (root / "links").mkdir(parents=True)
-    for file in as_folder(root).iterdir():
-        (root / "links" / file.name).symlink_to(file)
-    return root / "links"
-
-
-@pytest.mark.parametrize("make", [as_folder, as_hub_cache, as_links])
+@pytest.mark.parametrize("make", [as_folder, as_hub_cache])
 def test_side_files_are_copied_and_links_out_of_a_checkpoint_are_refused(make, tmp_path):
     folder, (out, second) = make(tmp_path / "in"), [tmp_path / "out", tmp_path / "second"]
     out.mkdir()

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "tests" / "walks.json"
 
 
+@pytest.mark.long
 def test_no_walk_becomes_longer(tmp_path):
     """`python tools/walks.py --write` records the figures; `--files` prints what is opened."""
     recorded = json.loads(RECORDED.read_text())

@@ -30,30 +30,6 @@ def grids(images=(), videos=(), seconds=None) -> GenericVisualInputs:
     )
 
 
-@pytest.mark.parametrize("positions", [by_frame, by_second])
-def test_text_counts_up_on_all_axes(positions):
-    assert positions(torch.tensor([1, 2, 3]), None).tolist() == [[0, 1, 2]] * 3
-
-
-@pytest.mark.parametrize("positions", [by_frame, by_second])
-def test_an_image_has_rows_and_columns_and_text_follows_its_longer_side(positions):
-    tokens = torch.tensor([1, 1, IMG, IMG, IMG, IMG, IMG, IMG, 1, 1])
-    assert positions(tokens, grids([[1, 4, 6]])).tolist() == [
-        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
-        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
-        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
-    ]
-
-
-def test_two_images_without_text_between_them_keep_their_own_grids():
-    tokens = torch.tensor([IMG, IMG, IMG, IMG, IMG, IMG, 1])
-    assert by_frame(tokens, grids([[1, 4, 2], [1, 4, 4]])).tolist() == [
-        [0, 0, 2, 2, 2, 2, 4],
-        [0, 1, 2, 2, 3, 3, 4],
-        [0, 0, 2, 3, 2, 3, 4],
-    ]
-
-
 def test_time_in_a_video_grows_with_its_seconds_and_text_follows_the_largest_position():
     tokens = torch.tensor([1, VID, VID, VID, VID, VID, VID, 1, 1])
     # 3 steps of 1.25 s at 2 positions a second: 0, 2.5, 5, rounded down; then 1 + 5 + 1

@@ -1,0 +1,36 @@
+"""What a run has left in its folder: the rows that two equal runs have alike, and the tensors it saved."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_vlm.callbacks.run_log import read_rows
+
+OF_THE_MOMENT = (
+    "seconds",
+    "per_second",
+    "per_device",
+    "mfu",
+    "peak_memory_gb",
+)  # how names end that differ
+
+
+def figures(run_dir: Path) -> list[dict]:
+    """The rows of metrics.jsonl, but for times and memory."""
+    rows = list(read_rows(run_dir / "metrics.jsonl"))
+    return [{name: row[name] for name in row if not name.endswith(OF_THE_MOMENT)} for row in rows]
+
+
+def saved_tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor in the checkpoint of a step: parameters and Adam's moments."""
+    reader = dcp.FileSystemReader(run_dir / "checkpoints" / f"step_{step:08d}")
+    stored = reader.read_metadata().state_dict_metadata.items()
+    state = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in stored
+        if isinstance(tensor, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
