@@ -63,13 +63,6 @@ def test_a_run_has_the_logits_of_its_export(converted):
     assert differences(answer)[0] < 1e-4  # another implementation
 
 
-@pytest.mark.long
-def test_a_run_may_be_what_is_compared_with(converted):
-    answer = convert("verify", converted / "export", converted / "run")
-    assert answer.returncode == 0, answer.stderr
-    assert differences(answer)[0] < 1e-4
-
-
 def test_a_checkpoint_is_asked_as_its_run_is(converted, tmp_path):
     picture = tmp_path / "a.png"
     Image.new("RGB", (64, 48), "red").save(picture)

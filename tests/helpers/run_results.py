@@ -1,4 +1,4 @@
-"""What a run has left in its folder: the rows that two equal runs have alike, and the tensors it saved."""
+"""What a run has left in its folder, the rows that two equal runs have alike, and a callback that kills it."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_vlm.callbacks import Callback
 from megatron_vlm.callbacks.run_log import read_rows
 
 OF_THE_MOMENT = (
@@ -34,3 +35,18 @@ def saved_tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+class Killed(Exception):
+    """What `KilledAfter` raises."""
+
+
+class KilledAfter(Callback):
+    """Ends a run in the first step after `step`, as a kill would: nothing is saved or closed for it."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, run, metrics):
+        if run.step > self.step:
+            raise Killed

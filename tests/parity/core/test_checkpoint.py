@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 from pathlib import Path
 
 import launches
@@ -155,29 +154,3 @@ def test_a_pickle_that_runs_code_is_refused_before_it_runs(folders):
 
 def test_a_new_learning_rate_holds_after_resume(folders):
     assert folders[1]["rate"] == [5e-3]
-
-
-def _killed_while_saving(root: str) -> None:
-    import tiny_gpt
-
-    from megatron_vlm.parallel import setup
-    from megatron_vlm.training import checkpoint
-    from megatron_vlm.training.optimizer import build_optimizer
-
-    class KillsItsProcess:
-        def state_dict(self):  # asked for after the tensors are written and before the checkpoint is complete
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    setup.init_distributed(ParallelConfig(), 1)
-    config = launches.run_config("dp")
-    chunks = tiny_gpt.build(config.parallel)
-    optimizer, scheduler = build_optimizer(chunks, config)
-    checkpoint.save(root, 1, chunks, optimizer, scheduler)
-    checkpoint.save(root, 2, chunks, optimizer, KillsItsProcess())
-
-
-def test_killed_while_saving_leaves_the_checkpoint_before_as_latest(tmp_path):
-    with pytest.raises(RuntimeError, match=r"exit codes \[-9\]"):
-        run_distributed(1, _killed_while_saving, str(tmp_path))
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step_00000001", "step_00000002.tmp"]
-    assert (tmp_path / "checkpoints/latest").read_text() == "step_00000001\n"

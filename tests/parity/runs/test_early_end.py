@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from run_results import figures
+from run_results import Killed, KilledAfter, figures
 from sources import write_sharegpt
 
 from megatron_vlm.callbacks import Callback
@@ -14,19 +14,6 @@ from megatron_vlm.recipes import compose
 from tiny.distributed import run_distributed
 
 SAID = "valid_loss was best after step 2, and no better in the 3 times since (train.patience)"
-
-
-class Killed(Exception):
-    pass
-
-
-class KilledAfter(Callback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, run, metrics):
-        if run.step > self.step:
-            raise Killed
 
 
 def train_patiently(root: str, checkpoint: str) -> None:

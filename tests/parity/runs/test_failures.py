@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 
 from megatron_vlm.batch import DataNeeds
-from megatron_vlm.config import DataConfig, ParallelConfig
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.load.workers import workers_of
-from tiny.distributed import run_distributed
 
 SAMPLES = 40
 
@@ -133,39 +131,3 @@ def test_a_worker_that_died_gives_no_state_and_its_signal_is_named(datasets, pro
         loader.state_dict()
     loader.close()
     assert ("want of memory" in str(ended.value)) == (number == signal.SIGKILL)
-
-
-# -- checkpoints
-
-
-def _save_on_a_full_disk(root: str) -> dict:
-    """A checkpoint, then one for which the disk has no room."""
-    import tiny_gpt
-    from launches import run_config
-
-    from megatron_vlm.parallel import setup
-    from megatron_vlm.training import checkpoint
-    from megatron_vlm.training.optimizer import build_optimizer
-
-    setup.init_distributed(ParallelConfig(), 1)
-    chunks = tiny_gpt.build(ParallelConfig())
-    run = chunks, *build_optimizer(chunks, run_config("dp"))
-    checkpoint.save(root, 1, *run)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as a full disk: the write fails
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    error = ""
-    try:
-        checkpoint.save(root, 2, *run)
-    except OSError as failure:
-        error = str(failure)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    after = checkpoint.load_latest(root, *run).step
-    checkpoint.save(root, 3, *run)
-    return {"error": error, "after": after, "then": checkpoint.load_latest(root, *run).step}
-
-
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint_loadable(tmp_path):
-    (result,) = run_distributed(1, _save_on_a_full_disk, str(tmp_path))
-    assert result["after"] == 1 and result["then"] == 3
-    assert str(tmp_path) in result["error"] and "OSError" in result["error"]
-    assert result["error"].endswith("make room (a quota and `ulimit -f` count, too) and start again.")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from run_results import figures, saved_tensors
+from run_results import Killed, KilledAfter, figures, saved_tensors
 from sources import write_sharegpt
 
 from megatron_vlm.callbacks import Callback, spikes
@@ -51,16 +51,6 @@ def test_what_was_skipped_is_no_measure_for_what_comes_and_too_many_end_the_run(
         level(on_spike="stop").trains(9, 1)
 
 
-class Killed(Exception):
-    pass
-
-
-class KilledAfter(Callback):
-    def on_step_end(self, run, metrics):
-        if run.step > STEPS // 2:
-            raise Killed
-
-
 def runs(root: str, checkpoint: str) -> None:
     """On every rank: a run that judges nothing, one that warns, one that skips, and one killed in between."""
     spikes.WINDOW, spikes.SIGMAS = 8, 1.5  # so that steps of this data are spikes
@@ -68,7 +58,7 @@ def runs(root: str, checkpoint: str) -> None:
         ("plain", "null", []),
         ("warn", "warn", []),
         ("skip", "skip", []),
-        ("killed", "skip", [KilledAfter()]),
+        ("killed", "skip", [KilledAfter(STEPS // 2)]),
         ("killed", "skip", []),
     ):
         try:
