@@ -1,4 +1,4 @@
-"""What a run has left in its folder, the rows that two equal runs have alike, and a callback that kills it."""
+"""What a run leaves in its folder, compared between equal runs, and a callback that kills a run."""
 
 from pathlib import Path
 
