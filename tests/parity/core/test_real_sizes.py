@@ -5,10 +5,55 @@ from __future__ import annotations
 import functools
 
 import pytest
-from published_parameters import PARAMETERS
 
 from megatron_vlm.recipes.published import CONFIGS
 from tiny.distributed import run_distributed
+
+PARAMETERS = {  # of the published models, tied output weights counted once
+    "gemma3_vl_4b": 4_300_079_472,
+    "gemma3_vl_12b": 12_187_325_040,
+    "gemma3_vl_27b": 27_432_406_640,
+    "gemma4_31b": 31_273_086_512,
+    "gemma4_26b_a4b": 25_805_933_872,
+    "ministral3_3b": 3_849_090_048,
+    "ministral3_8b": 8_918_026_240,
+    "ministral3_14b": 13_945_031_680,
+    "siglip2_llama31_8b": 8_465_209_072,
+    "siglip2_qwen3_4b": 4_453_482_224,
+    "mistral_small_3_24b": 24_011_361_280,
+    "mistral_small_4_119b": 119_401_298_944,
+    "kimi_k25_1t_a32b": 1_026_879_353_328,
+    "llava15_7b": 7_063_427_072,
+    "llava15_13b": 13_351_494_656,
+    "llava_onevision_05b": 893_675_552,
+    "llava_onevision_7b": 8_030_807_584,
+    "llava_onevision_72b": 73_181_570_592,
+    "internvl35_1b": 1_060_897_792,
+    "internvl35_4b": 4_732_489_216,
+    "internvl35_8b": 8_528_318_464,
+    "internvl35_14b": 15_119_523_840,
+    "lightonocr_1b": 1_005_647_872,
+    "qianfan_ocr_4b": 4_732_489_216,
+    "smolvlm2_256m": 256_484_928,
+    "smolvlm2_500m": 507_482_304,
+    "smolvlm2_2b": 2_246_784_880,
+    "glm_45v": 107_710_927_360,
+    "glm_41v_9b": 10_292_777_472,
+    "glm_46v_flash": 10_292_777_472,
+    "qwen2_vl_2b": 2_208_985_600,
+    "qwen2_vl_7b": 8_291_375_616,
+    "qwen2_vl_72b": 73_405_560_320,
+    "qwen25_vl_3b": 3_754_622_976,
+    "qwen25_vl_7b": 8_292_166_656,
+    "qwen25_vl_32b": 33_452_718_336,
+    "qwen25_vl_72b": 73_410_777_344,
+    "qwen3_vl_2b": 2_127_532_032,
+    "qwen3_vl_4b": 4_437_815_808,
+    "qwen3_vl_8b": 8_767_123_696,
+    "qwen3_vl_32b": 33_357_390_064,
+    "qwen3_vl_30b_a3b": 31_070_754_032,
+    "qwen3_vl_235b_a22b": 235_670_022_896,
+}
 
 # the weights hold an output layer of its own, which config.json does not say: see `models.weights.files`
 UNTIED = ("ministral3_8b", "ministral3_14b", "mistral_small_3_24b")

@@ -16,7 +16,6 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 from samples import sample_of
-from sources import write_sharegpt
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -46,11 +45,9 @@ from megatron_vlm.extras.compose.sources import (
 )
 from megatron_vlm.extras.compose.tokens import RoleToken
 from megatron_vlm.models.families import describe
-from megatron_vlm.recipes import load_recipe
 from megatron_vlm.recipes.published import CONFIGS
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.corpus import default_corpus
-from tiny.distributed import run_distributed
 from tiny.parts import build_language_model, build_tower, llama3_tokenizer, plain_tokenizer
 
 # (tower, language model): every class, both halves of a tower and one alone, every text model, tied and not
@@ -566,50 +563,3 @@ def test_only_rows_that_grow_are_copied_into_memory(parts, tmp_path):
     before = memory("RssAnon")
     plan = planned(parts("siglip2"), large)
     assert plan.nbytes > 7e8 and memory("RssAnon") - before < plan.nbytes / 20
-
-
-# ---- a trained model keeps its ids ------------------------------------------------------------------------
-
-
-def fine_tuned(start: Path, data: Path, run: Path) -> None:
-    """Two steps of training in this process, exported."""
-    from megatron_vlm.overrides import apply_overrides
-    from megatron_vlm.train import train
-
-    arguments = {"hf_path": str(start), "run_dir": str(run), "train_data_path": str(data), "seq_length": 256}
-    sizes = {"tp": 1, "steps": 2, "micro_batch_size": 2, "global_batch_size": 2, "eval_every": 0}
-    config = load_recipe("lfm2_vl_tiny_digits")(dataset_type="hf", **arguments, **sizes)
-    train(apply_overrides(config, {"train.export_every": 2}))
-
-
-def all_ids(folder: Path) -> dict:
-    """Every id that a checkpoint names, and what its processor makes of a question."""
-    config, ends = (
-        json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")
-    )
-    processor = AutoProcessor.from_pretrained(folder)
-    turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}]
-    prompt = processor.apply_chat_template(turns, add_generation_prompt=True)
-    made = processor(text=[prompt], images=[[Image.new("RGB", (60, 90))]], return_tensors="pt")
-    return {
-        "vocabulary": processor.tokenizer.get_vocab(),
-        "special": sorted(processor.tokenizer.all_special_ids),
-        "question": made["input_ids"][0].tolist(),
-        "named": {key: value for key, value in (config | ends).items() if key.endswith("_id")},
-        "text": {
-            key: value for key, value in config["text_config"].items() if key.endswith(("_id", "_size"))
-        },
-    }
-
-
-@pytest.mark.soak
-def test_fine_tuning_changes_no_id(parts, tmp_path):
-    composing.write(planned(parts("siglip2"), parts("llama")), tmp_path / "start")
-    data = write_sharegpt(tmp_path / "data", 12)
-    run_distributed(1, fine_tuned, tmp_path / "start", data, tmp_path / "run")
-    trained = tmp_path / "run/exports/step_00000002"
-    before, after = all_ids(tmp_path / "start"), all_ids(trained)
-    assert before == after and before["named"]["image_token_id"] == 471 and 471 in before["question"]
-    changed = tensors(trained)["model.language_model.embed_tokens.weight"]
-    start = tensors(tmp_path / "start")["model.language_model.embed_tokens.weight"]
-    assert changed.shape == start.shape and not torch.equal(changed, start)

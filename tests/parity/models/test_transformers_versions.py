@@ -15,15 +15,11 @@ from places import TESTS
 from programs import OLDEST, OLDEST_VERSION, run_anew, run_program
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_vlm.extras.compose import composing
-from megatron_vlm.extras.compose.sources import Choices, open_language_model, open_tower
 from megatron_vlm.models.families import load
 from megatron_vlm.supported import SUPPORTED
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
-from tiny.parts import build_language_model, build_tower
 
-COMPOSED = {"siglip2": "llama", "clip": "qwen2", "pixtral": "mistral"}  # tower -> language model
 # text settings of random models that say more than one token; 0.2 for all others
 VARIED = {"gemma3": {}, **dict.fromkeys(("gemma4", "gemma4_unified"), {"initializer_range": 0.05})}
 LAYOUTS = {"TP2": ParallelConfig(tp=2), "PP2": ParallelConfig(pp=2), "EP2": ParallelConfig(ep=2)}
@@ -75,18 +71,6 @@ def all_answers_of_megatron(folder: str, picture: str) -> dict[str, list[list[in
     }
 
 
-def compose(folder: Path, tower: str) -> Path:
-    """A composed model, whose large random weights do not only repeat the last token."""
-    language = COMPOSED[tower]
-    if not (folder / language).exists():
-        build_language_model(language, folder / language, initializer_range=0.2)
-    build_tower(tower, folder / tower)
-    choices = Choices(4, 24, projector_width=64) if tower == "siglip2" else Choices()
-    parts = open_tower(str(folder / tower)), open_language_model(str(folder / language))
-    composing.write(composing.plan(*parts, {}, choices), folder / f"{tower}+{language}")
-    return folder / f"{tower}+{language}"
-
-
 def exports(folder: Path | str, family: str) -> dict[str, str]:
     return {layout: f"{folder}/{family} {layout}" for layout in layouts_of(family)}
 
@@ -129,16 +113,6 @@ def test_exports_answer_alike_in_the_oldest_and_newest_transformers(answers, fam
     mine = answers["megatron"][family]
     assert mine == answers["newest"][family] == answers["oldest"][family]
     assert len({token for answer in mine for token in answer}) > 1
-
-
-def test_composed_models_answer_alike_in_the_oldest_and_newest_transformers(tmp_path):
-    picture = str(tmp_path / "picture.png")
-    Image.radial_gradient("L").resize((80, 60)).convert("RGB").save(picture)
-    folders = [str(compose(tmp_path, tower)) for tower in COMPOSED]
-    newest, oldest = (answers_of_transformers(picture, folders, overlay) for overlay in (None, OLDEST))
-    assert (newest["version"], oldest["version"]) != (newest["version"],) * 2
-    assert newest["answers"] == oldest["answers"] and len(oldest["answers"]) == len(COMPOSED)
-    assert all(len(set(answer)) > 1 for answer in oldest["answers"])
 
 
 @pytest.mark.parametrize("sizes", ["tiny", "published"])

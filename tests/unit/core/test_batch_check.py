@@ -42,7 +42,6 @@ def set_at(key: str, row: int, token: int, value: int):
     ("harm", "said"),
     [
         (lambda batch: batch.pop("labels"), "labels missing"),
-        (lambda batch: batch.update(labels=batch["labels"].int()), r"labels is torch.int32 \(2, 5\)"),
         (lambda batch: batch.update(position_ids=torch.zeros(2, 4).long()), r"position_ids is .* \(2, 4\)"),
         (set_at("loss_mask", 1, 4, 1), "loss_mask and labels disagree; row 1, token 4"),
         (
@@ -50,7 +49,6 @@ def set_at(key: str, row: int, token: int, value: int):
             "loss weight is negative or no number; row 1, token 2",
         ),
         (set_at("attention_mask", 0, 2, 4), "documents are not counted; row 0, token 2"),
-        (set_at("attention_mask", 1, 2, 0), "documents are not counted; row 1, token 3"),
         (set_at("attention_mask", 0, 0, 2), "first document is not 1; row 0, token 0"),
         (
             lambda batch: (set_at("labels", 0, 1, 5)(batch), set_at("loss_mask", 0, 1, 1)(batch)),
@@ -58,18 +56,9 @@ def set_at(key: str, row: int, token: int, value: int):
         ),
         (lambda batch: batch["__key__"].pop(), "__key__ has 1 lists for 2 rows"),
         (lambda batch: batch["__restore_key__"].append([{"images": b""}]), "__restore_key__ holds a dict"),
-        (lambda batch: batch["__restore_key__"].append((7, b"JFIF")), "__restore_key__ holds a bytes"),
         (
             lambda batch: setattr(batch["visual_inputs"], "image_grid_thw", torch.tensor([[1, 2, 2]])),
             "pixel_values has 8 patches, image_grid_thw 4",
-        ),
-        (
-            lambda batch: setattr(batch["visual_inputs"], "pixel_values", None),
-            "image_grid_thw or image_sizes without pixel_values",
-        ),
-        (
-            lambda batch: setattr(batch["visual_inputs"], "image_sizes", torch.zeros(2, 2)),
-            "image_sizes has 2 entries for 1 items",
         ),
     ],
 )
