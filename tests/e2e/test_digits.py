@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hf_generate
 import pytest
 from parity import OF_DATA
 from PIL import Image
@@ -131,13 +130,6 @@ def test_a_trained_reply_ends_with_a_token_that_stops_generation(demo, encoded):
     stop = GenerationConfig.from_pretrained(demo[1]).eos_token_id
     for text in encoded.values():
         assert text.input_ids[text.weights > 0][-1].item() in (stop if isinstance(stop, list) else [stop])
-
-
-@pytest.mark.soak
-def test_transformers_answers_with_the_model_of_a_demo(demo, tmp_path):
-    """It cannot, for instance, where no layer is one of attention."""
-    Image.radial_gradient("L").resize((64, 64)).convert("RGB").save(tmp_path / "picture.png")
-    assert len(hf_generate.answer(str(demo[1]), str(tmp_path / "picture.png"))) == hf_generate.NEW_TOKENS
 
 
 # ---- make demo ADAPTER=lora -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from run_results import figures
 from sources import write_sharegpt
 
 pytest.importorskip("moto", reason="moto is not installed")
-from store_server import BUCKET, KEY, SECRET, Line, forget, leaked, put, store  # noqa: E402
+from store_server import BUCKET, KEY, SECRET, Line, forget, put, store  # noqa: E402
 from store_server import names as names_in  # noqa: E402
 
 from megatron_vlm import stores  # noqa: E402
@@ -40,6 +40,12 @@ def folder(tmp_path_factory) -> Path:
     with store():
         put(folder / "data", f"{AT}/data")
         yield folder
+
+
+def leaked(folder: Path) -> list[Path]:
+    """The files of a folder in which a key of the store stands."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return [file for file in files if any(key.encode() in file.read_bytes() for key in (KEY, SECRET))]
 
 
 @pytest.fixture

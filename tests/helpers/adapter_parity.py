@@ -205,16 +205,6 @@ def cases(_: str, path: Path, wanted: Sequence[str] = ()) -> dict[str, dict[str,
     return found
 
 
-def read_adapter(path: str, start: str) -> dict[str, torch.Tensor]:
-    """The tensors of the folder `start`, as the model in one process holds them, by peft's keys."""
-    from megatron_vlm.models.adapters.model import adapter_tensors
-    from megatron_vlm.parallel import setup
-
-    setup.init_distributed(ParallelConfig(), seed=1)
-    model = parity.Model(ParallelConfig(), path, start)
-    return {key: tensor.clone() for key, tensor in adapter_tensors(model.chunks)}
-
-
 def measure(wanted: dict[str, list[str]], path: str, references: str) -> list[dict]:
     """Every wanted layout on its inputs, or on all where none is named: rows for reports/parity.json."""
     from megatron_vlm.parallel import setup

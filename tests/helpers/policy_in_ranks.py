@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import parity
 import saved_cases
 import torch
+from PIL import Image
 
 from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.data.image_processors import get_image_spec
@@ -202,3 +204,22 @@ def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
         "loss": abs(sum(each["loss"] for each in logs) - expected["loss"]),
         "wrong": sum(each[2] for each in every),
     }
+
+
+def jpeg(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (40 + 8 * seed, 56, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG")
+    return file.getvalue()
+
+
+def prompts_of(source) -> list:
+    """A text, and texts with one and two images."""
+    from megatron_vlm.rl.rollouts import RolloutPrompt
+
+    found = []
+    for images in (0, 1, 2):
+        parts = [{"type": "image"}] * images + [{"type": "text", "text": f"What are these {images}?"}]
+        files = [jpeg(seed) for seed in range(images)]
+        found.append(RolloutPrompt.of(source, [{"role": "user", "content": parts}], files))
+    return found

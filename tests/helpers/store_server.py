@@ -145,12 +145,6 @@ def names(url: str) -> dict[str, int]:
         return {key.removeprefix(start): size for key, size in sizes.items() if key.startswith(start)}
 
 
-def leaked(folder: Path) -> list[Path]:
-    """The files of a folder in which a key of the store stands."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return [file for file in files if any(key.encode() in file.read_bytes() for key in (KEY, SECRET))]
-
-
 if __name__ == "__main__":
     socketserver.ThreadingTCPServer.allow_reuse_address = True
     socketserver.ThreadingTCPServer.allow_reuse_port = True

@@ -7,7 +7,6 @@ from typing import Any
 import parity
 import policy_in_ranks
 import pytest
-import rollout_engines
 import saved_cases
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,7 +66,7 @@ def _answers(policy) -> list[list[float]]:
     """Tokens and log-probabilities of sampled answers."""
     from megatron_vlm.rl.rollouts import OwnEngine
 
-    found = OwnEngine(2, NEW_TOKENS)(policy, rollout_engines.prompts_of(policy.source)[:2])
+    found = OwnEngine(2, NEW_TOKENS)(policy, policy_in_ranks.prompts_of(policy.source)[:2])
     return [[*one["input_ids"].tolist(), *one["rollout_log_probs"].tolist()] for one in found]
 
 
