@@ -58,6 +58,8 @@ PAIRS = [
     ("siglip_vision_model", "llama"),
     ("pixtral", "mistral"),
 ]
+# in `make test` a tower for images of any size, and one for images of one size
+TRIED = [pytest.param(pair, marks=[] if pair in (PAIRS[0], PAIRS[2]) else pytest.mark.long) for pair in PAIRS]
 CLASSES = {"siglip2": "Lfm2Vl", "clip": "Llava", "siglip": "Llava", "pixtral": "Mistral3"}
 TIED = {"qwen3"}
 
@@ -90,7 +92,7 @@ def ids(plan: composing.ComposePlan) -> dict[str, tuple[str, int, str]]:
     return {each.role: (each.token, each.id, each.how) for each in plan.tokens}
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="+".join)
+@pytest.fixture(scope="module", params=TRIED, ids="+".join)
 def composed(request, parts, tmp_path_factory):
     """(the composed folder, its tower's, its language model's)."""
     tower, language = map(parts, request.param)

@@ -36,12 +36,13 @@ def checkpoints(tmp_path_factory) -> dict[str, str]:
 # ---- the router -------------------------------------------------------------------------------------------
 
 
-def routes_of_all(paths: dict[str, str]) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
-    """By family and dtype."""
+def routes_of_all(paths: dict[str, str], path_of_gemma4: str) -> dict[str, Any]:
+    """By family and dtype; those of Gemma 4 are a list by layer."""
     from megatron_vlm.parallel import setup
 
     setup.init_distributed(ParallelConfig(), seed=1)
-    return {family: {dtype: routes(path, dtype) for dtype in DTYPES} for family, path in paths.items()}
+    found = {family: {dtype: routes(path, dtype) for dtype in DTYPES} for family, path in paths.items()}
+    return found | {"gemma4": gemma4_routes(path_of_gemma4)}
 
 
 def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
@@ -78,8 +79,9 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def routed(checkpoints) -> dict:
-    return run_distributed(1, routes_of_all, checkpoints)[0]
+def routed(checkpoints, tmp_path_factory) -> dict:
+    gemma4 = build_tiny_checkpoint("gemma4", tmp_path_factory.mktemp("gemma4"))
+    return run_distributed(1, routes_of_all, checkpoints, str(gemma4))[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +103,7 @@ def gemma4_routes(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
-    setup.init_distributed(ParallelConfig(), seed=1)
+    setup.reset_layout(ParallelConfig(), seed=1)
     run = RunConfig()
     run.model.dtype = "bf16"
     model = build_model(run, describe(AutoConfig.from_pretrained(path)), setup.device())[0]
@@ -130,10 +132,9 @@ def gemma4_routes(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def test_routing_weights_of_gemma4_are_those_of_transformers_in_fp32(tmp_path):
-    [found] = run_distributed(1, gemma4_routes, str(build_tiny_checkpoint("gemma4", tmp_path)))
-    assert len(found) > 1
-    for ours, theirs in found:
+def test_routing_weights_of_gemma4_are_those_of_transformers_in_fp32(routed):
+    assert len(routed["gemma4"]) > 1
+    for ours, theirs in routed["gemma4"]:
         assert ours.dtype == theirs.dtype == torch.float32
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)  # in bf16 they would differ by 8e-3
 
