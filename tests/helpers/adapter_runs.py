@@ -1,13 +1,15 @@
-"""A model that trains adapters or all of itself, in the processes that a test starts."""
+"""A model that trains adapters or all of itself, in the processes that a test starts: runs, and what a first
+step gives."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import parity
 import torch
 
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
 
 
 class Run:
@@ -69,3 +71,35 @@ def digest(tensors: list[torch.Tensor]) -> str:
     for tensor in tensors:
         found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def outcome(
+    path: str, case: dict, layout: ParallelConfig, adapter: AdapterConfig | None = None, **model: Any
+) -> dict[str, torch.Tensor]:
+    """Logits, by micro batch, and gradients, by name; `model` sets fields of ModelConfig."""
+    from megatron_vlm.models.hf import open_source
+    from megatron_vlm.parallel import setup
+    from megatron_vlm.train import starting_model
+    from megatron_vlm.training.evaluate import logits_of
+
+    run = RunConfig(run_dir="none", parallel=layout, adapter=adapter or AdapterConfig())
+    run.model = ModelConfig(hf_path=path, **{"dtype": "fp32", **model})
+    setup.reset_layout(layout, seed=1)
+    ddp = starting_model(run, open_source(path))
+    for chunk in ddp:
+        chunk.zero_grad_buffer()
+    micro_batches = [parity.on_device(row) for row in case["rows"]]
+    parity.backward(ddp, micro_batches)
+    trained = {name: p.main_grad.clone() for name, p in ddp[0].named_parameters() if p.requires_grad}
+    logits = logits_of(ddp, micro_batches)
+    return trained | {f"logits {number}": each for number, each in enumerate(logits)}
+
+
+def largest_difference(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of two outcomes, in parts of the largest number of each tensor."""
+    assert ours.keys() == expected.keys()
+    assert all(each.any() for name, each in expected.items() if name.startswith("logits"))
+    return max(
+        ((ours[key] - each).abs().max() / each.abs().max().clamp_min(1e-12)).item()
+        for key, each in expected.items()
+    )

@@ -432,6 +432,12 @@ def packed(case: dict[str, Any]) -> dict[str, Any]:
     return case | {"batch": batch, "rows": [batch], "logits": logits}
 
 
+def save_case(source: Any, rows: list[str], file: Path) -> None:
+    """Write the HF model's arguments, our batch and its rows of an opened source, for `saved_cases.read`."""
+    hf, batch, single = encode(source.processor, source.description, rows)
+    torch.save({"hf": hf, "batch": batch, "rows": single}, file)
+
+
 def cases_of(family: str, path: Path | str) -> dict[str, dict[str, Any]]:
     """All inputs of the family."""
     reference = Reference(path)

@@ -119,8 +119,7 @@ def test_a_run_whose_parameters_arrive_late_is_the_same(tmp_path, processes):
     for family in {family for family, _, _ in cases.values()}:
         source = open_source(build_tiny_checkpoint(family, tmp_path / family))
         rows = ["it", "t", "ititit", "t"][:processes]
-        hf, batch, rows = parity.encode(source.processor, source.description, rows)
-        torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / f"{family}.pt")
+        parity.save_case(source, rows, tmp_path / f"{family}.pt")
     ranks = run_distributed(processes, every_case, str(tmp_path), processes, timeout=500)
     for name in cases:
         for found in (rank[name] for rank in ranks):

@@ -25,8 +25,7 @@ SMALL = TINY_FAMILIES["gemma4"].variants["small"]  # inputs of each layer's own,
 )
 def test_gradients_reduced_in_bf16_are_close_to_those_in_fp32(family, sizes, tmp_path):
     source = open_source(build_tiny_checkpoint(family, tmp_path / "model", **sizes))
-    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"] * 16)
-    torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / "case.pt")
+    parity.save_case(source, ["it", "t"] * 16, tmp_path / "case.pt")
     ranks = run_distributed(2, gradient_error.of_ranks, str(tmp_path / "model"), str(tmp_path / "case.pt"))
     assert ranks[0] == ranks[1]
     for found in ranks[0]:

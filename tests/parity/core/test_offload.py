@@ -73,8 +73,7 @@ CELLS += [pytest.param(*cell, marks=pytest.mark.soak) for cell in (("gemma3", 2,
 @pytest.mark.parametrize(("family", "processes", "text"), CELLS)
 def test_an_offloaded_optimizer_trains_resumes_and_exports_the_same_bits(tmp_path, family, processes, text):
     source = open_source(build_tiny_checkpoint(family, tmp_path / "source", text=text))
-    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
-    torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / "case.pt")
+    parity.save_case(source, ["it", "t"], tmp_path / "case.pt")
     for rank in run_distributed(processes, in_ranks, str(tmp_path)):
         for dtype, found in rank.items():
             losses, weights, memory = found["kept"]

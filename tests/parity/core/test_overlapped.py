@@ -6,9 +6,9 @@ from typing import Any
 import parity
 import pytest
 import saved_cases
-import torch
+from adapter_runs import largest_difference, outcome
 
-from megatron_vlm.config import AdapterConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import AdapterConfig, ParallelConfig
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.validate import layout_problems
 from tiny.checkpoints import build_tiny_checkpoint
@@ -42,7 +42,7 @@ def every_case(path: str, file: str) -> dict[str, dict[str, float]]:
         assert not calls
         ours = outcome(path, case, replace(layout, tp_comm_overlap=True), **settings)
         linears.DEVICES[:] = ["cuda", "meta"]
-        found[name] = {"difference": differences(ours, expected), **calls}
+        found[name] = {"difference": largest_difference(ours, expected), **calls}
         calls.clear()
     return found
 
@@ -59,44 +59,13 @@ def counted(overlapped: Any, calls: dict[str, int]) -> None:
         setattr(overlapped, f"{name}_product", counting(name, getattr(overlapped, f"{name}_product")))
 
 
-def outcome(
-    path: str, case: dict, parallel: ParallelConfig, adapter: AdapterConfig | None = None, **model: Any
-) -> dict[str, torch.Tensor]:
-    """Logits, by micro batch, and gradients, by name."""
-    from megatron_vlm.parallel import setup
-    from megatron_vlm.train import starting_model
-    from megatron_vlm.training.evaluate import logits_of
-
-    run = RunConfig(run_dir="none", parallel=parallel, adapter=adapter or AdapterConfig())
-    run.model = ModelConfig(hf_path=path, **{"dtype": "fp32", **model})
-    setup.reset_layout(parallel, seed=1)
-    ddp = starting_model(run, open_source(path))
-    for chunk in ddp:
-        chunk.zero_grad_buffer()
-    parity.backward(ddp, [parity.on_device(row) for row in case["rows"]])
-    trained = {name: p.main_grad.clone() for name, p in ddp[0].named_parameters() if p.requires_grad}
-    logits = logits_of(ddp, [parity.on_device(row) for row in case["rows"]])
-    return trained | {f"logits {number}": each for number, each in enumerate(logits)}
-
-
-def differences(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert ours.keys() == expected.keys() and len(expected) > 2 * MICRO_BATCHES
-    assert all(each.any() for name, each in expected.items() if name.startswith("logits"))
-    return max(
-        ((ours[key] - each).abs().max() / each.abs().max().clamp_min(1e-12)).item()
-        for key, each in expected.items()
-    )
-
-
 @pytest.mark.long
 def test_logits_and_gradients_are_those_without_overlap(tmp_path):
     """On two and four ranks; with biases, frozen, with adapters, and recomputed."""
     source = open_source(
         build_tiny_checkpoint("qwen2_vl", tmp_path / "model", text={"num_key_value_heads": 4})
     )
-    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
-    assert len(rows) == MICRO_BATCHES
-    torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / "case.pt")
+    parity.save_case(source, ["it", "t"], tmp_path / "case.pt")
     layers = source.description.text.num_hidden_layers
     for rank in run_distributed(4, every_case, str(tmp_path / "model"), str(tmp_path / "case.pt")):
         assert list(rank) == list(CASES)

@@ -8,8 +8,9 @@ import parity
 import pytest
 import saved_cases
 import torch
+from adapter_runs import largest_difference, outcome
 
-from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.models.layers.kernels import checks as kernel_checks
 from megatron_vlm.models.layers.kernels.checks import check, weight_gradient_disagreement
@@ -30,7 +31,7 @@ LINEARS, MICRO_BATCHES = 4, 2  # of a layer: q k v together, output, gate and up
 
 
 def every_case(path: str, file: str) -> dict[str, dict[str, float]]:
-    """By case: calls of the product, layers, and the largest difference."""
+    """By case: calls of the product, and the largest difference."""
     from megatron_vlm.parallel import linears, setup
 
     setup.init_distributed(ParallelConfig(tp=2), seed=1)
@@ -38,48 +39,25 @@ def every_case(path: str, file: str) -> dict[str, dict[str, float]]:
     product = linears.wgrad_gemm_accum_fp32
     linears.wgrad_gemm_accum_fp32 = lambda *given: calls.append(given) or product(*given)
     for name, settings in CASES.items():
-        expected, layers = gradients(path, case, **settings)
+        expected = outcome(path, case, ParallelConfig(tp=2), **settings)
         assert not calls
         linears.DEVICES.append("cpu")
-        ours, _ = gradients(path, case, **settings)
+        ours = outcome(path, case, ParallelConfig(tp=2), **settings)
         linears.DEVICES.remove("cpu")
-        assert ours.keys() == expected.keys() and any(grad.any() for grad in expected.values())
-        differences = [
-            ((ours[key] - grad).abs().max() / grad.abs().max().clamp_min(1e-12)).item()
-            for key, grad in expected.items()
-        ]
-        found[name] = {"calls": len(calls), "layers": layers, "difference": max(differences)}
+        found[name] = {"calls": len(calls), "difference": largest_difference(ours, expected)}
         calls.clear()
     return found
-
-
-def gradients(
-    path: str, case: dict, adapter: AdapterConfig | None = None, **model: Any
-) -> tuple[dict[str, torch.Tensor], int]:
-    from megatron_vlm.parallel import setup
-    from megatron_vlm.train import starting_model
-
-    run = RunConfig(run_dir="none", parallel=ParallelConfig(tp=2), adapter=adapter or AdapterConfig())
-    run.model = ModelConfig(hf_path=path, **{"dtype": "fp32", **model})
-    setup.reset_layout(run.parallel, seed=1)
-    ddp = starting_model(run, open_source(path))
-    for chunk in ddp:
-        chunk.zero_grad_buffer()
-    parity.backward(ddp, [parity.on_device(row) for row in case["rows"]])
-    trained = {name: p.main_grad for name, p in ddp[0].module.named_parameters() if p.requires_grad}
-    return trained, len(ddp[0].module.language_model.decoder.layers)
 
 
 @pytest.mark.long
 def test_gradients_that_linears_add_themselves_are_the_same(tmp_path):
     source = open_source(build_tiny_checkpoint("gemma3", tmp_path / "model"))
-    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
-    assert len(rows) == MICRO_BATCHES
-    torch.save({"hf": hf, "batch": batch, "rows": rows}, tmp_path / "case.pt")
+    parity.save_case(source, ["it", "t"], tmp_path / "case.pt")
+    layers = source.description.text.num_hidden_layers
     for rank in run_distributed(2, every_case, str(tmp_path / "model"), str(tmp_path / "case.pt")):
         for name, found in rank.items():
             trained = 0 if name in ("frozen", "adapters") else LINEARS * MICRO_BATCHES
-            assert found["calls"] == trained * found["layers"], name
+            assert found["calls"] == trained * layers, name
             assert found["difference"] <= LARGEST["bf16" if name == "bf16" else "fp32"], name
         assert rank["bf16"]["difference"] > LARGEST["fp32"]  # which is not rounded to 16 bits in between
 

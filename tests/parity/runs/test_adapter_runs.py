@@ -451,8 +451,7 @@ def written_case(family: str, folder: Path) -> tuple[Path, Path]:
     """(checkpoint, file of a case) of a family, in `folder`."""
     path, file = build_tiny_checkpoint(family, folder / "checkpoint"), folder / "case.pt"
     source = open_source(path)
-    hf, batch, rows = parity.encode(source.processor, source.description, ["it", "t"])
-    torch.save({"hf": hf, "batch": batch, "rows": rows}, file)
+    parity.save_case(source, ["it", "t"], file)
     return path, file
 
 
