@@ -553,6 +553,21 @@ def compare(layout: ParallelConfig, path: str, case: dict, per_token_loss: bool 
     return Model(layout, path, case.get("adapter"), per_token_loss, **model).compare(case)
 
 
+def load_chunks(path: Path | str, run: RunConfig) -> tuple[Any, list]:
+    """Return the description of a checkpoint and our chunks of its model, with its weights."""
+    from transformers import AutoConfig
+
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.opened import build_model
+    from megatron_vlm.models.weights.importing import import_hf
+    from megatron_vlm.parallel import setup
+
+    description = describe(AutoConfig.from_pretrained(path))
+    chunks = build_model(run, description, setup.device())
+    import_hf(chunks, path, description.weight_map)
+    return description, chunks
+
+
 class Model:
     """Our model of a checkpoint, in a layout that is laid out; `model` sets fields of ModelConfig."""
 
@@ -564,22 +579,14 @@ class Model:
         per_token_loss: bool = True,
         **model: Any,
     ):
-        from transformers import AutoConfig
-
         from megatron_vlm.models.adapters.files import load_adapters
-        from megatron_vlm.models.families import describe
-        from megatron_vlm.models.opened import build_model
-        from megatron_vlm.models.weights.importing import import_hf
-        from megatron_vlm.parallel import setup
         from megatron_vlm.training import gradients
 
         self.run = run = RunConfig(parallel=layout)
         run.model = ModelConfig(**{"dtype": "fp32", **model})
         run.adapter.start = adapter
-        description = describe(AutoConfig.from_pretrained(path))
+        description, self.chunks = load_chunks(path, run)
         self.rules = description.rules
-        self.chunks = build_model(run, description, setup.device())
-        import_hf(self.chunks, path, description.weight_map)
         if run.adapter.used:
             load_adapters(self.chunks, Path(path), description.renames, run.adapter.start)
         self.step_loss = None if per_token_loss else mean_of_means

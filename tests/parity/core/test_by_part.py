@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+import parity
 import pytest
 import torch
 
@@ -42,21 +43,13 @@ def run_of(layout: ParallelConfig, rates: dict[str, float], **settings) -> RunCo
 
 def started(run: RunConfig, path: str):
     """(chunks, optimizer, scheduler, HF names of each parameter) in the layout that is set up."""
-    from transformers import AutoConfig
-
-    from megatron_vlm.models.families import describe
-    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights.by_part import _trained_parameters, parameters_by_part
-    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
 
     setup.reset_layout(run.parallel, seed=1)
-    hf_config = AutoConfig.from_pretrained(path)
-    description = describe(hf_config)
-    chunks = build_model(run, description, setup.device())
-    import_hf(chunks, path, description.weight_map)
+    description, chunks = parity.load_chunks(path, run)
     ddp, rules = data_parallel(chunks, run), description.weight_map.rules
     own = parameters_by_part(ddp, run.optimizer.by_part, description.groups, rules)
     return ddp, *build_optimizer(ddp, run, by_part=own), list(_trained_parameters(ddp, rules))

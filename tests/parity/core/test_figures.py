@@ -120,25 +120,18 @@ def tower_attention(vision: torch.nn.Module, batch: dict) -> int:
 
 def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
     """By layout, the figures of a step of 2 seconds."""
-    from transformers import AutoConfig
-
-    from megatron_vlm.models.families import describe
-    from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import evaluate, gradients, step
     from megatron_vlm.training.losses import token_losses
     from megatron_vlm.training.optimizer import build_optimizer
 
     setup.init_distributed(ParallelConfig(), seed=1)
-    hf_config = AutoConfig.from_pretrained(path)
-    description, found = describe(hf_config), {}
+    found = {}
     rows = saved_cases.read(cases)
     for name, (layout, recompute) in LAYOUTS.items():
         setup.reset_layout(layout, seed=1)
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="fp32", recompute=recompute))
-        chunks = build_model(run, description, setup.device())
-        import_hf(chunks, path, description.weight_map)
+        description, chunks = parity.load_chunks(path, run)
         ddp = gradients.data_parallel(chunks, run)
         figures = StepFigures(run, description, ddp, SOURCES)
         mine = [batch for batch, _ in parity.my_micro_batches({"rows": rows}, layout)]

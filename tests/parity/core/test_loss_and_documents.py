@@ -35,11 +35,6 @@ def on_two_ranks(path: str, cases: str) -> dict:
 
 def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
     """The gradients of the third step over all rows, as many micro batches as rows."""
-    from transformers import AutoConfig
-
-    from megatron_vlm.models.families import describe
-    from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import gradients, step
     from megatron_vlm.training.optimizer import build_optimizer
@@ -47,10 +42,7 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
     run = RunConfig(parallel=ParallelConfig(distributed_optimizer=False))
     run.model.dtype, run.optimizer.lr = "fp32", 1e-3
     setup.init_distributed(run.parallel, seed=1)
-    hf_config = AutoConfig.from_pretrained(path)
-    description = describe(hf_config)
-    chunks = build_model(run, description, setup.device())
-    import_hf(chunks, path, description.weight_map)
+    _, chunks = parity.load_chunks(path, run)
     chunks[0].requires_grad_(True)  # also of layers that no feature depends on
     ddp = gradients.data_parallel(chunks, run)
     rank, ranks = setup.data_parallel_place()
@@ -62,24 +54,15 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
 
 
 def in_one_process(path: str, cases: str) -> dict:
-    from transformers import AutoConfig
-
-    from megatron_vlm.models.families import describe
-    from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training.gradients import data_parallel
 
     setup.init_distributed(ParallelConfig(), seed=1)
     case = saved_cases.read(cases)
-    hf_config = AutoConfig.from_pretrained(path)
-    description = describe(hf_config)
 
     def model(**settings):
         run = RunConfig(model=ModelConfig(dtype="fp32", **settings))
-        chunks = build_model(run, description, setup.device())
-        import_hf(chunks, path, description.weight_map)
-        return data_parallel(chunks, run)
+        return data_parallel(parity.load_chunks(path, run)[1], run)
 
     rows, whole = case["rows"], model()
     return {

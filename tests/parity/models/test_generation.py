@@ -43,22 +43,15 @@ def answers_in(names: list[str], path: str, prompts_file: str, stop: list[int]) 
     """The answers in every named layout, and how far their log-probabilities are from a forward pass."""
     from megatron_vlm.generation.cache import bytes_per_row
     from megatron_vlm.generation.generate import generate
-    from megatron_vlm.models.families import describe
-    from megatron_vlm.models.hf import load_config
-    from megatron_vlm.models.opened import build_model
-    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
 
     prompts = saved_cases.read(prompts_file)
-    hf_config = load_config(Path(path))
-    description = describe(hf_config)
     found = {}
     for name in names:
         layout = parity.LAYOUTS[name][1]
         setup.reset_layout(layout, seed=1)
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="fp32"))
-        chunks = build_model(run, description, setup.device())
-        import_hf(chunks, Path(path), description.weight_map)
+        _, chunks = parity.load_chunks(path, run)
         longest = max(len(prompt["input_ids"]) for prompt in prompts) + SAMPLED_TOKENS - 1
         sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "answers": ANSWERS, "seed": 5}
         # several waves, and the answers to a prompt in two of them

@@ -203,40 +203,33 @@ def test_balance_of_several_layers_is_the_mean_of_each_layers(balanced):
 
 def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
     """Losses of steps 3 and 4 at EP2, and after a checkpoint of step 2 in other layouts."""
-    from transformers import AutoConfig
-
-    from megatron_vlm.models.families import describe
-    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights.exporting import hf_tensors
-    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import checkpoint, gradients, step
     from megatron_vlm.training.optimizer import build_optimizer
 
     setup.init_distributed(ParallelConfig(ep=2), seed=1)
-    hf_config = AutoConfig.from_pretrained(path)
-    description, case = describe(hf_config), saved_cases.read(cases)
+    case = saved_cases.read(cases)
 
     def start(layout: ParallelConfig):
         setup.reset_layout(layout, seed=1)
         run = RunConfig(parallel=layout)
         run.model.dtype, run.optimizer.lr = "fp32", 1e-3
-        chunks = build_model(run, description, setup.device())
-        import_hf(chunks, path, description.weight_map)
+        description, chunks = parity.load_chunks(path, run)
         ddp = gradients.data_parallel(chunks, run)
-        return ddp, *build_optimizer(ddp, run)
+        return description, (ddp, *build_optimizer(ddp, run))
 
     def losses(state, layout: ParallelConfig) -> list[float]:
         rows = [batch for batch, _ in parity.my_micro_batches(case, layout)]
         return [step.train_step(*state, rows)[::2] for _ in range(2)]
 
     found = {}
-    state = start(ParallelConfig(ep=2))
+    _, state = start(ParallelConfig(ep=2))
     losses(state, ParallelConfig(ep=2))
     checkpoint.save(run_dir, 2, *state)
     found["EP2"] = losses(state, ParallelConfig(ep=2))
     for name, layout in (("TP2", ParallelConfig(tp=2)), ("EP2·TP2", ParallelConfig(tp=2, ep=2))):
-        state = start(layout)
+        description, state = start(layout)
         checkpoint.load_latest(run_dir, *state)
         found[name] = losses(state, layout)
     biases = [

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import hf_generate
+import parity
 import pytest
 from PIL import Image
 from places import TESTS
@@ -30,25 +31,21 @@ def layouts_of(family: str) -> list[str]:
     return [name for name in LAYOUTS if name != "EP2" or load(family).has_experts]
 
 
-def answers_of_megatron(family: str, source: str, folders: dict[str, str], picture: str) -> list[list[int]]:
+def answers_of_megatron(source: str, folders: dict[str, str], picture: str) -> list[list[int]]:
     """Import, answer and export in each layout, to its folder."""
-    from transformers import AutoConfig, AutoProcessor
+    from transformers import AutoProcessor
 
     from megatron_vlm.generation.generate import generate
     from megatron_vlm.generation.prompt import encode_prompt
-    from megatron_vlm.models.opened import build_model
     from megatron_vlm.models.weights.exporting import export_hf
-    from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.parallel import setup
 
-    description = load(family)(AutoConfig.from_pretrained(source))
     content = [{"type": "image"}, {"type": "text", "text": hf_generate.QUESTION}]
     answers = []
     for name, folder in folders.items():
         setup.reset_layout(LAYOUTS[name], seed=1)
         run = RunConfig(parallel=LAYOUTS[name], model=ModelConfig(dtype="fp32"))
-        chunks = build_model(run, description, setup.device())
-        import_hf(chunks, source, description.weight_map)
+        description, chunks = parity.load_chunks(source, run)
         export_hf(chunks, folder, source, description.weight_map)
         prompt = encode_prompt(
             AutoProcessor.from_pretrained(source),
@@ -66,7 +63,7 @@ def all_answers_of_megatron(folder: str, picture: str) -> dict[str, list[list[in
 
     setup.init_distributed(ParallelConfig(), seed=1)
     return {
-        family: answers_of_megatron(family, f"{folder}/{family}", exports(folder, family), picture)
+        family: answers_of_megatron(f"{folder}/{family}", exports(folder, family), picture)
         for family in IN_BOTH
     }
 
