@@ -10,7 +10,7 @@ IS_OURS := import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # pytest keeps what it makes of test files for the next time
 
-.PHONY: compiled demo demo-rl golden test test-long test-oldest test-soak test-all lint setup lock clean
+.PHONY: compiled demo demo-rl golden test test-unit test-long test-oldest test-soak test-all lint setup lock clean
 
 # FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl. With ADAPTER=lora, a model that knows five
 # digits learns the others by adapters. With FAMILY=compose, a tower and a language model become a model. With
@@ -29,6 +29,10 @@ demo-rl: compiled
 
 # Some tests wait, so three keep two processors busy. tests/costs.py says in which order files are begun.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+
+# Functions and classes alone: no ranks, no commands.
+test-unit: compiled
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m "not long and not soak" tests/unit
 
 test: compiled
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(WORKERS) -m "not long and not soak"
