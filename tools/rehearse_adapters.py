@@ -16,10 +16,9 @@ import time
 from collections.abc import Iterator
 
 from megatron_vlm.config import RunConfig, all_settings, fewest_processes
-from megatron_vlm.extras.plan.describe import MOST_REHEARSED
 from megatron_vlm.extras.plan.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.extras.plan.rehearsal import rehearse
-from megatron_vlm.extras.plan.search import planned_layouts
+from megatron_vlm.extras.plan.search import MOST_REHEARSED, planned_layouts
 from megatron_vlm.models.description import Description
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose

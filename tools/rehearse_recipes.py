@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 
 from megatron_vlm.config import RunConfig, derived, missing_settings
-from megatron_vlm.extras.plan.describe import representatives
 from megatron_vlm.extras.plan.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.extras.plan.rehearsal import rehearse
 from megatron_vlm.models.description import Description
@@ -123,7 +122,7 @@ def with_batch(run: RunConfig, gpus: int) -> RunConfig:
 
 def rows_of(name: str, run: RunConfig, description: Description, gpus: int, card: int = 80) -> Iterator[dict]:
     plan = make_plan(run, description, gpus)
-    ranks = [rehearse(run, description, gpus, rank) for rank in representatives(plan)]
+    ranks = [rehearse(run, description, gpus, rank) for rank in plan.representatives]
     for one in ranks:
         exchanged: Counter[str] = Counter()
         for (group, _), (_, nbytes) in one.exchanged().items():

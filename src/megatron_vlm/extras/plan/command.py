@@ -1,5 +1,6 @@
 """`megatron-vlm plan`: what each GPU of a run would hold and do."""
 
+import gc
 import os
 from typing import Annotated
 
@@ -30,29 +31,28 @@ def plan(
     a row has.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
-    if rank is not None and not rehearse:
-        raise configs.ConfigError(f"--rank {rank}: only --rehearse looks at a rank; add it.")
     config = recipe_table.compose(recipe, file, settings or ())
-    missing = configs.missing_settings(config)
-    config = apply_overrides(config, dict.fromkeys(missing, "given later"))
+    config = apply_overrides(config, dict.fromkeys(configs.missing_settings(config), "given later"))
     validate(config, gpus)
     shipped = shipped_config(config.model.hf_path)
     read_config(shipped or config.model.hf_path)
 
-    from megatron_vlm.extras.plan import describe
-    from megatron_vlm.extras.plan.plan import make_plan
+    gc.disable()  # it would take a tenth of the time that the imports take
+    from megatron_vlm.extras.plan.plan import describe, make_plan, rehearsed
+    from megatron_vlm.extras.plan.search import searched
     from megatron_vlm.models.hf import look_at
 
+    gc.enable()
     description, assumed = look_at(shipped or config.model.hf_path)
     run_plan = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
     capacity = gpu_memory * 1e9
-    for line in describe.describe(run_plan, capacity):
+    for line in describe(run_plan, capacity):
         typer.echo(line)
     if shipped:
         typer.echo(f"Read for {config.model.hf_path}: the copy of its config.json in this package.")
     if assumed:
         typer.echo(assumed)
-    for line in describe.rehearsed(run_plan, rank) if rehearse else ():
+    for line in rehearsed(run_plan, rank) if rehearse or rank is not None else ():
         typer.echo(line)
-    for line in describe.searched(run_plan, capacity) if search else ():
+    for line in searched(run_plan, capacity) if search else ():
         typer.echo(line)

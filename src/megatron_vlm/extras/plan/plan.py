@@ -1,20 +1,24 @@
 """Computes without a GPU what each rank of a run holds and does: parameters and memory by pipeline stage.
 
 Parameters are exact. Memory is an estimate: weights, gradients and optimizer state follow from the
-parameters, activations from what layers keep on shapes (`pieces`) and from the schedule of the pipeline. A
-fixed reserve covers temporary buffers and fragmentation. `rehearsal` runs the step itself.
+parameters, activations from what layers keep on shapes and from the schedule of the pipeline. A fixed reserve
+covers temporary buffers and fragmentation. `rehearsal` runs the step itself.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.extras.plan.pieces import Parameters, Pieces, measure_pieces
+import torch
+from torch import Tensor, nn
+
+from megatron_vlm.config import RunConfig, derived, fewest_processes
+from megatron_vlm.extras.plan.rehearsal import META, as_on_a_gpu, example_batch, on_shapes, rehearse
+from megatron_vlm.messages import aligned
 from megatron_vlm.models import costs
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.head import CHUNK_BYTES
+from megatron_vlm.models.head import CHUNK_BYTES, output_losses
 from megatron_vlm.models.language_model import (
     DTYPES,
     LanguageModelConfig,
@@ -23,10 +27,29 @@ from megatron_vlm.models.language_model import (
     language_model_config,
 )
 from megatron_vlm.models.layers.attention_sizes import heads_of
+from megatron_vlm.models.opened import build_model
+from megatron_vlm.models.schedule import streams_of
+from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel.layout import stage_layers
 from megatron_vlm.validate import validate
 
+# Numbers of one rank: "dense" and "experts", apart as other ranks hold the experts' optimizer state, and
+# "trained_dense" and "trained_experts" of them
+Parameters = Counter[str]
+LAYERS = "language_model.decoder.layers."
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of a model on one rank of a layout without pipeline stages."""
+
+    layers: list[Parameters]
+    saved: list[float]  # bytes that each layer keeps of a micro batch for its backward pass
+    vision: Parameters  # tower and projector
+    inputs: Parameters  # besides these, of the first stage: the embedding
+    outputs: Parameters  # of the last stage: the last norm, and an output layer of its own
+    tied_outputs: Parameters  # of the last stage besides, if it is not the first: the embedding once more
 
 
 @dataclass(frozen=True)
@@ -63,6 +86,12 @@ class MemoryPlan:
     @property
     def memory(self) -> float:
         return self.stages[self.fullest].memory
+
+    @property
+    def representatives(self) -> list[int]:
+        """The first ranks of the stages that differ: the first, the last, and the fullest."""
+        pp = self.config.parallel.pp
+        return [stage * self.gpus // pp for stage in sorted({0, pp - 1, self.fullest})]
 
 
 @dataclass
@@ -238,3 +267,157 @@ class _Ranks:
         chunks = 2.5 if self.megatron_config.logit_softcap else 2
         trained = "language_model" not in self.config.frozen
         return 2 * tokens * width + max(chunks * min(CHUNK_BYTES, logits), trained * vocabulary * width)
+
+
+# --- the pieces of a model ----------------------------------------------------------------------------------
+
+
+def measure_pieces(config: RunConfig, description: Description) -> Pieces:
+    """Return the pieces under the run's tensor, context and expert parallelism.
+
+    The real model is built on shapes, without pipeline stages, and its first layers are run, until each kind
+    of layer was met. So no formula repeats what the model does.
+    """
+    config = as_on_a_gpu(config)
+    if config.model.recompute == "full":
+        config.model.recompute = "none"
+    config.parallel = replace(config.parallel, pp=1, vpp=1)
+    gpus = fewest_processes(config.parallel)  # on more of them a rank has the same pieces
+    config.train.global_batch_size = config.train.micro_batch_size * gpus
+    with on_shapes(config, description, gpus, 0):
+        with META:
+            [model] = build_model(config, description, META)
+        layers: list[Parameters] = [Counter() for _ in range(model.config.num_layers)]
+        kinds: list[list[Hashable]] = [[] for _ in layers]
+        other_parts: dict[str, Parameters] = defaultdict(Counter)
+        for name, parameter in _named_parameters(model):
+            if name.startswith(LAYERS):
+                number, _, part = name.removeprefix(LAYERS).partition(".")
+                layers[int(number)] += _count(name, parameter)
+                kinds[int(number)].append((part, parameter.shape, parameter.requires_grad))
+            else:
+                other_parts[_place(name)] += _count(name, parameter)
+        saved = _saved_by_layers(config, description, model, [tuple(kind) for kind in kinds])
+    tied_outputs = other_parts["embedding"] if model.config.tie_embeddings else Counter()
+    inputs = other_parts["embedding"] + other_parts["inputs"]
+    return Pieces(layers, saved, other_parts["vision"], inputs, other_parts["outputs"], tied_outputs)
+
+
+def _named_parameters(model: VLMModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Give adapters' parameters the name of the weight that they adapt."""
+    yield from (pair for pair in model.named_parameters() if not pair[0].startswith("adapters."))
+    for lora in model.adapters.children() if model.adapters else ():
+        yield from ((lora.target.weight, parameter) for parameter in lora.parameters())
+
+
+def _count(name: str, parameter: nn.Parameter) -> Parameters:
+    kind = "experts" if ".experts." in name else "dense"
+    size = parameter.numel()
+    return Counter({kind: size, f"trained_{kind}": size * parameter.requires_grad})
+
+
+def _place(name: str) -> str:
+    if name.startswith("vision."):
+        return "vision"
+    if ".embedding." in name:
+        return "embedding"
+    is_last = name.startswith(("language_model.output_layer.", "language_model.decoder."))
+    return "outputs" if is_last else "inputs"
+
+
+def _saved_by_layers(
+    config: RunConfig, description: Description, model: VLMModel, kinds: Sequence[Hashable]
+) -> list[float]:
+    # the second layer of a kind is measured, as the first may keep what all share, such as rotary tables
+    measured = {kind: [i for i, other in enumerate(kinds) if other == kind][:2][-1] for kind in kinds}
+    decoder = model.language_model.decoder
+    decoder.layers = decoder.layers[: max(measured.values()) + 1]
+    running: list[int | None] = [None]
+    for number, layer in enumerate(decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: running.append(number))
+        layer.register_forward_hook(lambda *_: running.append(None))
+    kept: list[tuple[int | None, Tensor]] = []
+    [stream] = streams_of([model], [example_batch(config, description) | {"visual_inputs": None}])
+    tokens = stream.input_ids.shape[1]
+    if config.parallel.sequence_parallel:
+        tokens //= config.parallel.tp
+    hidden = torch.empty(tokens, 1, model.config.hidden_size, dtype=model.config.params_dtype, device=META)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((running[-1], t)), lambda t: t):
+        model.language_model.outputs(stream, hidden.requires_grad_(), output_losses)
+    counted = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved: Counter[int | None] = Counter()
+    for number, tensor in kept:
+        storage = tensor.untyped_storage()
+        if tensor.is_meta and storage._cdata not in counted:
+            counted.add(storage._cdata)
+            saved[number] += storage.nbytes()
+    kept.clear()  # the graph holds the hook, which holds these, which hold it
+    return [saved[measured[kind]] for kind in kinds]
+
+
+# --- as lines of text ---------------------------------------------------------------------------------------
+
+
+def describe(plan: MemoryPlan, capacity: float) -> Iterator[str]:
+    """Give the plan as text: a line for each stage, the assumptions, and whether it fits."""
+    config = plan.config
+    parallel = config.parallel
+    sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
+    layout = " · ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "tp")
+    # the layout, a line for each stage, then what was assumed
+    numbers = derived(config, plan.gpus)
+    yield (
+        f"{config.name} on {plan.gpus} GPU{'s' * (plan.gpus > 1)}: {layout} · dp {numbers['data_parallel']}; "
+        f"{numbers['micro_batches_per_step']} micro batches of {config.train.micro_batch_size} × "
+        f"{config.data.seq_length} tokens a step\n"
+    )
+    yield from _table(plan)
+    yield (
+        "\nParameters are exact. Memory is an estimate in GB (10^9 bytes) for each rank of the stage, with "
+        f"{RESERVE / 1e9:.1f} in reserve."
+    )
+    yield (
+        f"Rows have {costs.images_per_row(config, plan.image):.1f} images of {plan.image.tokens} visual "
+        f"tokens (data.visual_share {config.data.visual_share:g}, data.max_pixels "
+        f"{config.data.max_pixels or costs.DEFAULT_IMAGE})."
+    )
+    if config.optimizer.offload:
+        offloaded = max(stage.offloaded for stage in plan.stages)
+        yield f"Adam keeps {offloaded / 1e9:.1f} GB for each rank in its host's memory."
+    # the last line says whether it fits and, if not, what to change
+    need = (
+        f"the fullest rank, of stage {plan.fullest}, needs {plan.memory / 1e9:.0f} of {capacity / 1e9:.0f} GB"
+    )
+    if plan.memory <= capacity:
+        yield f"It fits: {need}."
+    else:
+        yield (
+            f"It does not fit: {need}. Try model.recompute=full, optimizer.offload=true, a larger tp "
+            "or more GPUs; `plan --gpus N --search` finds layouts of N GPUs that fit."
+        )
+
+
+def _table(plan: MemoryPlan) -> list[str]:
+    parts = ("weights", "gradients", "optimizer", "activations", "memory")
+    rows = [("stage", "layers", "parameters", *parts, "work")]
+    mean = sum(stage.flops for stage in plan.stages) / len(plan.stages)
+    for number, stage in enumerate(plan.stages):
+        layers = " ".join(f"{part.start}-{part.stop - 1}" for part in stage.layers)
+        memory = (f"{getattr(stage, part) / 1e9:.1f}" for part in parts)
+        rows.append((str(number), layers, f"{stage.parameters:,}", *memory, f"{stage.flops / mean:.2f}"))
+    return aligned(rows, ">")
+
+
+def rehearsed(plan: MemoryPlan, rank: int | None) -> Iterator[str]:
+    """Give lines about what each rank holds and sends in a real step, beside the plan."""
+    for number in plan.representatives if rank is None else [rank]:
+        rehearsal = rehearse(plan.config, plan.description, plan.gpus, number)
+        planned = plan.stages[rehearsal.stage].memory - RESERVE
+        parts = ("weights", "gradients", "optimizer", "activations")
+        sizes = ", ".join(f"{part} {getattr(rehearsal, part) / 1e9:.1f}" for part in parts)
+        yield (
+            f"\nRank {number}, of stage {rehearsal.stage}, rehearsed: {rehearsal.peak / 1e9:.1f} GB at most "
+            f"({sizes}); the plan says {planned / 1e9:.1f}, {planned / rehearsal.peak:.2f} of it."
+        )
+        for (group, kind), (calls, nbytes) in sorted(rehearsal.exchanged().items()):
+            yield f"  {group}: {kind}, {calls:,.0f} calls, {nbytes / 1e9:,.2f} GB a step"

@@ -59,8 +59,17 @@ def recipe_for(
     text = as_recipe(config, shlex.join(["megatron-vlm", *sys.argv[1:]]))
     typer.echo(text)
     file = Path(config.run_dir) / RECIPE
-    if not dry_run:
-        _write(file, text)
+    if dry_run:
+        return file
+    # a start with the same settings goes on; the first line is the command, which may differ
+    if file.exists() and read_text(file).partition("\n")[2] != text.partition("\n")[2]:
+        raise ConfigError(
+            f"{file} holds another recipe; go on with that by --config {file}, "
+            "remove it, or give another --run_dir."
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, text)
+    typer.echo(f"wrote {file}")
     return file
 
 
@@ -110,15 +119,3 @@ def as_recipe(config: RunConfig, command: str) -> str:
             (sections.setdefault(section, {}) if section else sections)[name] = value
     head = f"# Made by `{printable(command, 10_000)}`; edit it, and start it by --config.\n"
     return head + yaml.safe_dump(sections, sort_keys=False, width=10_000)
-
-
-def _write(file: Path, text: str) -> None:
-    settings = text.partition("\n")[2]
-    if file.exists() and read_text(file).partition("\n")[2] != settings:
-        raise ConfigError(
-            f"{file} holds another recipe; go on with that by --config {file}, "
-            "remove it, or give another --run_dir."
-        )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, text)
-    typer.echo(f"wrote {file}")

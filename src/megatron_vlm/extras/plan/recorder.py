@@ -53,18 +53,15 @@ class TensorMemory(TorchDispatchMode):
     def count_all(self, out: Any) -> None:
         """Counts all tensors of what an operation returned."""
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._count(tensor)
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._sizes or self._device not in (None, tensor.device.type):
-            return
-        self._sizes[key] = storage.nbytes()
-        self.alive += storage.nbytes()
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._free, key)
+            if not isinstance(tensor, Tensor) or self._device not in (None, tensor.device.type):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._sizes:
+                self._sizes[key] = storage.nbytes()
+                self.alive += storage.nbytes()
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
         self.alive -= self._sizes.pop(key)

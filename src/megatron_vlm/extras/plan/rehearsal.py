@@ -28,11 +28,10 @@ from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.kernels.fused import Fused
 from megatron_vlm.models.opened import build_model
-from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import cpu, setup
 from megatron_vlm.training.gradients import data_parallel
-from megatron_vlm.training.losses import Reports, StepLoss
+from megatron_vlm.training.losses import Reports
 from megatron_vlm.training.optimizer import build_optimizer, offloaded_bytes
 from megatron_vlm.training.step import train_step
 from megatron_vlm.validate import validate
@@ -78,12 +77,14 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
     """
     config = as_on_a_gpu(config)
     with on_shapes(config, description, gpus, rank) as recorder:
-        chunks = model_on_shapes(config, description)
+        with META:
+            chunks = build_model(config, description, META)
         model = data_parallel(chunks, config)
         optimizer, scheduler = build_optimizer(model, config)
         optimizer.step()  # makes its state
         weights = _nbytes(p for chunk in chunks for p in chunk.parameters())
-        gradients = _gradients(model)
+        buffers = [b for chunk in model for b in chunk.buffers + chunk.expert_parallel_buffers]
+        gradients = _nbytes(buffer.grad_data for buffer in buffers)
         gc.collect()
         offloaded = offloaded_bytes(optimizer)
         before_losses = recorder.alive
@@ -91,12 +92,20 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
         reference = recorder.alive - before_losses
         count = derived(config, gpus)["micro_batches_per_step"]
         stage = setup.parallel_state.get_pipeline_model_parallel_rank()
-        batches = [example_batch(config, description)] * _enough(config, count, stage)
+        # so many that the stage has held the most that it ever holds, see `plan.forwards_kept`
+        pp = config.parallel.pp
+        enough = min(count, 2 * pp if config.parallel.vpp > 1 else pp - stage + (pp > 1))
+        batches = [example_batch(config, description)] * enough
         micro_batch: Counter[Collective] = Counter()
         once: Counter[Collective] = Counter()
         recorder.seen, recorder.peak = micro_batch, recorder.alive
-        step_loss = _then_counting(step_loss, recorder, once)
-        train_step(model, optimizer, scheduler, batches, step_loss=step_loss)
+
+        def loss_then_once(*arguments: Any) -> tuple[Reports, float]:
+            reports_and_weight = step_loss(*arguments)
+            recorder.seen = once  # what comes after the backward passes comes once a step
+            return reports_and_weight
+
+        train_step(model, optimizer, scheduler, batches, step_loss=loss_then_once)
     for call, number in micro_batch.items():
         # gradients are reduced in the last micro batch alone
         once[call] += number if call.group == "dp" else number / len(batches) * count
@@ -136,12 +145,6 @@ def on_shapes(
         yield recorder
 
 
-def model_on_shapes(config: RunConfig, description: Description) -> list[VLMModel]:
-    """Return this rank's model chunks."""
-    with META:
-        return build_model(config, description, META)
-
-
 def as_on_a_gpu(config: RunConfig) -> RunConfig:
     """A copy with what `auto` means on a GPU."""
     config = deepcopy(config)
@@ -151,31 +154,8 @@ def as_on_a_gpu(config: RunConfig) -> RunConfig:
     return config
 
 
-def _enough(config: RunConfig, count: int, stage: int) -> int:
-    """Micro batches after which a stage has held the most that it ever holds, see `plan.forwards_kept`."""
-    pp = config.parallel.pp
-    vpp = config.parallel.vpp
-    return min(count, 2 * pp if vpp > 1 else pp - stage + (pp > 1))
-
-
-def _then_counting(step_loss: StepLoss, recorder: Recorder, once: Counter[Collective]) -> StepLoss:
-    """The same loss; what happens after its backward passes is counted in `once`."""
-
-    def counted(chunks: list[torch.nn.Module], micro_batches: list[Batch]) -> tuple[Reports, float]:
-        reports, weight = step_loss(chunks, micro_batches)
-        recorder.seen = once
-        return reports, weight
-
-    return counted
-
-
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def _gradients(model: list[torch.nn.Module]) -> int:
-    buffers = itertools.chain.from_iterable(chunk.buffers + chunk.expert_parallel_buffers for chunk in model)
-    return _nbytes(buffer.grad_data for buffer in buffers)
 
 
 # --- what torch does on shapes -----------------------------------------------------------------------------
@@ -190,14 +170,6 @@ def shapes_only() -> Iterator[None]:
     numbers of the device; Adam may be fused; memory can be pinned. Objects that ranks exchange are all this
     rank's own.
     """
-    changed = (
-        *((functional, name) for name in ("scaled_dot_product_attention", "dropout")),
-        *((torch, "tensor"), (torch.Tensor, "pin_memory"), (adam, "_device_dtype_check_for_fused")),
-        *((dist, name) for name in ("all_gather_object", "broadcast_object_list")),
-        *((Fused, name) for name in ("compiles_on", "compiled")),
-    )
-    # all of these are put back at the end, whatever happens
-    before = [getattr_static(owner, name) for owner, name in changed]
     on_host = torch.tensor
 
     def copied(data: Any, device: Any = None, **options: Any) -> Tensor:
@@ -205,20 +177,25 @@ def shapes_only() -> Iterator[None]:
             return on_host(_numbers(data), **options)
         return on_host(_numbers(data), device="cpu", **options).to(META if device == "cuda" else device)
 
-    functional.scaled_dot_product_attention = _one_kernel
-    functional.dropout = _dropped
-    torch.tensor = copied
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor
-    adam._device_dtype_check_for_fused = lambda *_, **__: None
-    Fused.compiles_on = "meta"
-    Fused.compiled = property(lambda function: function.written)
-    dist.all_gather_object = _gathered
-    dist.broadcast_object_list = lambda *_, **__: None
+    stand_ins = {
+        (functional, "scaled_dot_product_attention"): _one_kernel,
+        (functional, "dropout"): _dropped,
+        (torch, "tensor"): copied,
+        (torch.Tensor, "pin_memory"): lambda tensor, *_: tensor,
+        (adam, "_device_dtype_check_for_fused"): lambda *_, **__: None,
+        (Fused, "compiles_on"): "meta",
+        (Fused, "compiled"): property(lambda function: function.written),
+        (dist, "all_gather_object"): _gathered,
+        (dist, "broadcast_object_list"): lambda *_, **__: None,
+    }
+    originals = {place: getattr_static(*place) for place in stand_ins}
     try:
+        for place, stand_in in stand_ins.items():
+            setattr(*place, stand_in)
         yield
     finally:
-        for (owner, name), value in zip(changed, before, strict=True):
-            setattr(owner, name, value)
+        for place, original in originals.items():
+            setattr(*place, original)
 
 
 def _one_kernel(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_) -> Tensor:
@@ -269,42 +246,35 @@ def example_batch(config: RunConfig, description: Description) -> Batch:
     }
 
 
-def example_row(
-    config: RunConfig, description: Description
-) -> tuple[torch.Tensor, list[GenericVisualInputs]]:
-    """The tokens of a full row, and its images."""
-    images, counts = _images(config, description)
-    ids_T = torch.full((config.data.seq_length,), _text_token(description.hf_config), dtype=torch.int64)
-    start = 1
-    for count in counts:  # one after the other, a token of text between them
-        ids_T[start : start + count] = description.hf_config.image_token_id
-        start += count + 1
-    return ids_T, images
-
-
-def _text_token(hf_config: Any) -> int:
-    """A token that stands for nothing else."""
-    special = [value for name, value in hf_config.to_dict().items() if name.endswith(("_id", "_index"))]
-    return next(token for token in itertools.count() if token not in special)
-
-
-def _images(config: RunConfig, description: Description) -> tuple[list[GenericVisualInputs], list[int]]:
-    """Images that fill `data.visual_share` of a row, as far as whole ones do, and their numbers of tokens.
+def example_row(config: RunConfig, description: Description) -> tuple[Tensor, list[GenericVisualInputs]]:
+    """The tokens of a full row, and its images, which fill `data.visual_share` of it as far as whole ones do.
 
     All have `data.max_pixels` but the last, which is as large as the rest allows.
     """
+    length = config.data.seq_length
     pixels = config.data.max_pixels or costs.DEFAULT_IMAGE
 
     def image(pixels: float) -> tuple[GenericVisualInputs, int]:
         visual = GenericVisualInputs(**description.blank_image(int(pixels)))
         return visual, sum(description.visual_tokens(visual))
 
+    # each image takes one token more than it has: they follow each other, a token of text between them
     largest, tokens = image(pixels)
-    room = config.data.seq_length - 1  # of which each image takes one token more than it has
-    number = min(int(config.data.visual_share * config.data.seq_length) // tokens, room // (tokens + 1))
-    remaining_tokens = int(config.data.visual_share * config.data.seq_length) - number * tokens
+    room = length - 1
+    visual_tokens = int(config.data.visual_share * length)
+    number = min(visual_tokens // tokens, room // (tokens + 1))
     images = [(largest, tokens)] * number
+    remaining_tokens = visual_tokens - number * tokens
     last, tokens_of_last = image(pixels * remaining_tokens / tokens)
     if tokens_of_last <= min(remaining_tokens, room - number * (tokens + 1)):
         images.append((last, tokens_of_last))
-    return [visual for visual, _ in images], [count for _, count in images]
+    # all other tokens are text that stands for nothing else
+    settings = description.hf_config.to_dict()
+    special = [value for name, value in settings.items() if name.endswith(("_id", "_index"))]
+    text_token = next(token for token in itertools.count() if token not in special)
+    ids_T = torch.full((length,), text_token, dtype=torch.int64)
+    start = 1
+    for _, count in images:
+        ids_T[start : start + count] = description.hf_config.image_token_id
+        start += count + 1
+    return ids_T, [visual for visual, _ in images]

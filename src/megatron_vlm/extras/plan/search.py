@@ -6,16 +6,23 @@ with a network card of 400 Gb/s for each). The shares are assumptions.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.extras.plan.plan import KnownCosts, MemoryPlan, Stage, make_plan
+from megatron_vlm.extras.plan.plan import (
+    RESERVE,
+    KnownCosts,
+    MemoryPlan,
+    make_plan,
+)
+from megatron_vlm.extras.plan.rehearsal import rehearse
 from megatron_vlm.models import costs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.attention_sizes import heads_of
 from megatron_vlm.overrides import apply_overrides
 
+MOST_REHEARSED = 5  # layouts of a search
 SIZES = (1, 2, 4, 8, 16, 32)
 NODE = 8  # GPUs
 # a row's fewest tokens on a rank of context parallelism: shorter rows are cheaper on whole ranks
@@ -39,22 +46,37 @@ BESIDE = 0.85  # of its speed that a product keeps while an exchange runs beside
 TOWER = 2
 
 
+def searched(plan: MemoryPlan, capacity: float) -> Iterator[str]:
+    """Give the quickest layouts that fit by their plans, and the first whose rehearsal fits, too."""
+    yield f"\nSearching layouts of {plan.gpus} GPUs of {capacity / 1e9:.0f} GB ..."
+    layouts = planned_layouts(plan.config, plan.description, plan.gpus, capacity)
+    yield f"{len(layouts)} fit by their plans. The quickest, with their estimated time over the first's:"
+    best = layouts[:MOST_REHEARSED]
+    for settings, planned in best:
+        time = estimated_seconds(planned) / estimated_seconds(best[0][1])
+        yield f"  {' '.join(settings)}: {time:.2f}, {planned.memory / 1e9:.0f} GB"
+    for settings, planned in best:
+        ranks = planned.representatives
+        peaks = [rehearse(planned.config, plan.description, plan.gpus, rank).peak for rank in ranks]
+        memory = max(peaks) + RESERVE
+        if memory <= capacity:
+            yield f"The quickest whose rehearsal fits, with {memory / 1e9:.0f} GB: {' '.join(settings)}"
+            return
+    yield "No layout fits; use more GPUs, shorter rows or a smaller micro batch."
+
+
 def planned_layouts(
-    config: RunConfig,
-    description: Description,
-    gpus: int,
-    capacity: float,
-    to_fit: Sequence[tuple[str, ...]] = TO_FIT,
+    config: RunConfig, description: Description, gpus: int, capacity: float
 ) -> list[tuple[tuple[str, ...], MemoryPlan]]:
     """Return settings and plans of all layouts on `gpus` GPUs that need at most `capacity` bytes of each.
 
     They are in the order of an estimated step's time. tp stays inside a node, the batches as they are. Each
-    layout comes with the first of the changes `to_fit` with which it fits.
+    layout comes with the first of the changes TO_FIT with which it fits.
     """
     known_costs = KnownCosts()
     fitting = []
     for layout in _layouts(config, description, gpus):
-        for settings in ((*layout, *change) for change in to_fit):
+        for settings in ((*layout, *change) for change in TO_FIT):
             try:
                 plan = make_plan(apply_overrides(config, settings), description, gpus, known_costs)
             except ValueError:
@@ -87,7 +109,11 @@ def estimated_seconds(plan: MemoryPlan) -> float:
     micro_batch_seconds = max(work) / PRODUCTS + _exchanging(plan, sum(map(len, busiest.layers)))
     micro_batches = derived(config, plan.gpus)["micro_batches_per_step"]
     waiting = (config.parallel.pp - 1) / config.parallel.vpp  # micro batches; arXiv 2104.04473
-    return micro_batch_seconds * (micro_batches + waiting) + _once(plan, busiest)
+    # once a step, gradients and weights travel, and so does what Adam keeps on the host
+    replicas = plan.gpus // (config.parallel.tp * config.parallel.pp)
+    once = _exchange(busiest.gradients + busiest.weights, replicas, config.parallel.tp)
+    once += 2 * busiest.offloaded / HOST
+    return micro_batch_seconds * (micro_batches + waiting) + once
 
 
 def _exchanging(plan: MemoryPlan, layers: int) -> float:
@@ -110,13 +136,6 @@ def _exchanging(plan: MemoryPlan, layers: int) -> float:
     keys = 2 * tokens * value * max(heads.groups * heads.channels for heads in all_heads) // parallel.tp
     seconds += (2 + again) * _exchange(keys * (parallel.cp - 1), parallel.cp, parallel.tp)
     return layers * seconds
-
-
-def _once(plan: MemoryPlan, stage: Stage) -> float:
-    """Seconds of what a step does once: gradients and weights travel, and what Adam keeps on the host."""
-    parallel = plan.config.parallel
-    replicas = plan.gpus // (parallel.tp * parallel.pp)
-    return _exchange(stage.gradients + stage.weights, replicas, parallel.tp) + 2 * stage.offloaded / HOST
 
 
 def _exchange(nbytes: float, ranks: int, apart: int) -> float:
