@@ -29,7 +29,7 @@ LOCAL = {
     "job.errors": 1,
     "models.weights.files": 1,
     "models.weights.rules": 1,
-    "extras.report.charts": 1,  # of the names of our own figures
+    "extras.report.page": 1,  # of the names of our own figures
     "inputs": 1,
 }
 SAMPLES = (" ", "a", "0", "_", ".", "/", "<", "\u00e9")
