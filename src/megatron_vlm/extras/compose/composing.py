@@ -112,7 +112,9 @@ def plan(
     tensors = _stored_tensors(tower.folder, language.folder)
     embedding = tensors[EMBEDDING]
     if text.tie_word_embeddings:
-        text.tie_word_embeddings = _are_equal(embedding, tensors.setdefault(HEAD, embedding))
+        head = tensors.setdefault(HEAD, embedding)
+        is_equal = head.shape == embedding.shape and torch.equal(embedding, head.to(embedding.dtype))
+        text.tie_word_embeddings = is_equal
 
     # the tensors must fit the model of both configs before rows are added
     keys, settings = composed.keys(vision, by_role, choices)
@@ -156,10 +158,6 @@ def _stored_tensors(tower: Path, language: Path) -> dict[str, Tensor]:
             "whole language model."
         )
     return tensors
-
-
-def _are_equal(embedding: Tensor, head: Tensor) -> bool:
-    return embedding.shape == head.shape and torch.equal(embedding, head.to(embedding.dtype))
 
 
 def _map_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
