@@ -5,6 +5,7 @@ Everything heavy is imported inside the command that needs it.
 
 import contextlib
 import faulthandler
+import gc
 import io
 import logging
 import os
@@ -156,8 +157,10 @@ def train(
 
     # from here on this process is a rank
     with watchdog.watching(Path(config.run_dir, "errors"), config.train.hang_seconds):
+        gc.disable()  # imports make a million objects that all stay; looking through them takes time
         from megatron_vlm.train import train as train_run
 
+        gc.enable()
         if not profile:
             train_run(config)
             return

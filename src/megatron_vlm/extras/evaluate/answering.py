@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import batched
 from typing import Any
 
@@ -179,6 +178,10 @@ def scored(records: Sequence[Record], metrics: Mapping[str, Metric], boxes: Boxe
     """The scores of records by metrics, over those with an answer. Thinking in an answer does not count."""
     result = Scored()
     higher_is_better: dict[str, bool] = {}
+
+    def boxes_in(text: str) -> list[list[float]]:  # in shares of a picture
+        return [shape.numbers for shape in boxes.seen(text, (1, 1)) if len(shape.numbers) == 4]
+
     for record in records:
         result.of_records.append({})
         if "problem" in record:
@@ -186,7 +189,7 @@ def scored(records: Sequence[Record], metrics: Mapping[str, Metric], boxes: Boxe
             continue
         text = record["answer"]
         answer = "".join(text[start:stop] for start, stop in between_thinking(text, 0, len(text))).strip()
-        judged = Judged(record["question"], answer, record["references"], partial(_boxes_in, boxes))
+        judged = Judged(record["question"], answer, record["references"], boxes_in)
         for name, metric in metrics.items():
             try:
                 figures = metric(judged)
@@ -200,8 +203,3 @@ def scored(records: Sequence[Record], metrics: Mapping[str, Metric], boxes: Boxe
         values = [figures[name] for figures in result.of_records if name in figures]
         result.scores[name] = Score(sum(values) / len(values), len(values), is_better)
     return result
-
-
-def _boxes_in(boxes: Boxes, text: str) -> list[list[float]]:
-    """The boxes of a text, in shares of a picture."""
-    return [shape.numbers for shape in boxes.seen(text, (1, 1)) if len(shape.numbers) == 4]

@@ -37,7 +37,7 @@ def plan(
     shipped = shipped_config(config.model.hf_path)
     read_config(shipped or config.model.hf_path)
 
-    gc.disable()  # it would take a tenth of the time that the imports take
+    gc.disable()  # imports make a million objects that all stay; looking through them takes time
     from megatron_vlm.extras.plan.plan import describe, make_plan, rehearsed
     from megatron_vlm.extras.plan.search import searched
     from megatron_vlm.models.hf import look_at
