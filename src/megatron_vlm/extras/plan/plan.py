@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vlm.config import RunConfig, derived, fewest_processes
-from megatron_vlm.extras.plan.rehearsal import META, as_on_a_gpu, example_batch, on_shapes, rehearse
+from megatron_vlm.extras.plan.rehearsal import (
+    META,
+    as_on_a_gpu,
+    example_batch,
+    model_on_shapes,
+    on_shapes,
+    rehearse,
+)
 from megatron_vlm.messages import aligned
 from megatron_vlm.models import costs
 from megatron_vlm.models.description import Description
@@ -27,7 +34,6 @@ from megatron_vlm.models.language_model import (
     language_model_config,
 )
 from megatron_vlm.models.layers.attention_sizes import heads_of
-from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.schedule import streams_of
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.parallel.layout import stage_layers
@@ -37,6 +43,7 @@ from megatron_vlm.validate import validate
 # "trained_dense" and "trained_experts" of them
 Parameters = Counter[str]
 LAYERS = "language_model.decoder.layers."
+PARTS = ("weights", "gradients", "optimizer", "activations")  # of a rank's memory
 RESERVE = 4 * 2**30  # bytes for the CUDA context, communication buffers and fragmentation
 
 
@@ -269,9 +276,6 @@ class _Ranks:
         return 2 * tokens * width + max(chunks * min(CHUNK_BYTES, logits), trained * vocabulary * width)
 
 
-# --- the pieces of a model ----------------------------------------------------------------------------------
-
-
 def measure_pieces(config: RunConfig, description: Description) -> Pieces:
     """Return the pieces under the run's tensor, context and expert parallelism.
 
@@ -285,8 +289,7 @@ def measure_pieces(config: RunConfig, description: Description) -> Pieces:
     gpus = fewest_processes(config.parallel)  # on more of them a rank has the same pieces
     config.train.global_batch_size = config.train.micro_batch_size * gpus
     with on_shapes(config, description, gpus, 0):
-        with META:
-            [model] = build_model(config, description, META)
+        [model] = model_on_shapes(config, description)
         layers: list[Parameters] = [Counter() for _ in range(model.config.num_layers)]
         kinds: list[list[Hashable]] = [[] for _ in layers]
         other_parts: dict[str, Parameters] = defaultdict(Counter)
@@ -398,7 +401,7 @@ def describe(plan: MemoryPlan, capacity: float) -> Iterator[str]:
 
 
 def _table(plan: MemoryPlan) -> list[str]:
-    parts = ("weights", "gradients", "optimizer", "activations", "memory")
+    parts = (*PARTS, "memory")
     rows = [("stage", "layers", "parameters", *parts, "work")]
     mean = sum(stage.flops for stage in plan.stages) / len(plan.stages)
     for number, stage in enumerate(plan.stages):
@@ -413,8 +416,7 @@ def rehearsed(plan: MemoryPlan, rank: int | None) -> Iterator[str]:
     for number in plan.representatives if rank is None else [rank]:
         rehearsal = rehearse(plan.config, plan.description, plan.gpus, number)
         planned = plan.stages[rehearsal.stage].memory - RESERVE
-        parts = ("weights", "gradients", "optimizer", "activations")
-        sizes = ", ".join(f"{part} {getattr(rehearsal, part) / 1e9:.1f}" for part in parts)
+        sizes = ", ".join(f"{part} {getattr(rehearsal, part) / 1e9:.1f}" for part in PARTS)
         yield (
             f"\nRank {number}, of stage {rehearsal.stage}, rehearsed: {rehearsal.peak / 1e9:.1f} GB at most "
             f"({sizes}); the plan says {planned / 1e9:.1f}, {planned / rehearsal.peak:.2f} of it."

@@ -28,6 +28,7 @@ from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.layers.kernels.fused import Fused
 from megatron_vlm.models.opened import build_model
+from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import cpu, setup
 from megatron_vlm.training.gradients import data_parallel
@@ -77,8 +78,7 @@ def rehearse(config: RunConfig, description: Description, gpus: int, rank: int =
     """
     config = as_on_a_gpu(config)
     with on_shapes(config, description, gpus, rank) as recorder:
-        with META:
-            chunks = build_model(config, description, META)
+        chunks = model_on_shapes(config, description)
         model = data_parallel(chunks, config)
         optimizer, scheduler = build_optimizer(model, config)
         optimizer.step()  # makes its state
@@ -145,6 +145,12 @@ def on_shapes(
         yield recorder
 
 
+def model_on_shapes(config: RunConfig, description: Description) -> list[VLMModel]:
+    """Return this rank's model chunks."""
+    with META:
+        return build_model(config, description, META)
+
+
 def as_on_a_gpu(config: RunConfig) -> RunConfig:
     """A copy with what `auto` means on a GPU."""
     config = deepcopy(config)
@@ -170,6 +176,14 @@ def shapes_only() -> Iterator[None]:
     numbers of the device; Adam may be fused; memory can be pinned. Objects that ranks exchange are all this
     rank's own.
     """
+    changed = (
+        *((functional, name) for name in ("scaled_dot_product_attention", "dropout")),
+        *((torch, "tensor"), (torch.Tensor, "pin_memory"), (adam, "_device_dtype_check_for_fused")),
+        *((dist, name) for name in ("all_gather_object", "broadcast_object_list")),
+        *((Fused, name) for name in ("compiles_on", "compiled")),
+    )
+    # all of these are put back at the end, whatever happens
+    before = [getattr_static(owner, name) for owner, name in changed]
     on_host = torch.tensor
 
     def copied(data: Any, device: Any = None, **options: Any) -> Tensor:
@@ -177,25 +191,20 @@ def shapes_only() -> Iterator[None]:
             return on_host(_numbers(data), **options)
         return on_host(_numbers(data), device="cpu", **options).to(META if device == "cuda" else device)
 
-    stand_ins = {
-        (functional, "scaled_dot_product_attention"): _one_kernel,
-        (functional, "dropout"): _dropped,
-        (torch, "tensor"): copied,
-        (torch.Tensor, "pin_memory"): lambda tensor, *_: tensor,
-        (adam, "_device_dtype_check_for_fused"): lambda *_, **__: None,
-        (Fused, "compiles_on"): "meta",
-        (Fused, "compiled"): property(lambda function: function.written),
-        (dist, "all_gather_object"): _gathered,
-        (dist, "broadcast_object_list"): lambda *_, **__: None,
-    }
-    originals = {place: getattr_static(*place) for place in stand_ins}
+    functional.scaled_dot_product_attention = _one_kernel
+    functional.dropout = _dropped
+    torch.tensor = copied
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
+    adam._device_dtype_check_for_fused = lambda *_, **__: None
+    Fused.compiles_on = "meta"
+    Fused.compiled = property(lambda function: function.written)
+    dist.all_gather_object = _gathered
+    dist.broadcast_object_list = lambda *_, **__: None
     try:
-        for place, stand_in in stand_ins.items():
-            setattr(*place, stand_in)
         yield
     finally:
-        for place, original in originals.items():
-            setattr(*place, original)
+        for (owner, name), value in zip(changed, before, strict=True):
+            setattr(owner, name, value)
 
 
 def _one_kernel(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_) -> Tensor:
