@@ -1,6 +1,6 @@
 """The two checkpoints of a command line, checked by their config.json before torch is imported."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 from megatron_vlm.checks import folder_problems
 from megatron_vlm.config import ConfigError
 from megatron_vlm.messages import suggestion
-from megatron_vlm.supported import any_config, resolve
+from megatron_vlm.supported import QUANTISED, any_config, resolve
 
 TOWERS = {  # model type of a tower -> of the model that holds it
     "siglip2_vision_model": "lfm2_vl",
@@ -84,6 +84,7 @@ def tower_config(path: str | Path, place: str = "--tower") -> dict[str, Any]:
         if model_type in LANGUAGE_MODELS:
             remedy = "it is a language model: give it as --language-model"
         raise ConfigError(f"{place}: no tower, its model type is {model_type!r}; {remedy}.")
+    _refuse_quantised(place, config | tower)
     return tower
 
 
@@ -98,7 +99,18 @@ def language_config(path: str | Path, place: str = "--language-model") -> dict[s
         raise ConfigError(
             f"{place}: no language model that can be composed, its model type is {model_type!r}; {remedy}."
         )
+    _refuse_quantised(place, config)
     return config
+
+
+def _refuse_quantised(place: str, config: Mapping[str, Any]) -> None:
+    """Weights in FP8 would be widened when they are read, and config.json would still say FP8."""
+    for key in QUANTISED:
+        if config.get(key) is not None:
+            raise ConfigError(
+                f"{place}: its weights are quantised ({key} in config.json); give the checkpoint in bf16 "
+                "that it was made from."
+            )
 
 
 def named_tokens(pairs: Iterable[str]) -> dict[str, str]:
