@@ -75,6 +75,7 @@ MOST = 2**53  # of any limit; NaN is not below it
 REAL = ("fps", "sample_fps", "raw_fps", "video_start", "video_end")  # the others are whole numbers
 PAIRS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 NO_VALUES = (None, "", [])
+PLAIN = {str, bytes, int, float, bool, type(None)}  # of JSON's values
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000  # besides 0
 BESIDE_TEXT = ("tool_calls", "reasoning_content")  # what else a reply may consist of
 MEDIA_KEYS = tuple(name for names in MEDIA.values() for name in names)
@@ -83,7 +84,7 @@ PASSED = {*THINKING_KEYS, *CALLS, REFERENCES, "name", "tool_call_id"}  # go to t
 PLACEHOLDER = re.compile(r"<(image|video)>")
 # An image that a text names; a name in the tag that is no file's is text about the tag
 NAMED_IMAGE = re.compile(rf"<img>([^<>\n]+(?:{'|'.join(map(re.escape, PICTURES))}))</img>", re.IGNORECASE)
-PYTHON_PARTS = re.compile(r"\[\{'type': '(?:(?:in|out)put_)?(?:text|image|video)(?:_url)?'[,}]")
+PYTHON_PARTS = re.compile(r"\s*\[\{'type': '(?:(?:in|out)put_)?(?:text|image|video)(?:_url)?'[,}]")
 # What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
 INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
 BLANK = re.compile(f"{INVISIBLE}*+")
@@ -302,7 +303,7 @@ def _is_null(value: Any) -> bool:
 
 def without_numpy(value: Any) -> Any:
     """Return a record with Python's values in place of numpy values, as pandas reads them from parquet."""
-    if isinstance(value, str):
+    if type(value) in PLAIN:
         return value
     if isinstance(value, dict):
         return {key: without_numpy(item) for key, item in value.items()}
@@ -742,8 +743,7 @@ def get_only_alias(
 
 def unread_keys(item: Mapping[str, Any], read_keys: Container[str]) -> set[str]:
     """Return the keys of an object that are not among the known ones and have a value."""
-    empty = {key for key, value in item.items() if isinstance(value, str | list | None) and not value}
-    return {str(key) for key in item.keys() - empty if key not in read_keys}
+    return {str(key) for key, value in item.items() if key not in read_keys and value not in NO_VALUES}
 
 
 def parse_turns(turns: Any, system: Any = None, media: TurnMedia | None = None) -> list[dict]:
@@ -800,7 +800,7 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
         return message | {"role": "assistant", "content": [], "tool_calls": calls}
     if (calls := read_calls(turn, place, media.unread)) is not None:
         message["tool_calls"] = calls
-    if role in ("user", "assistant") and isinstance(content, str) and PYTHON_PARTS.match(content.strip()):
+    if role in ("user", "assistant") and isinstance(content, str) and PYTHON_PARTS.match(content):
         raise BadSample("bad_conversation", f"{place}content is a list as Python prints it; write it as JSON")
 
     # Media of the turn itself, or paths in its text, become parts first; then every part is read

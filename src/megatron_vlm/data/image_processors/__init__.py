@@ -1,4 +1,4 @@
-"""Specs of image processors. A new one is a file here and a line of SPECS."""
+"""Specs of image processors. A new one is a class in a file here, and a line of SPECS."""
 
 from pkgutil import resolve_name
 
