@@ -44,7 +44,7 @@ from megatron_vlm.models.language_model import DTYPES  # noqa: E402
 from megatron_vlm.models.opened import build_model  # noqa: E402
 from megatron_vlm.models.weights.importing import import_hf  # noqa: E402
 from megatron_vlm.parallel import setup  # noqa: E402
-from megatron_vlm.training import gradients, step  # noqa: E402
+from megatron_vlm.training import step  # noqa: E402
 from megatron_vlm.training.optimizer import build_optimizer  # noqa: E402
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint  # noqa: E402
 
@@ -152,7 +152,7 @@ def built(path: Path, config: RunConfig) -> tuple[list, Any, Any]:
     description = describe(hf_config)
     chunks = build_model(config, description, setup.device(), load_processor(path))
     import_hf(chunks, path, description.weight_map)
-    ddp = gradients.data_parallel(chunks, config)
+    ddp = step.data_parallel(chunks, config)
     return ddp, *build_optimizer(ddp, config)
 
 

@@ -64,7 +64,7 @@ READ = {
     "models.layers.attention",
     "models.layers.attention_plan",
     "models.layers.attention_sizes",
-    "models.layers.rotary",
+    "models.layers.fused",
     "data.image_processors.base",
     "data.load.hf",
 }

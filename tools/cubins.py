@@ -37,8 +37,7 @@ from torch.utils import _triton
 from triton.backends.compiler import GPUTarget
 
 from megatron_vlm.models import head
-from megatron_vlm.models.layers import feed_forward
-from megatron_vlm.models.layers.kernels import fused
+from megatron_vlm.models.layers import fused
 from megatron_vlm.parallel import cpu
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "cubins.json"
@@ -63,7 +62,7 @@ def traced_gate_backwards() -> list[Callable[..., Any]]:
     given = [torch.empty(sizes, dtype=torch.bfloat16) for sizes in ((48, 80), (48, 160), 48)]
 
     def written(gradient: torch.Tensor, gate_up: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
-        made = feed_forward._gate_backward.written(gradient, gate_up, silu, *weights or (None,))
+        made = fused._gate_backward.written(gradient, gate_up, silu, *weights or (None,))
         return [each for each in made if each is not None]
 
     torch.compiler._is_compiling_flag = True
@@ -91,7 +90,7 @@ def cases(gate_backwards: list[Callable[..., Any]]) -> dict[str, tuple[Callable[
     of_tokens, settings = on_card(5, TOKENS, dtype=torch.float32), (1.0, None, VOCABULARY)
     of_inner, (plain, weighted) = on_card(TOKENS, FFN), gate_backwards
     norm, backward = fused.normed.written, fused._norm_backward.written
-    turned_by, gate = fused.rotate_rows.written, feed_forward._gate.written
+    turned_by, gate = fused.rotate_rows.written, fused._gate.written
     return {
         "norm": (norm, [rows, weight, 1e-6, False, False]),
         "norm, zero-centered": (norm, [rows, weight, 1e-6, True, False]),

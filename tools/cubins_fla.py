@@ -2,7 +2,7 @@
 
 python tools/cubins_fla.py [--heads 16:32 ...] [--configurations N]
 
-The calls are those of `models.layers.delta_net.kernels`, forward and backward, in bf16, with the heads of the
+The calls are those of `models.layers.delta_net`, forward and backward, in bf16, with the heads of the
 published Qwen3.5 models. The package tunes each kernel, that is, it measures several configurations on the
 card; here as many of them are compiled for sm_90, evenly chosen. Nothing runs, so this finds what does not
 compile or has no room, and not what is wrong. Heads that are not named stay in the report.
@@ -96,15 +96,15 @@ def used(cubin: bytes) -> dict[str, int]:
 def call_all(keys: int, values: int) -> None:
     """The rule and the convolution with their gradients, as a layer calls them."""
     from megatron_vlm.models.layers.attention_sizes import DeltaHeads
-    from megatron_vlm.models.layers.delta_net import kernels
-    from megatron_vlm.models.layers.delta_net.kernel_check import cases
-    from megatron_vlm.models.layers.delta_net.plan import Documents
+    from megatron_vlm.models.layers.delta_net import installed_kernels
+    from megatron_vlm.models.layers.delta_rule import Documents
+    from megatron_vlm.models.layers.kernel_checks import delta_cases
 
     documents = Documents(np.array(LENGTHS), torch.device("cpu"))
     heads = DeltaHeads(keys, values, CHANNELS, CHANNELS, TAPS)
-    for _, function, tensors in cases(heads, documents, torch.bfloat16):
+    for _, function, tensors in delta_cases(heads, documents, torch.bfloat16):
         *inputs, gradient = (x.requires_grad_() for x in tensors)
-        result: Tensor = function(*inputs, documents, kernels.installed())
+        result: Tensor = function(*inputs, documents, installed_kernels())
         torch.autograd.grad(result, inputs, gradient.detach())
 
 

@@ -23,13 +23,13 @@ from megatron_vlm.models.description import Description
 aten = torch.ops.aten
 # among tensors of a GPU, these take index lists from the host, and copy them
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-# modules whose frames are not the place of what they do
+# modules, and a function, whose frames are not the place of what they do
 INSIDE = (
     "torch.",
     "device_waits.",
     "megatron_vlm.extras.plan.",
     "megatron_vlm.parallel.cpu.",
-    "megatron_vlm.parallel.transfer.",
+    "megatron_vlm.parallel.setup.on_device.",
 )
 
 
@@ -111,7 +111,7 @@ def waiting_on_shapes(
 def place() -> str:
     """Return the file, line and function that is at work, outside of torch and of the rehearsal."""
     frame = sys._getframe(1)
-    while f"{frame.f_globals.get('__name__')}.".startswith(INSIDE):
+    while f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}.".startswith(INSIDE):
         frame = frame.f_back
     code = frame.f_code
     return f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_qualname}"

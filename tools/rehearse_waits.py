@@ -44,9 +44,8 @@ from megatron_vlm.rl.losses import ppo_clip  # noqa: E402
 from megatron_vlm.rl.policy import Policy  # noqa: E402
 from megatron_vlm.training.evaluate import validation_loss  # noqa: E402
 from megatron_vlm.training.figures import StepFigures  # noqa: E402
-from megatron_vlm.training.gradients import data_parallel  # noqa: E402
 from megatron_vlm.training.optimizer import build_optimizer  # noqa: E402
-from megatron_vlm.training.step import train_step  # noqa: E402
+from megatron_vlm.training.step import data_parallel, train_step  # noqa: E402
 from megatron_vlm.training.tensor_files import sharded_state  # noqa: E402
 from tiny.checkpoints import TINY_FAMILIES  # noqa: E402
 from tiny.corpus import default_corpus  # noqa: E402
@@ -70,7 +69,7 @@ class Reason(NamedTuple):
 
 WRITTEN = Reason("a checkpoint is written by the host", None)
 REASONS = {
-    "models/layers/routes.py ExpertExchange.__init__": Reason(
+    "models/layers/moe.py ExpertExchange.__init__": Reason(
         "the numbers of rows that travel to and from the experts of other ranks: once a layer", None
     ),
     "core/optimizer/clip_grads.py get_grad_norm_fp32": Reason(

@@ -11,7 +11,6 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed as dist
 from torch.profiler import record_function
 from transformers import ProcessorMixin
@@ -50,7 +49,7 @@ class Feed:
         self._config, self._train = config, config.train
         self._begun = saved.step, 0 if config.data.restart else saved.extra.get("rows", 0)
         # no thread without workers: encoding draws from generators of this process, which a step may be using
-        self._reader = ThreadPool(1, _begin_to_read, [setup.device()]) if config.data.num_workers else None
+        self._reader = ThreadPool(1, setup.use_device, [setup.device()]) if config.data.num_workers else None
         self._coming: Callable[[], list[Batch]] | None = None  # the next step's micro batches
         self._dropped_before, self._dropped = Counter(saved.extra.get("dropped", {})), 0
         self._count = derived(config, dist.get_world_size())["micro_batches_per_step"]
@@ -175,10 +174,6 @@ class Feed:
             self._data.close()
         if self._reader is not None:
             self._reader.close()  # after the workers, which it began
-
-
-def _begin_to_read(device: torch.device) -> None:
-    setup.use_device(device)
 
 
 def vocabulary_notes(processor: ProcessorMixin, size: int) -> list[str]:

@@ -18,13 +18,12 @@ from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.weights.by_part import parameters_by_part
 from megatron_vlm.objectives import objective_of
-from megatron_vlm.parallel import setup
+from megatron_vlm.parallel import cpu, setup
 from megatron_vlm.run_folder import with_own_start
 from megatron_vlm.training import checkpoint
 from megatron_vlm.training.figures import StepFigures
-from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer, learning_rates
-from megatron_vlm.training.step import train_step
+from megatron_vlm.training.step import data_parallel, train_step
 
 
 def train(config: RunConfig, callbacks: Sequence[Callback] = ()) -> None:
@@ -56,7 +55,7 @@ def train(config: RunConfig, callbacks: Sequence[Callback] = ()) -> None:
 def open_run(config: RunConfig, callbacks: Callbacks) -> Run:
     """Open the model, its optimizer and the data, where the newest checkpoint of the run folder left them."""
     saved = checkpoint.saved(config.run_dir)
-    threads_note = setup.resume_threads(saved.threads)
+    threads_note = cpu.resume_threads(saved.threads)
     config = setup.on_first_rank(with_own_start, config)  # a resumed run keeps the adapter that it began with
     source = open_source(config.model.hf_path, saved.tied, config.data)
     feed = Feed(config, source, saved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,8 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.files import check_file, open_file, read_file
 from megatron_vlm.inputs import explain_file
 from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, any_config, missing_weights
+
+Renames = tuple[tuple[str, str], ...]  # patterns of keys -> what takes the place of what they find
 
 # the forms of tensors that are read
 FLOATS, FP8 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"
@@ -66,8 +68,15 @@ class OnDisk(NamedTuple):
     blocks: tuple[tuple[int, ...], ...] = ()
 
 
-def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDisk]:
-    """A checkpoint's tensors by the `name` of their key, FP8 ones with their scales.
+def hub_name(key: str, renames: Renames) -> str:
+    """`key` as the hub's files spell it, from any of the spellings found in the wild or in memory."""
+    for pattern, replacement in renames:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def tensors_of(folder: Path, renames: Renames = ()) -> dict[str, OnDisk]:
+    """A checkpoint's tensors by the `hub_name` of their key, FP8 ones with their scales.
 
     Raises ConfigError for a file that is not whole, a tensor that is there twice, and one whose form is none
     that is read: what this function lets pass, import takes as the numbers that were meant.
@@ -78,7 +87,7 @@ def tensors_of(folder: Path, name: Callable[[str], str] = str) -> dict[str, OnDi
             if OF_THE_MODEL.search(key):
                 continue
             tensor = OnDisk(file, key, entry["dtype"], entry["shape"])
-            if (twin := tensors.setdefault(name(key), tensor)) is not tensor:
+            if (twin := tensors.setdefault(hub_name(key, renames), tensor)) is not tensor:
                 raise ConfigError(
                     f"{folder}: {key} of {file} and {twin.key} of "
                     f"{twin.file} are the same tensor of the model; remove one of them."

@@ -46,8 +46,8 @@ def parts(run: RunConfig) -> tuple[list, Any, Any]:
     from megatron_vlm.models.families import describe
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
+    from megatron_vlm.training.step import data_parallel
 
     run.model.load_weights = False
     family = TINY_FAMILIES[FAMILY]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_vlm.models.layers.delta_net.kernels import Kernels
-from megatron_vlm.models.layers.delta_net.rule import CHUNK, DeltaRule, Recomputed, convolved
+from megatron_vlm.models.layers.delta_net import Kernels
+from megatron_vlm.models.layers.delta_rule import CHUNK, DeltaRule, Recomputed, convolved
 
 
 def chunk_gated_delta_rule(

@@ -44,7 +44,7 @@ def of_ranks(path: str, file: str) -> list[dict[str, float]]:
 
 def model_of(path: str, source: Any, dtype: str, reduce_in_fp32: bool) -> list:
     from megatron_vlm.models.opened import open_model
-    from megatron_vlm.training.gradients import data_parallel
+    from megatron_vlm.training.step import data_parallel
 
     run = RunConfig(run_dir="none", model=ModelConfig(hf_path=path, dtype=dtype))
     run.optimizer.reduce_in_fp32 = reduce_in_fp32
@@ -53,7 +53,7 @@ def model_of(path: str, source: Any, dtype: str, reduce_in_fp32: bool) -> list:
 
 def gradients(model: list, micro_batches: list[dict]) -> torch.Tensor:
     """All gradients of one step, in fp32 and whole."""
-    from megatron_vlm.training.gradients import empty_gradients
+    from megatron_vlm.training.step import empty_gradients
 
     for chunk in model:
         empty_gradients(chunk)

@@ -507,7 +507,7 @@ class Reference:
     def case(self, rows: list[str], weights: Sequence[float] = ()) -> dict[str, Any]:
         """Its logits, loss and gradients (by hub key) of one input, and our batch of it, whole and in rows.
         The trained tokens have `weights` in turn; without any they all count alike."""
-        from megatron_vlm.models.weights.files import hub_name
+        from megatron_vlm.weight_files import hub_name
 
         hf, batch, single = encode(self.processor, self.description, rows)
         self.model.zero_grad(set_to_none=True)  # earlier cases keep theirs
@@ -580,7 +580,7 @@ class Model:
         **model: Any,
     ):
         from megatron_vlm.models.adapters.files import load_adapters
-        from megatron_vlm.training import gradients
+        from megatron_vlm.training import step
 
         self.run = run = RunConfig(parallel=layout)
         run.model = ModelConfig(**{"dtype": "fp32", **model})
@@ -590,7 +590,7 @@ class Model:
         if run.adapter.used:
             load_adapters(self.chunks, Path(path), description.renames, run.adapter.start)
         self.step_loss = None if per_token_loss else mean_of_means
-        self.ddp = gradients.data_parallel(self.chunks, run)
+        self.ddp = step.data_parallel(self.chunks, run)
 
     def compare(self, case: dict) -> dict:
         """The worst differences over all ranks, the same on every rank."""
@@ -652,8 +652,8 @@ class Model:
 def backward(ddp: list, micro_batches: list[dict], step_loss: Callable | None = None) -> list[dict]:
     """Gradients as a training step has them, without the step; the reports of its loss, by default the
     tokens'."""
-    from megatron_vlm.training.gradients import reduce_gradients
     from megatron_vlm.training.losses import token_losses
+    from megatron_vlm.training.step import reduce_gradients
 
     reports, weight = (step_loss or token_losses)(ddp, micro_batches)
     reduce_gradients(ddp, weight)
@@ -662,7 +662,7 @@ def backward(ddp: list, micro_batches: list[dict], step_loss: Callable | None = 
 
 def mean_of_means(ddp: list, micro_batches: list[dict]) -> tuple[list[dict], float]:
     """What gradients must not be: those of the mean over micro batches of their mean losses."""
-    from megatron_vlm.models.schedule import run_schedule, streams_of
+    from megatron_vlm.models.vlm import run_schedule, streams_of
     from megatron_vlm.training.losses import token_loss
 
     def mean_loss(stream: Any, losses_N: torch.Tensor) -> tuple[torch.Tensor, dict]:

@@ -57,7 +57,7 @@ def reference(path: Path | str, samples: list[dict[str, torch.Tensor]]) -> dict[
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.weights.files import hub_name
+    from megatron_vlm.weight_files import hub_name
 
     description = describe(AutoConfig.from_pretrained(path))
     kind = get_image_spec(AutoProcessor.from_pretrained(path))
@@ -163,7 +163,7 @@ def _measure(name: str, path: str, held: str, max_tokens: int) -> dict:
 
 def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
     """The worst over all ranks; takes no step."""
-    from megatron_vlm.training import gradients
+    from megatron_vlm.training import step
 
     layout, own = policy.config.parallel, mine(samples)
     first = next(i for i, sample in enumerate(samples) if sample is own[0])
@@ -187,7 +187,7 @@ def differences(policy, samples: list, expected: dict[str, Any]) -> dict:
     for part in [known] if policy.max_tokens > 1 else (known[:half], known[half:]):
         numbered = [sample | {"number": number} for number, sample in enumerate(part)]
         logs.append(policy.forward_backward(numbered, checked, 5, TEMPERATURE, True, fields))
-    gradients.reduce_gradients(policy.chunks)
+    step.reduce_gradients(policy.chunks)
     if layout.distributed_optimizer:
         parity.gather_sharded_grads(policy.chunks)
     chunks, rules = [chunk.module for chunk in policy.chunks], policy.source.weight_map.rules

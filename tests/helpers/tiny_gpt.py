@@ -23,8 +23,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_vlm.config import ParallelConfig  # noqa: E402
-from megatron_vlm.models.layers.moe import MoE  # noqa: E402
-from megatron_vlm.models.layers.routes import FREE_ROUTE  # noqa: E402
+from megatron_vlm.models.layers.moe import FREE_ROUTE, MoE  # noqa: E402
 from megatron_vlm.parallel.layout import megatron_settings  # noqa: E402
 
 SEQ, ROWS, VOCAB = 16, 2, 64

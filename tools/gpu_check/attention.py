@@ -13,9 +13,9 @@ from gpu_check.rows import Row
 from gpu_check.sizes import DTYPE, NAME, ON_CUDA, About, Sizes, documents_of
 from megatron_vlm.models.costs import pairs_seen
 from megatron_vlm.models.layers.attention import Attend, dense
+from megatron_vlm.models.layers.attention_kernels import KERNELS
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
-from megatron_vlm.models.layers.kernels.attention import KERNELS
-from megatron_vlm.models.layers.kernels.checks import LARGEST
+from megatron_vlm.models.layers.kernel_checks import LARGEST
 from megatron_vlm.models.layers.tower_attention import view_of
 from megatron_vlm.parallel import setup
 

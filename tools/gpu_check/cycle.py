@@ -24,9 +24,8 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.rl.losses import Loss
 from megatron_vlm.rl.policy import Policy
 from megatron_vlm.training import checkpoint
-from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import train_step
+from megatron_vlm.training.step import data_parallel, train_step
 from tiny.checkpoints import build_tiny_checkpoint
 
 FAMILIES = ("gemma3", "qwen3_vl")  # of one kind of image each

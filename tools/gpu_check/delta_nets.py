@@ -11,16 +11,16 @@ from gpu_check.clock import both_ways
 from gpu_check.rows import Row
 from gpu_check.sizes import DTYPE, ON_CUDA, About, Sizes
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads
-from megatron_vlm.models.layers.delta_net import kernels
-from megatron_vlm.models.layers.delta_net.kernel_check import cases, disagreement
-from megatron_vlm.models.layers.delta_net.plan import Documents
+from megatron_vlm.models.layers.delta_net import Kernels, installed_kernels
+from megatron_vlm.models.layers.delta_rule import Documents
+from megatron_vlm.models.layers.kernel_checks import delta_cases, delta_disagreement
 from megatron_vlm.parallel import setup
 
 
 def rows(sizes: Sizes, about: About) -> Iterator[Row]:
     """On a CPU with the stand-in of the tests, which takes each document alone."""
     if ON_CUDA:
-        by = kernels.installed()
+        by = installed_kernels()
     else:
         from fla_stand_in import STAND_IN as by
     if by is None:
@@ -30,18 +30,16 @@ def rows(sizes: Sizes, about: About) -> Iterator[Row]:
     for keys, values in sizes.delta_heads:
         heads = DeltaHeads(keys, values, sizes.delta_channels, sizes.delta_channels, 4)
         case = f"{keys} heads of keys, {values} of values, {sizes.delta_channels} wide"
-        problem = disagreement(by, heads, documents, DTYPE)
+        problem = delta_disagreement(by, heads, documents, DTYPE)
         what = f"kernels against plain PyTorch, {case}"
         yield Row("delta_nets", f"{what}: {problem}" if problem else what, float(problem is not None), 0)
         if not problem:
             yield from speed(sizes, case, heads, documents, by)
 
 
-def speed(
-    sizes: Sizes, case: str, heads: DeltaHeads, documents: Documents, by: kernels.Kernels
-) -> Iterator[Row]:
+def speed(sizes: Sizes, case: str, heads: DeltaHeads, documents: Documents, by: Kernels) -> Iterator[Row]:
     on = "" if ON_CUDA else " on a CPU"
-    for name, function, tensors in cases(heads, documents, DTYPE):
+    for name, function, tensors in delta_cases(heads, documents, DTYPE):
         took, plain = (
             both_ways(sizes, partial(function, documents=documents, by=each), *tensors[:-1])
             for each in (by, None)

@@ -17,7 +17,7 @@ from gpu_check.rows import Row
 from gpu_check.sizes import ON_CUDA, About, Sizes
 from gpu_check.stack import built, run_config
 from megatron_vlm.config import ConfigError
-from megatron_vlm.models.layers.kernels.fused import Fused
+from megatron_vlm.models.layers.fused import Fused
 from megatron_vlm.supported import SUPPORTED, too_old
 
 PACKAGES = ("triton", "transformers", "megatron-core", "megatron-vlm", "numpy")

@@ -18,9 +18,9 @@ from megatron_vlm.batch import Batch
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
-from megatron_vlm.models.weights.files import hub_name
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.evaluate import logits_of
+from megatron_vlm.weight_files import hub_name
 from tiny.checkpoints import build_tiny_checkpoint
 
 ROWS = ["t", "it", "ititit"]  # without an image, with one and with three

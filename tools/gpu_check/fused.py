@@ -11,12 +11,12 @@ import torch
 from gpu_check.clock import seconds
 from gpu_check.rows import Row
 from gpu_check.sizes import DTYPE, ON_CUDA, About, Sizes
-from megatron_vlm.models.layers.kernels.checks import (
+from megatron_vlm.models.layers.fused import compiled_on
+from megatron_vlm.models.layers.kernel_checks import (
     fused_cases,
     fused_disagreement,
     weight_gradient_disagreement,
 )
-from megatron_vlm.models.layers.kernels.fused import compiled_on
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.linears import wgrad_gemm_accum_fp32
 

@@ -12,9 +12,8 @@ from gpu_check.rows import Row
 from gpu_check.sizes import DTYPE, About, Sizes, described
 from gpu_check.stack import built, run_config
 from megatron_vlm.models.head import log_probabilities
-from megatron_vlm.models.layers.kernels.checks import LARGEST
-from megatron_vlm.models.layers.moe import MoE
-from megatron_vlm.models.layers.routes import FREE_ROUTE
+from megatron_vlm.models.layers.kernel_checks import LARGEST
+from megatron_vlm.models.layers.moe import FREE_ROUTE, MoE
 from megatron_vlm.parallel import setup
 
 COMPARED = 256  # tokens of the head that are compared in fp32

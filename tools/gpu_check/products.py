@@ -11,7 +11,7 @@ from torch.nn.functional import conv3d, linear
 from gpu_check.clock import both_ways, difference, with_gradients
 from gpu_check.rows import Row
 from gpu_check.sizes import DTYPE, NAME, ON_CUDA, About, Sizes
-from megatron_vlm.models.layers.kernels.checks import LARGEST
+from megatron_vlm.models.layers.kernel_checks import LARGEST
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.linears import grouped_product
 

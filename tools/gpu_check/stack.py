@@ -23,9 +23,8 @@ from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.opened import build_model
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import peak_flops
-from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
-from megatron_vlm.training.step import train_step
+from megatron_vlm.training.step import data_parallel, train_step
 
 MODEL = "qwen3_vl_8b"
 VISUAL_SHARE = 0.25  # of the tokens of a document

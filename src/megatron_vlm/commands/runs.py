@@ -24,8 +24,8 @@ from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import with_own_start
 from megatron_vlm.training import checkpoint
-from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.optimizer import build_optimizer
+from megatron_vlm.training.step import data_parallel
 
 
 def open_run(config: RunConfig, raw_pixels: bool = False) -> tuple[list[VLMModel], Source]:

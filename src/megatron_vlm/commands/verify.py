@@ -15,7 +15,7 @@ from megatron_vlm.generation.prompt import encode_prompt, processor_outputs
 from megatron_vlm.generation.rows import batch_of
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config, load_model, load_processor
-from megatron_vlm.models.schedule import in_evaluation
+from megatron_vlm.models.vlm import in_evaluation
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.supported import resolve

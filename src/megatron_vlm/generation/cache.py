@@ -22,9 +22,9 @@ from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, heads_of
 from megatron_vlm.models.layers.cross_layer import CrossLayerTensors
-from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
-from megatron_vlm.models.layers.delta_net.rule import convolved, run, step
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.models.layers.delta_net import GatedDeltaNet
+from megatron_vlm.models.layers.delta_rule import convolved, run, step
+from megatron_vlm.parallel.setup import on_device
 
 
 def bytes_per_row(config: LanguageModelConfig, tokens: int) -> int:

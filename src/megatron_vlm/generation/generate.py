@@ -26,9 +26,8 @@ from megatron_vlm.generation.sampling import Sampling
 from megatron_vlm.inputs import check_number
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.head import output_logits
-from megatron_vlm.models.schedule import in_evaluation, run_schedule
 from megatron_vlm.models.stream import Stream
-from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.models.vlm import VLMModel, in_evaluation, run_schedule
 from megatron_vlm.parallel import setup
 
 PROMPT_TOKENS_AT_ONCE = 2**14  # of one forward pass, unless a single prompt has more

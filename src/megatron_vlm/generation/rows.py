@@ -12,11 +12,11 @@ from torch.nn.functional import pad
 from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
 from megatron_vlm.generation.cache import DecodePlan, KeyValueCache, Prefill
 from megatron_vlm.generation.sampling import Sampling
-from megatron_vlm.models.layers.routes import FREE_ROUTE, ROUTE_OF_PADDING
-from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
+from megatron_vlm.models.language_model import check_positions
+from megatron_vlm.models.layers.moe import FREE_ROUTE, ROUTE_OF_PADDING
+from megatron_vlm.models.stream import Stream, StreamLayout, check_tokens
 from megatron_vlm.models.vlm import VLMModel
-from megatron_vlm.parallel.setup import device
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import device, on_device
 
 NOTHING = np.empty(0, np.int64)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 NUMBERS_AT_ONCE = 2**24  # of logits whose probabilities are held
 

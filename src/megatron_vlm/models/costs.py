@@ -34,8 +34,8 @@ from megatron_vlm.models.layers.attention_sizes import (
     heads_of,
     is_recurrent,
 )
-from megatron_vlm.models.layers.delta_net.layer import sizes_of_head
-from megatron_vlm.models.layers.delta_net.rule import CHUNK
+from megatron_vlm.models.layers.delta_net import sizes_of_head
+from megatron_vlm.models.layers.delta_rule import CHUNK
 from megatron_vlm.models.layers.tower_attention import use_sdpa
 from megatron_vlm.models.stream import StreamLayout
 from megatron_vlm.objectives import objective_of
@@ -98,7 +98,7 @@ def product_flops(architecture: dict, layer: int) -> float:
 
 def delta_rule_flops(architecture: dict, layer: int) -> float:
     """Operations of a token's convolution, and of the rule in chunks: three products with the state, and two
-    each of keys and of values with pairs of a chunk's tokens (see `layers.delta_net.rule`)."""
+    each of keys and of values with pairs of a chunk's tokens (see `layers.delta_rule`)."""
     if not is_recurrent(architecture, layer):
         return 0.0
     heads: DeltaHeads = architecture["delta_heads"]

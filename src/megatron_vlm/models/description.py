@@ -1,18 +1,17 @@
 """The description of a checkpoint: what the package knows of it, from its family and its config.json."""
 
 from abc import ABC, abstractmethod
-from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatron_vlm.batch import DataNeeds, GenericVisualInputs, count_up
-from megatron_vlm.models.layers.rotary import Rotary
-from megatron_vlm.models.positions import kinds_by_token
-from megatron_vlm.models.stream import first_items, misfit
+from megatron_vlm.models.layers.fused import Rotary
+from megatron_vlm.models.positions import IMAGE, VIDEO
 from megatron_vlm.models.weights.rules import Rule, WeightMap
 
 
@@ -118,9 +117,9 @@ class Description(ABC):
 
     def visual_kinds(self, input_ids: Any) -> Any:
         """For each token of a document whether it stands for text, an image or a video, see `positions`."""
-        return kinds_by_token(
-            input_ids, self.hf_config.image_token_id, getattr(self.hf_config, "video_token_id", None)
-        )
+        video = getattr(self.hf_config, "video_token_id", None)
+        kinds = (input_ids == self.hf_config.image_token_id) * IMAGE
+        return kinds if video is None else kinds + (input_ids == video) * VIDEO
 
     # (ids (T,), visual inputs) -> positions of a document's tokens; data workers call it
     position_ids = staticmethod(count_up)
@@ -152,9 +151,54 @@ class Description(ABC):
             images_or_videos=self.images_or_videos,
             box_format=self.box_format,
             frames_as_images=self.frames_as_images,
-            misfit=partial(misfit, self.visual_kinds, self.visual_tokens),
-            first_items=partial(first_items, self.visual_kinds, self.visual_tokens),
+            misfit=self.misfit,
+            first_items=self.first_items,
         )
+
+    def misfit(self, input_ids_T: Tensor, visual: GenericVisualInputs | None) -> str | None:
+        """Why the model cannot take a document; None if it can. Its tower refuses the media, or they have
+        other numbers of features than placeholders, as where config.json and the processor are not of one
+        model.
+
+        Images and videos are counted apart: a packed row has the features of all images before the videos'.
+        """
+        tensors = visual.as_model_kwargs() if visual else {}
+        for name in ("pixel_values", "pixel_values_videos"):  # the sum is no number if one of them is none
+            pixels = tensors.get(name)
+            is_float = pixels is not None and pixels.is_floating_point()
+            if is_float and not pixels.sum(dtype=torch.float64).isfinite():
+                return f"{name} hold numbers that are not finite"
+        alike = GenericVisualInputs(**visual.normalized_for_model()) if visual else GenericVisualInputs()
+        try:
+            counts = self.visual_tokens(alike) if visual else []
+        except ValueError as error:
+            return str(error)
+        kinds_T = self.visual_kinds(input_ids_T)
+        images = len(counts) - alike.videos
+        for kind, name, features in ((IMAGE, "images", counts[:images]), (VIDEO, "videos", counts[images:])):
+            if (placeholders := int((kinds_T == kind).sum())) != sum(features):
+                return f"{placeholders} placeholders for {sum(features)} features of its {name}"
+        return None
+
+    def first_items(
+        self, input_ids_T: Tensor, visual: GenericVisualInputs | None
+    ) -> GenericVisualInputs | None:
+        """The images and videos, or their pieces, that a document keeps when it is cut to these ids.
+
+        The cut lies behind a whole image, video or piece.
+        """
+        if visual is None:
+            return None
+        visual = GenericVisualInputs(**visual.normalized_for_model())
+        counts = self.visual_tokens(visual)
+        kinds_T = self.visual_kinds(input_ids_T)
+        items = visual.items()
+        images = len(items) - visual.videos
+        kept = []
+        for kind, part in ((IMAGE, slice(images)), (VIDEO, slice(images, None))):
+            ends = np.cumsum(counts[part])
+            kept += items[part][: int(np.searchsorted(ends, (kinds_T == kind).sum(), side="right"))]
+        return GenericVisualInputs.cat(kept)
 
     @property
     def weight_map(self) -> WeightMap:

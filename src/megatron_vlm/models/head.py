@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_vlm.models.layers.kernels.fused import Fused, statistics_dtype
+from megatron_vlm.models.layers.fused import Fused, statistics_dtype
 from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel.linears import gradient_of, sum_for, wgrad_gemm_accum_fp32
 

@@ -41,13 +41,11 @@ from megatron_vlm.models.layers.attention import CoreAttention, RotarySelfAttent
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, LatentHeads, is_recurrent
 from megatron_vlm.models.layers.cross_layer import CrossLayerTensors, publish
-from megatron_vlm.models.layers.delta_net.layer import GatedDeltaNet
-from megatron_vlm.models.layers.feed_forward import GatedFeedForward
+from megatron_vlm.models.layers.delta_net import GatedDeltaNet
+from megatron_vlm.models.layers.fused import GatedFeedForward, NormThenAdd, RMSNorm, Rotary
 from megatron_vlm.models.layers.latent_attention import LatentAttention
-from megatron_vlm.models.layers.moe import MoE, Router, balancing_settings
-from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
-from megatron_vlm.models.layers.rotary import Rotary
-from megatron_vlm.models.stream import Stream, check_positions
+from megatron_vlm.models.layers.moe import MoE, Router
+from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel import linears, setup
 from megatron_vlm.parallel.layout import megatron_settings, pipeline_layout, stage_layers
 from megatron_vlm.parallel.linears import (
@@ -228,6 +226,16 @@ class LanguageModelConfig(TransformerConfig):
         return self.vocab_size + -self.vocab_size % self.tensor_model_parallel_size
 
 
+def check_positions(last: int, most: int | None, whose: str = "a document") -> None:
+    """Raises ValueError for a position that is not below `most`, see `LanguageModelConfig.most_positions`."""
+    if most is not None and last >= most:
+        raise ValueError(
+            f"{whose} has {last + 1} tokens, the checkpoint max_position_embeddings = {most}: beyond these, "
+            'the frequencies of its rotary rule "dynamic" depend on the longest row of a batch. '
+            f"Use data.seq_length={most} or less."
+        )
+
+
 def language_model_config(
     config: RunConfig, architecture: dict, stage_costs: tuple[int, float, float]
 ) -> LanguageModelConfig:
@@ -268,7 +276,7 @@ def language_model_config(
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=on_cpu,
         perform_initialization=not config.model.load_weights,
-        calculate_per_token_loss=True,  # ranks sum gradients, which `training.gradients` divides once
+        calculate_per_token_loss=True,  # ranks sum gradients, which `training.step` divides once
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=setup.device().type in linears.DEVICES,
         # These need CUDA extensions that we do not ask for.
@@ -277,6 +285,37 @@ def language_model_config(
         bias_activation_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def balancing_settings(config: RunConfig, architecture: dict) -> dict:
+    """Megatron's settings for the load-balancing loss of Transformers (Switch, arXiv 2101.03961), if any.
+
+    Transformers balances all layers as one and counts a token once for each of its experts; Megatron sums
+    over layers and counts a token once. So the coefficient is scaled: one layer has the same loss as in
+    Transformers, several have the mean. Raises ConfigError for what only experts have in a model without.
+    """
+    # the run's setting goes over the checkpoint's
+    coefficient = config.model.load_balancing
+    if "num_moe_experts" not in architecture:
+        settings = {"parallel.ep": config.parallel.ep > 1, "model.load_balancing": coefficient}
+        for setting, is_set in settings.items():
+            if is_set:
+                raise ConfigError(f"{setting}: is for experts, and this model has none; drop it.")
+        return {}
+    if coefficient is None:
+        coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
+    if not coefficient:
+        return {"moe_router_load_balancing_type": "none"}
+    if config.model.recompute != "none" and config.parallel.pp > 1:
+        raise ValueError(
+            f"model: load_balancing {coefficient} with recomputation and pp {config.parallel.pp} would weigh "
+            "one micro batch by another's tokens; use no recomputation, pp 1 or no balancing."
+        )
+    layers, choices = sum(architecture["moe_layer_freq"]), architecture["moe_router_topk"]
+    return {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": coefficient * choices / layers,
+    }
 
 
 def has_experts(megatron_config: LanguageModelConfig, layer: int) -> bool:

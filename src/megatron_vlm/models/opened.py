@@ -16,8 +16,8 @@ from megatron_vlm.models.costs import image_cost, stage_costs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.language_model import language_model_config
-from megatron_vlm.models.layers.delta_net.kernel_check import check_delta_nets
-from megatron_vlm.models.layers.kernels import checks as kernel_checks
+from megatron_vlm.models.layers import kernel_checks
+from megatron_vlm.models.layers.kernel_checks import check_delta_nets
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.models.weights.importing import import_hf
 from megatron_vlm.parallel import setup
@@ -79,13 +79,13 @@ def build_model(
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunks.append(VLMModel(megatron_config, description, first, last, vp_stage, processor))
-    adapter = with_peft_settings(config.adapter)
-    if adapter.r:
+    if config.adapter.used:
+        adapter = with_peft_settings(config.adapter)
         targets, saved = find_targets(adapter, description), find_whole(adapter, description)
     for chunk in chunks:
         freeze(chunk, description.groups, config.model.freeze)
         chunk.to(device)
-        if adapter.r:
+        if config.adapter.used:
             add_adapters(chunk, targets, saved, dropout=adapter.lora_dropout, seed=config.train.seed)
         if device.type == "cuda" and chunk.pre_process:
             kernel_checks.check_towers(chunk.vision, device, megatron_config.params_dtype, config.model)

@@ -18,12 +18,6 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 Kinds = Callable[[Any], Any]
 
 
-def kinds_by_token(input_ids: Any, image: int, video: int | None) -> Any:
-    """The kinds of tokens where placeholders of images and of videos are tokens of their own."""
-    kinds = (input_ids == image) * IMAGE
-    return kinds if video is None else kinds + (input_ids == video) * VIDEO
-
-
 def mrope_positions(
     input_ids_T: Tensor,
     visual: GenericVisualInputs | None,

@@ -5,9 +5,8 @@ where documents are. With context parallelism a rank has a part of the stream. A
 host from the batch, which is still there, so that no rank ever waits for its device.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs, document_spans
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
-from megatron_vlm.models.layers.routes import FREE_ROUTE, ROUTE_OF_PADDING
+from megatron_vlm.models.layers.moe import FREE_ROUTE, ROUTE_OF_PADDING
 from megatron_vlm.models.positions import IMAGE, VIDEO, Kinds
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 
 @dataclass
@@ -53,16 +52,6 @@ class Stream:
     outputs: int
     trained_weight: float
     routes: Tensor
-
-
-def check_positions(last: int, most: int | None, whose: str = "a document") -> None:
-    """Raises ValueError for a position that is not below `most`, see `LanguageModelConfig.most_positions`."""
-    if most is not None and last >= most:
-        raise ValueError(
-            f"{whose} has {last + 1} tokens, the checkpoint max_position_embeddings = {most}: beyond these, "
-            'the frequencies of its rotary rule "dynamic" depend on the longest row of a batch. '
-            f"Use data.seq_length={most} or less."
-        )
 
 
 def check_tokens(ids: np.ndarray, kinds: np.ndarray, vocabulary: int) -> None:
@@ -157,53 +146,3 @@ def _blocks(lengths: list[int], visual: np.ndarray) -> list[tuple[int, int, int]
         blocks += [(document, *edge) for edge in zip(edges[::2], edges[1::2], strict=True)]
         first += length
     return blocks
-
-
-def misfit(
-    kinds: Kinds,
-    visual_tokens: Callable[[GenericVisualInputs], list[int]],
-    input_ids_T: Any,
-    visual: GenericVisualInputs | None,
-) -> str | None:
-    """Why the model cannot take a document; None if it can. Its tower refuses the media, or they have other
-    numbers of features than placeholders, as where config.json and the processor are not of one model.
-
-    Images and videos are counted apart: a packed row has the features of all images before the videos'.
-    """
-    tensors = visual.as_model_kwargs() if visual else {}
-    for name in ("pixel_values", "pixel_values_videos"):  # the sum is no number if one of them is none
-        pixels = tensors.get(name)
-        is_float = pixels is not None and pixels.is_floating_point()
-        if is_float and not pixels.sum(dtype=torch.float64).isfinite():
-            return f"{name} hold numbers that are not finite"
-    alike = GenericVisualInputs(**visual.normalized_for_model()) if visual else GenericVisualInputs()
-    try:
-        counts = visual_tokens(alike) if visual else []
-    except ValueError as error:
-        return str(error)
-    kinds_T, images = kinds(input_ids_T), len(counts) - alike.videos
-    for kind, name, features in ((IMAGE, "images", counts[:images]), (VIDEO, "videos", counts[images:])):
-        if (placeholders := int((kinds_T == kind).sum())) != sum(features):
-            return f"{placeholders} placeholders for {sum(features)} features of its {name}"
-    return None
-
-
-def first_items(
-    kinds: Kinds,
-    visual_tokens: Callable[[GenericVisualInputs], list[int]],
-    input_ids_T: Any,
-    visual: GenericVisualInputs | None,
-) -> GenericVisualInputs | None:
-    """The images and videos, or their pieces, of a document that was cut to these ids behind a whole one."""
-    if visual is None:
-        return None
-    visual = GenericVisualInputs(**visual.normalized_for_model())
-    counts = visual_tokens(visual)
-    kinds_T = kinds(input_ids_T)
-    items = visual.items()
-    images = len(items) - visual.videos
-    kept = []
-    for kind, part in ((IMAGE, slice(images)), (VIDEO, slice(images, None))):
-        ends = np.cumsum(counts[part])
-        kept += items[part][: int(np.searchsorted(ends, (kinds_T == kind).sum(), side="right"))]
-    return GenericVisualInputs.cat(kept)

@@ -3,9 +3,15 @@
 Pixels come as bytes and are normalised here as the HF processors do it. The towers of tensor- and context-
 parallel ranks are replicas: with a share of the images each, one collective sends every feature to the
 ranks that hold its token; else every rank computes all and takes its own.
+
+Micro batches become streams (`streams_of`), which go through a model's chunks by Megatron's schedule for the
+layout (`run_schedule`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -13,20 +19,29 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatron_vlm.batch import Batch, GenericVisualInputs, is_raw
 from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.image_processors.base import ImageProcessorSpec
+from megatron_vlm.job import watchdog
 from megatron_vlm.models.adapters.model import Adapters
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.head import output_losses
-from megatron_vlm.models.language_model import LanguageModel, LanguageModelConfig
-from megatron_vlm.models.stream import Stream, StreamLayout, check_positions, check_tokens
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.models.language_model import (
+    LanguageModel,
+    LanguageModelConfig,
+    check_positions,
+    extras_between_stages,
+)
+from megatron_vlm.models.stream import Stream, StreamLayout, check_tokens
+from megatron_vlm.parallel import setup
+from megatron_vlm.parallel.setup import on_device
 
 
 class PixelNormalizer(nn.Module):
@@ -176,7 +191,7 @@ class VLMModel(MegatronModule):
         self.share_embeddings_and_output_weights = megatron_config.tie_embeddings
         self.config_values = description.config_values
         self.visual_kinds = description.visual_kinds
-        self.misfit = description.data_needs.misfit
+        self.misfit = description.misfit
         self.bidirectional_images = description.bidirectional_images
         if pre_process:
             self.vision = description.build_vision()
@@ -293,3 +308,82 @@ def recompute_layers(vision: torch.nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             module.gradient_checkpointing_enable({"use_reentrant": False})
             module.disable_input_require_grads()  # a frozen tower would be run again for nothing
+
+
+# (stream, what the head made of it) -> (a scalar whose gradient is added to the others', what to report)
+StreamLoss = Callable[[Stream, Tensor], tuple[Tensor, Any]]
+
+
+def run_schedule(
+    chunks: list[torch.nn.Module],
+    streams: list[Stream],
+    loss: StreamLoss,
+    head: Callable[..., Tensor] = output_losses,
+    forward_only: bool = False,
+) -> list:
+    """Returns what `loss` reports of each stream, on the last pipeline stage; elsewhere an empty list.
+
+    `head`, a function of `models.head`, makes the outputs. Unless `forward_only`, gradients are added to this
+    rank's buffers. The streams have one length if there are pipeline stages.
+    """
+    iterators = list(tee(streams, len(chunks)))
+    ranks = parallel_state.get_context_parallel_world_size()
+    return get_forward_backward_func()(
+        forward_step_func=partial(vlm_step, loss, head),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(streams),
+        seq_length=streams[0].input_ids.shape[1] * ranks,  # Megatron divides it by their number
+        micro_batch_size=1 + extras_between_stages(get_model_config(chunks[0])),
+        forward_only=forward_only,
+    )
+
+
+def vlm_step(
+    loss: StreamLoss, head: Callable[..., Tensor], streams: Iterator[Stream], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, int, Any]]]:
+    """Moves the next stream through one chunk. With its first two arguments bound, it is Megatron's step."""
+    watchdog.beat()
+    stream = next(streams)
+
+    def loss_of_output(output: Tensor) -> tuple[Tensor, int, Any]:
+        scalar, report = loss(stream, output)
+        return scalar, 0, report  # no tokens for Megatron to divide by: `reduce_gradients` divides
+
+    return model(stream, head), loss_of_output
+
+
+def streams_of(
+    chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None = None
+) -> list[Stream]:
+    """The micro batches on the device, padded so that sequence parallelism can cut them; of one length for
+    pipelines.
+
+    The micro batches are on the host, their pixels on the device. `wanted` has for each the indices into
+    B * S of the tokens whose outputs are computed; None: the trained tokens.
+    """
+    layout = get_attr_wrapped_model(chunks[0], "layout")
+    layouts = [layout(batch) for batch in micro_batches]
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    lengths = [-(-max(layout.longest, 1) // tp) * tp for layout in layouts]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        lengths = [max(lengths)] * len(lengths)
+    rank = parallel_state.get_context_parallel_rank()
+    windows = get_model_config(chunks[0]).layer_windows or (None,)
+    return [
+        layout.stream(rank, length, windows, setup.device(), places)
+        for layout, length, places in zip(layouts, lengths, wanted or [None] * len(lengths), strict=True)
+    ]
+
+
+@contextmanager
+def in_evaluation(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """Puts the chunks into evaluation mode, and each back into its own mode at the end."""
+    were_training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, was_training in zip(chunks, were_training, strict=True):
+            chunk.train(was_training)

@@ -13,9 +13,10 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from megatron_vlm.files import read_file
@@ -83,18 +84,20 @@ def _is_torchruns_own() -> bool:
         return True
 
 
-def resume_threads(saved: int | None) -> str:
-    """Compute with the number of threads that a checkpoint was saved with; None leaves the number as it is.
+def resume_threads(saved: Sequence[int]) -> str:
+    """Compute with the number of threads that this rank had when a checkpoint was saved; `saved` has one for
+    each rank, or none.
 
     Returns a line for the log; empty if the number stays the same.
     """
     usual = torch.get_num_threads()
-    if torch.cuda.is_available() or saved in (None, usual):
+    if torch.cuda.is_available() or not saved or saved[dist.get_rank()] == usual:
         return ""
-    torch.set_num_threads(saved)
-    if (number := torch.get_num_threads()) != saved:
-        return f"threads: the checkpoint has {saved}, torch takes {number}; bits may differ from here on"
-    return f"threads: {saved}, as the checkpoint has them, so that bits stay the same; usual here: {usual}"
+    count = saved[dist.get_rank()]
+    torch.set_num_threads(count)
+    if (number := torch.get_num_threads()) != count:
+        return f"threads: the checkpoint has {count}, torch takes {number}; bits may differ from here on"
+    return f"threads: {count}, as the checkpoint has them, so that bits stay the same; usual here: {usual}"
 
 
 def _import_megatron_without_compiler() -> None:

@@ -12,11 +12,12 @@ Megatron takes the product from Apex, which has to be compiled; on CUDA torch ha
 With `tp_comm_overlap` the products exchange rows while they multiply, by torch's operators on symmetric
 memory: a rank multiplies its own rows while the next rank's rows arrive, and sends the rows of one rank
 while it multiplies the next rank's. On a CPU, and on shapes, torch's stand-ins of the same signature
-exchange all rows at once. None of this has run on a GPU yet: `models.layers.kernels.checks` compares it
+exchange all rows at once. None of this has run on a GPU yet: `models.layers.kernel_checks` compares it
 there before a run.
 """
 
 import sys
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,7 +30,31 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 from torch.nn.functional import grouped_mm, linear, pad
 
-from megatron_vlm.parallel.operators import check
+
+def difference(operators: dict[str, str], library: Any = torch.ops.aten) -> str | None:
+    """Names the first operator that torch has with another argument, or has not; None if all are as given."""
+    for name, arguments in operators.items():
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(library, packet, None), overload or "default", None)
+        expected_names = arguments.split()
+        schema_arguments = operator._schema.arguments if operator else ()
+        actual_names = [
+            argument.name
+            for argument in schema_arguments
+            if argument.name in expected_names or not argument.has_default_value()
+        ]
+        for ours, other in zip_longest(expected_names, actual_names, fillvalue="nothing"):
+            if ours != other:
+                where = f"{library.name}.{name} of torch {torch.__version__}"
+                return f"{where} has {other} where {ours} is given"
+    return None
+
+
+def check(operators: dict[str, str], library: Any = torch.ops.aten) -> None:
+    """Raises ImportError that says which private operator is another one in this torch."""
+    if changed := difference(operators, library):
+        raise ImportError(f"{changed}; torch 2.11 to 2.15 work.")
+
 
 DEVICES = ["cuda", "meta"]  # on which linears are built so; meta is what a rehearsal has for CUDA
 in_product = True  # False: the check found torch's product wrong, and gradients are made first

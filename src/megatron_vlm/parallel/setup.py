@@ -4,7 +4,7 @@ import gc
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from torch import Tensor
 
 from megatron_vlm import files
 from megatron_vlm.config import ConfigError, ParallelConfig
@@ -22,8 +24,6 @@ from megatron_vlm.parallel import cpu
 from megatron_vlm.validate import check_gpus, layout_problems
 
 cpu.install()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 _runs = itertools.count()
 
@@ -70,11 +70,6 @@ def reset_layout(parallel: ParallelConfig, seed: int) -> None:
     _destroy_groups()
     _make_groups(parallel)
     seed_all(seed)
-
-
-def resume_threads(saved: Sequence[int]) -> str:
-    """`cpu.resume_threads` with this rank's number; `saved` has one for each rank, or none."""
-    return cpu.resume_threads(saved[dist.get_rank()]) if saved else ""
 
 
 def _repeat_exactly() -> None:
@@ -224,3 +219,12 @@ def _destroy_groups() -> None:
     for group in sorted(groups, key=lambda group: group.group_name):
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+
+
+def on_device(numbers: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """The numbers on a device. What leaves the host is copied out of pinned memory, behind the work that the
+    device has to do: from other memory, or blocking, the host would wait until all of that is done."""
+    tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
+    if tensor.device.type == "cpu" and device.type != "cpu":
+        tensor = tensor.contiguous().pin_memory()  # else the driver's copy would need a copy itself
+    return tensor.to(device, non_blocking=True)

@@ -15,7 +15,7 @@ from megatron_vlm.data.encode.packing import pack
 from megatron_vlm.models.hf import Source
 from megatron_vlm.models.positions import Kinds
 from megatron_vlm.parallel import setup
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 from megatron_vlm.rl.containers import VISUAL_FIELDS, TensorBatch
 
 

@@ -20,9 +20,10 @@ from megatron_vlm.inputs import check_number
 from megatron_vlm.models.adapters.model import adapter_tensors, with_adapters
 from megatron_vlm.models.head import of_all_context_ranks, output_scores
 from megatron_vlm.models.hf import Source, open_source
+from megatron_vlm.models.language_model import check_positions
 from megatron_vlm.models.opened import open_model
-from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
-from megatron_vlm.models.stream import Stream, check_positions
+from megatron_vlm.models.stream import Stream
+from megatron_vlm.models.vlm import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.weights.by_part import parameters_by_part
 from megatron_vlm.models.weights.exporting import from_every_stage, hf_weights
 from megatron_vlm.parallel import setup
@@ -42,13 +43,13 @@ from megatron_vlm.rl.micro_batches import (
 from megatron_vlm.rl.routes import add_routes, of_samples, recorded
 from megatron_vlm.run_folder import with_own_start
 from megatron_vlm.training import checkpoint
-from megatron_vlm.training.gradients import (
+from megatron_vlm.training.optimizer import build_optimizer
+from megatron_vlm.training.step import (
     clip_and_step,
     data_parallel,
     empty_gradients,
     reduce_gradients,
 )
-from megatron_vlm.training.optimizer import build_optimizer
 
 SMALLEST_TEMPERATURE = 1e-4  # fp32 logits, divided by less, have no digits left that tell tokens apart
 Samples = Sequence[Mapping[str, Any]]

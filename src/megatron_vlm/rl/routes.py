@@ -9,9 +9,8 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from megatron_vlm.models.layers.moe import Router
-from megatron_vlm.models.layers.routes import FREE_ROUTE
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.models.layers.moe import FREE_ROUTE, Router
+from megatron_vlm.parallel.setup import on_device
 from megatron_vlm.rl.micro_batches import Document, MicroBatch
 
 FIELD = "routes"

@@ -30,7 +30,6 @@ from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig, all_setti
 from megatron_vlm.files import read_text
 from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.job import watchdog
-from megatron_vlm.models.adapters.model import check_same
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
 from megatron_vlm.training.tensor_files import (
@@ -201,7 +200,7 @@ def load_latest(
     watchdog.beat(f"loading the last checkpoint of {run_dir}")
     state = _checked_state(path)
     check_config(path, state.get("config"), _config_values(model_chunks))
-    check_same(path, state.get("adapters"), _adapters(model_chunks))
+    check_adapters(path, state.get("adapters"), _adapters(model_chunks))
     read_tensors(path, model_chunks, optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(state["schedule"])
@@ -335,3 +334,26 @@ def check_config(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] |
             f"checkpoint: {path} was saved with another config.json of model.hf_path: "
             f"{'; '.join(changes)}. Put it back as it was, or give another run_dir."
         )
+
+
+def check_adapters(path: Path, saved: list[str] | None, now: list[str] | None) -> None:
+    """Raises ConfigError unless the saved adapters, if it holds any, belong to this model."""
+    if saved == now:
+        return
+    if saved is None or now is None:
+        kinds = ["adapters", "whole weights"]
+        saved_kind, run_kind = reversed(kinds) if saved is None else kinds
+        reason = (
+            f"holds {saved_kind}, and this run trains {run_kind}; set adapter.* as it was, or give another "
+            "run_dir."
+        )
+    elif saved[0] != now[0]:
+        reason = (
+            f"holds adapters of a base model with fingerprint {saved[0]}, and model.hf_path has "
+            f"{now[0]}; give the checkpoint on which they were trained, or another run_dir."
+        )
+    else:
+        reason = (
+            "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
+        )
+    raise ConfigError(f"checkpoint: {path} {reason}")

@@ -11,8 +11,8 @@ from torch import distributed as dist
 from megatron_vlm.batch import Batch, fully_masked
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.head import of_all_context_ranks, output_logits
-from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream
+from megatron_vlm.models.vlm import in_evaluation, run_schedule, streams_of
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.training.figures import BySource
 from megatron_vlm.training.losses import Reports, StepLoss

@@ -18,7 +18,7 @@ from megatron_vlm.models.description import Description
 from megatron_vlm.models.layers.moe import Router
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import setup
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 # Operations per second in bf16 on tensor cores without sparsity, from NVIDIA's data sheets. The first line of
 # which a device's name has all words counts.
@@ -79,7 +79,7 @@ class StepFigures:
 
     def count(self, micro_batches: list[Batch], reports: list[dict[str, Tensor]]) -> None:
         """Called when a step's work is under way on the device, which needs no host meanwhile; `reports` are
-        what `losses.tokens.token_loss` says of the micro batches on the last stage."""
+        what `losses.token_loss` says of the micro batches on the last stage."""
         self._by_source.count(micro_batches, reports)
         if self._work:
             self._done = Work(*map(sum, zip(*map(self._work.of, micro_batches), strict=True)))

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.head import of_all_context_ranks
-from megatron_vlm.models.schedule import in_evaluation, run_schedule, streams_of
 from megatron_vlm.models.stream import Stream
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.models.vlm import in_evaluation, run_schedule, streams_of
+from megatron_vlm.parallel.setup import on_device
 
 Reports = list[dict[str, Tensor]]  # of micro batches on the last pipeline stage; elsewhere empty
 # (chunks, micro batches, forward_only=False) -> (reports, the sum of their weights in the mean loss);

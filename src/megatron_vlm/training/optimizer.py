@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_vlm.config import RunConfig
-from megatron_vlm.training.gradients import take_norms_on_device
+from megatron_vlm.training.step import take_norms_on_device
 
 KEPT = ("param", "exp_avg", "exp_avg_sq")
 PIECE = 2**26  # numbers that are on the device at a time

@@ -45,8 +45,8 @@ def started(run: RunConfig, path: str):
     """(chunks, optimizer, scheduler, HF names of each parameter) in the layout that is set up."""
     from megatron_vlm.models.weights.by_part import _trained_parameters, parameters_by_part
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
+    from megatron_vlm.training.step import data_parallel
 
     setup.reset_layout(run.parallel, seed=1)
     description, chunks = parity.load_chunks(path, run)

@@ -32,11 +32,11 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
 
     from megatron_vlm.models.costs import StepWork, delta_rule_flops
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.layers.delta_net.rule import DeltaRule
+    from megatron_vlm.models.layers.delta_rule import DeltaRule
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.objectives import objective_of
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import gradients
+    from megatron_vlm.training import step
 
     setup.init_distributed(ParallelConfig(), seed=1)
     hf_config = AutoConfig.from_pretrained(path)
@@ -45,7 +45,7 @@ def operations(path: str, cases: str) -> dict[str, list[float]]:
     for name, (freeze, recompute, batch) in saved_cases.read(cases).items():
         run = RunConfig(model=ModelConfig(dtype="fp32", freeze=freeze, recompute=recompute))
         chunks = build_model(run, description, setup.device())
-        ddp, again = gradients.data_parallel(chunks, run), name == "pairs"
+        ddp, again = step.data_parallel(chunks, run), name == "pairs"
         run.train.objective = "dpo" if again else "tokens"
         step_loss = objective_of(run).step_loss(run, ddp)
         counter = FlopCounterMode(display=False, custom_mapping=GROUPED)
@@ -121,7 +121,7 @@ def tower_attention(vision: torch.nn.Module, batch: dict) -> int:
 def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
     """By layout, the figures of a step of 2 seconds."""
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import evaluate, gradients, step
+    from megatron_vlm.training import evaluate, step
     from megatron_vlm.training.losses import token_losses
     from megatron_vlm.training.optimizer import build_optimizer
 
@@ -132,7 +132,7 @@ def figures_of_a_step(path: str, cases: str) -> dict[str, dict[str, float]]:
         setup.reset_layout(layout, seed=1)
         run = RunConfig(parallel=layout, model=ModelConfig(dtype="fp32", recompute=recompute))
         description, chunks = parity.load_chunks(path, run)
-        ddp = gradients.data_parallel(chunks, run)
+        ddp = step.data_parallel(chunks, run)
         figures = StepFigures(run, description, ddp, SOURCES)
         mine = [batch for batch, _ in parity.my_micro_batches({"rows": rows}, layout)]
         left = iter(mine)

@@ -42,21 +42,19 @@ TRAINED: dict[int, dict[str, tuple[str, ParallelConfig, dict[str, Any]]]] = {  #
 
 def every_case(folder: str, processes: int) -> dict[str, dict[str, Any]]:
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import gradients
+    from megatron_vlm.training import step
 
     setup.init_distributed(ParallelConfig(), seed=1)
-    gradients.DistributedDataParallelConfig = partial(
-        gradients.DistributedDataParallelConfig, bucket_size=BUCKET
-    )
-    start, found = gradients.Buckets.start_param_sync, {}
+    step.DistributedDataParallelConfig = partial(step.DistributedDataParallelConfig, bucket_size=BUCKET)
+    start, found = step.Buckets.start_param_sync, {}
     for name, (family, layout, settings) in TRAINED[processes].items():
         case = saved_cases.read(f"{folder}/{family}.pt")
         run = run_of(f"{folder}/{family}", layout, **settings)
         found[name] = {"waiting": trained(run, case, False), "in flight": trained(run, case, True)}
         found[name]["judged"] = trained(run, case, True, judged=True)
-        gradients.Buckets.start_param_sync = partialmethod(late, start)
+        step.Buckets.start_param_sync = partialmethod(late, start)
         found[name]["late"] = trained(run, case, True)
-        gradients.Buckets.start_param_sync = start
+        step.Buckets.start_param_sync = start
     return found
 
 

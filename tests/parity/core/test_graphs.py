@@ -11,9 +11,8 @@ import torch
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models import head
-from megatron_vlm.models.layers import feed_forward
-from megatron_vlm.models.layers.kernels import fused
-from megatron_vlm.models.layers.kernels.fused import compiled_on
+from megatron_vlm.models.layers import fused
+from megatron_vlm.models.layers.fused import compiled_on
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -21,8 +20,8 @@ FUNCTIONS = {
     "norm": fused.normed,
     "norm backward": fused._norm_backward,
     "rotary": fused.rotate_rows,
-    "gate": feed_forward._gate,
-    "gate backward": feed_forward._gate_backward,
+    "gate": fused._gate,
+    "gate backward": fused._gate_backward,
     "head": head._reduced,
     "head backward": head._gradient,
 }
@@ -52,13 +51,12 @@ def uses(path: str, family: str):
     from megatron_vlm.extras.plan.rehearsal import example_batch
     from megatron_vlm.generation.generate import generate
     from megatron_vlm.models.hf import open_source
-    from megatron_vlm.models.layers.kernels.checks import fused_disagreement
+    from megatron_vlm.models.layers.kernel_checks import fused_disagreement
     from megatron_vlm.models.opened import open_model
-    from megatron_vlm.models.schedule import in_evaluation
+    from megatron_vlm.models.vlm import in_evaluation
     from megatron_vlm.objectives import objective_of
-    from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
-    from megatron_vlm.training.step import train_step
+    from megatron_vlm.training.step import data_parallel, train_step
 
     run = RunConfig(run_dir="none", model=ModelConfig(hf_path=path, dtype="bf16"))
     run.data.train_data_path, run.data.seq_length, run.data.max_pixels = "none", 256, 112**2

@@ -13,7 +13,7 @@ import torch
 
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
-from megatron_vlm.training import gradients as gradients_of
+from megatron_vlm.training import step
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -36,7 +36,6 @@ def on_two_ranks(path: str, cases: str) -> dict:
 def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
     """The gradients of the third step over all rows, as many micro batches as rows."""
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import gradients, step
     from megatron_vlm.training.optimizer import build_optimizer
 
     run = RunConfig(parallel=ParallelConfig(distributed_optimizer=False))
@@ -44,7 +43,7 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
     setup.init_distributed(run.parallel, seed=1)
     _, chunks = parity.load_chunks(path, run)
     chunks[0].requires_grad_(True)  # also of layers that no feature depends on
-    ddp = gradients.data_parallel(chunks, run)
+    ddp = step.data_parallel(chunks, run)
     rank, ranks = setup.data_parallel_place()
     rows = saved_cases.read(cases)["rows"][rank::ranks]
     optimizer, scheduler = build_optimizer(ddp, run)
@@ -55,7 +54,7 @@ def third_step(path: str, cases: str) -> dict[str, torch.Tensor]:
 
 def in_one_process(path: str, cases: str) -> dict:
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training.gradients import data_parallel
+    from megatron_vlm.training.step import data_parallel
 
     setup.init_distributed(ParallelConfig(), seed=1)
     case = saved_cases.read(cases)
@@ -77,7 +76,6 @@ def in_one_process(path: str, cases: str) -> dict:
 
 
 def gradients(ddp: list, micro_batches: list[dict]) -> dict:
-    from megatron_vlm.training import step
 
     for chunk in ddp:
         chunk.zero_grad_buffer()
@@ -229,6 +227,6 @@ def test_the_norm_is_that_of_megatrons_fallback():
 
     gradients = [torch.linspace(-n, n + 1, n) for n in (12, 0, 1000)]
     (ours, _), (megatrons, _) = (
-        norm(0, None, [gradients], False) for norm in (gradients_of._norm, local_multi_tensor_l2_norm)
+        norm(0, None, [gradients], False) for norm in (step._norm, local_multi_tensor_l2_norm)
     )
     assert torch.equal(ours, megatrons)

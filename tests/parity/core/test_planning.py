@@ -80,8 +80,8 @@ def _one_layer(architectures: dict[str, dict]) -> dict[str, tuple[float, ...]]:
     """(operations of matrix products, their count) for each token."""
     from megatron_vlm.models.head import output_losses
     from megatron_vlm.models.language_model import LanguageModel, language_model_config
-    from megatron_vlm.models.layers.kernels.checks import attention_backends
-    from megatron_vlm.models.layers.rotary import Rotary
+    from megatron_vlm.models.layers.fused import Rotary
+    from megatron_vlm.models.layers.kernel_checks import attention_backends
     from megatron_vlm.models.stream import StreamLayout
     from megatron_vlm.parallel import setup
 

@@ -81,9 +81,8 @@ def real_step(run: RunConfig, hf_config) -> dict:
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.objectives import objective_of
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training.gradients import data_parallel
     from megatron_vlm.training.optimizer import build_optimizer
-    from megatron_vlm.training.step import train_step
+    from megatron_vlm.training.step import data_parallel, train_step
 
     description, device = describe(hf_config), setup.device()
     with TensorMemory() as memory:

@@ -12,8 +12,8 @@ from adapter_runs import largest_difference, outcome
 
 from megatron_vlm.config import AdapterConfig, ConfigError, ModelConfig, ParallelConfig
 from megatron_vlm.models.hf import open_source
-from megatron_vlm.models.layers.kernels import checks as kernel_checks
-from megatron_vlm.models.layers.kernels.checks import check, weight_gradient_disagreement
+from megatron_vlm.models.layers import kernel_checks
+from megatron_vlm.models.layers.kernel_checks import check, weight_gradient_disagreement
 from megatron_vlm.parallel import linears
 from megatron_vlm.parallel.linears import wgrad_gemm_accum_fp32
 from tiny.checkpoints import build_tiny_checkpoint

@@ -17,8 +17,8 @@ from megatron_vlm.batch import GenericVisualInputs, document_spans
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.positions import IMAGE, TEXT, VIDEO
-from megatron_vlm.models.schedule import in_evaluation
 from megatron_vlm.models.stream import StreamLayout
+from megatron_vlm.models.vlm import in_evaluation
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 

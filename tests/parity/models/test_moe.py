@@ -50,7 +50,7 @@ def routes(path: str, dtype: str) -> dict[str, torch.Tensor]:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.layers.routes import FREE_ROUTE
+    from megatron_vlm.models.layers.moe import FREE_ROUTE
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
@@ -99,7 +99,7 @@ def gemma4_routes(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.layers.routes import FREE_ROUTE
+    from megatron_vlm.models.layers.moe import FREE_ROUTE
     from megatron_vlm.models.opened import build_model
     from megatron_vlm.parallel import setup
 
@@ -205,7 +205,7 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
     """Losses of steps 3 and 4 at EP2, and after a checkpoint of step 2 in other layouts."""
     from megatron_vlm.models.weights.exporting import hf_tensors
     from megatron_vlm.parallel import setup
-    from megatron_vlm.training import checkpoint, gradients, step
+    from megatron_vlm.training import checkpoint, step
     from megatron_vlm.training.optimizer import build_optimizer
 
     setup.init_distributed(ParallelConfig(ep=2), seed=1)
@@ -216,7 +216,7 @@ def train_on(path: str, run_dir: str, cases: str) -> dict[str, list]:
         run = RunConfig(parallel=layout)
         run.model.dtype, run.optimizer.lr = "fp32", 1e-3
         description, chunks = parity.load_chunks(path, run)
-        ddp = gradients.data_parallel(chunks, run)
+        ddp = step.data_parallel(chunks, run)
         return description, (ddp, *build_optimizer(ddp, run))
 
     def losses(state, layout: ParallelConfig) -> list[float]:

@@ -8,7 +8,7 @@ import parity
 import pytest
 
 from megatron_vlm.models.hf import open_source
-from megatron_vlm.models.layers.delta_net.rule import CHUNK
+from megatron_vlm.models.layers.delta_rule import CHUNK
 from megatron_vlm.parallel.context import place
 from tiny.checkpoints import build_tiny_checkpoint
 

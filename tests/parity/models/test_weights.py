@@ -20,8 +20,9 @@ from weight_trips import EXPERT_LAYOUTS, LAYOUTS, all_tensors, check_equal, chec
 from megatron_vlm.commands.weights import show_weights
 from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models.families import load
-from megatron_vlm.models.weights.files import Dequantised, SafetensorsFile, Stored, hub_name
+from megatron_vlm.models.weights.files import Dequantised, SafetensorsFile, Stored
 from megatron_vlm.models.weights.rules import Vocabulary, matches
+from megatron_vlm.weight_files import hub_name
 from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 

@@ -67,7 +67,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from megatron_vlm.models.families import describe
-    from megatron_vlm.models.weights.files import hub_name
+    from megatron_vlm.weight_files import hub_name
     from tiny.checkpoints import build_tiny_checkpoint
 
     moved = build_tiny_checkpoint(family, Path(path).with_name("moved"), seed=5)

@@ -102,7 +102,7 @@ def steps_in_turns(paths: dict[str, str], held: dict[str, str]) -> dict[str, dic
 
 
 def megatron_step(policy) -> float:
-    from megatron_vlm.training.gradients import reduce_gradients
+    from megatron_vlm.training.step import reduce_gradients
 
     reduce_gradients(policy.chunks)
     return policy.optimizer.step()[1]

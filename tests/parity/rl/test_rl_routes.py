@@ -15,7 +15,7 @@ import torch
 
 from megatron_vlm.batch import DataNeeds
 from megatron_vlm.config import ParallelConfig
-from megatron_vlm.models.layers.routes import FREE_ROUTE, ROUTE_OF_PADDING
+from megatron_vlm.models.layers.moe import FREE_ROUTE, ROUTE_OF_PADDING
 from megatron_vlm.models.stream import StreamLayout
 from megatron_vlm.rl.micro_batches import documents_of, micro_batches
 from megatron_vlm.rl.routes import add_routes

@@ -43,10 +43,14 @@ InterpreterBuilder.create_dot = product
 import fla.ops.common.chunk_delta_h as states  # noqa: E402
 
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads  # noqa: E402
-from megatron_vlm.models.layers.delta_net.kernel_check import disagreement  # noqa: E402
-from megatron_vlm.models.layers.delta_net.kernels import installed  # noqa: E402
-from megatron_vlm.models.layers.delta_net.plan import Documents  # noqa: E402
+from megatron_vlm.models.layers.delta_net import installed_kernels  # noqa: E402
+from megatron_vlm.models.layers.delta_rule import Documents  # noqa: E402
+from megatron_vlm.models.layers.kernel_checks import delta_disagreement  # noqa: E402
 
 states.range = loop
 documents = Documents(np.array([5, 1, 70, 64, 20]), torch.device("cpu"))
-print(disagreement(installed(), DeltaHeads(2, 6, 16, 32, 4), documents, getattr(torch, sys.argv[1])))
+print(
+    delta_disagreement(
+        installed_kernels(), DeltaHeads(2, 6, 16, 32, 4), documents, getattr(torch, sys.argv[1])
+    )
+)

@@ -13,13 +13,12 @@ from pairs import pairs
 from places import ROOT
 
 from megatron_vlm.config import ConfigError, ModelConfig
-from megatron_vlm.models.layers import tower_attention
+from megatron_vlm.models.layers import attention_kernels as kernels
+from megatron_vlm.models.layers import kernel_checks, tower_attention
 from megatron_vlm.models.layers.attention import Attend, dense, mask
+from megatron_vlm.models.layers.attention_kernels import KERNELS, Kernel, Segments
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
-from megatron_vlm.models.layers.kernels import attention as kernels
-from megatron_vlm.models.layers.kernels import checks as kernel_checks
-from megatron_vlm.models.layers.kernels.attention import KERNELS, Kernel, Segments
-from megatron_vlm.models.layers.kernels.checks import (
+from megatron_vlm.models.layers.kernel_checks import (
     attention_backends,
     check_towers,
     disagreement,
@@ -290,7 +289,7 @@ def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
 
     monkeypatch.setitem(KERNELS, "documents", Kernel(forward, wrong_gradient))
     of_layers, of_towers = check("documents")
-    assert of_towers == "documents has a dk that differs by 1.0e-03"
+    assert of_towers == "documents differs by 1.0e-03 in its gradient 2"
     assert of_layers in (of_towers, f"{of_towers} in layers of window 50")  # of a set's first
 
 
@@ -368,7 +367,7 @@ def test_the_faster_kernel_is_taken_or_the_one_that_is_named(as_on_cuda, recwarn
 def test_a_run_ends_if_no_kernel_agrees_unless_the_slower_way_is_named(as_on_cuda, recwarn):
     as_on_cuda.setitem(KERNELS, "flash", wrong("flash"))
     as_on_cuda.setattr(kernels, "NO_CUDNN", "torch has no cuDNN")
-    said = r"flash has a dq that .+; cudnn does not run here \(torch has no cuDNN\)"
+    said = r"flash differs by .+ in its gradient 1; cudnn does not run here \(torch has no cuDNN\)"
     with pytest.raises(
         ConfigError, match=said + r".+model.fallbacks=\[attention\] trains with dense"
     ) as ended:

@@ -15,10 +15,11 @@ import torch
 from fla_stand_in import STAND_IN
 
 from megatron_vlm.config import ConfigError, ModelConfig
+from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads
-from megatron_vlm.models.layers.delta_net import kernel_check, kernels
-from megatron_vlm.models.layers.delta_net.kernel_check import check_delta_nets, disagreement
-from megatron_vlm.models.layers.delta_net.plan import Documents
+from megatron_vlm.models.layers.delta_net import GatedDeltaNet
+from megatron_vlm.models.layers.delta_rule import Documents
+from megatron_vlm.models.layers.kernel_checks import check_delta_nets, delta_disagreement
 
 CPU = torch.device("cpu")
 HEADS = DeltaHeads(keys=2, values=6, key_channels=16, value_channels=8, taps=4)
@@ -30,14 +31,16 @@ def documents(*lengths: int) -> Documents:
 
 
 def test_the_calls_give_what_plain_pytorch_gives():
-    assert disagreement(STAND_IN, HEADS, documents(*LENGTHS), torch.float32) is None
+    assert delta_disagreement(STAND_IN, HEADS, documents(*LENGTHS), torch.float32) is None
 
 
 def test_a_call_with_other_documents_is_seen():
     """The stand-in would go on across a document's beginning, as a kernel with wrong bounds."""
     wrong = documents(*LENGTHS)
     wrong.__dict__["number"] = documents(6, *LENGTHS[2:]).number  # of the reference
-    assert "rule of flash-linear-attention differs" in disagreement(STAND_IN, HEADS, wrong, torch.float32)
+    assert "rule of flash-linear-attention differs" in delta_disagreement(
+        STAND_IN, HEADS, wrong, torch.float32
+    )
 
 
 # -- the check before a run
@@ -51,22 +54,22 @@ def config(dtype: torch.dtype = torch.bfloat16, **sizes) -> SimpleNamespace:
 @pytest.fixture
 def stand_in(monkeypatch):
     """The stand-in as if it were installed, on short documents."""
-    monkeypatch.setattr(kernels, "used", None)
-    monkeypatch.setattr(kernels, "installed", lambda: STAND_IN)
-    monkeypatch.setattr(kernel_check, "LENGTHS", LENGTHS)
+    monkeypatch.setattr(GatedDeltaNet, "kernels", None)
+    monkeypatch.setattr(kernel_checks, "installed_kernels", lambda: STAND_IN)
+    monkeypatch.setattr(kernel_checks, "DELTA_LENGTHS", LENGTHS)
     return monkeypatch
 
 
 def test_kernels_that_agree_are_used(stand_in, recwarn):
     check_delta_nets(config(), CPU, ModelConfig())
-    assert kernels.used is STAND_IN and not recwarn.list
+    assert GatedDeltaNet.kernels is STAND_IN and not recwarn.list
     check_delta_nets(config(torch.float32), CPU, ModelConfig())
-    assert kernels.used is None  # also by a model that is built later
+    assert GatedDeltaNet.kernels is None  # also by a model that is built later
 
 
 def test_heads_are_checked_as_ranks_have_them(stand_in):
     seen = []
-    stand_in.setattr(kernel_check, "disagreement", lambda by, heads, *_: seen.append(heads[:2]))
+    stand_in.setattr(kernel_checks, "delta_disagreement", lambda by, heads, *_: seen.append(heads[:2]))
     heads = HEADS._replace(keys=8, values=24)
     check_delta_nets(
         config(tensor_model_parallel_size=2, context_parallel_size=2, delta_heads=heads), CPU, ModelConfig()
@@ -77,7 +80,7 @@ def test_heads_are_checked_as_ranks_have_them(stand_in):
 def test_a_deterministic_run_has_no_kernel_that_is_tuned_by_time(stand_in):
     stand_in.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     check_delta_nets(config(), CPU, ModelConfig())
-    assert kernels.used is None
+    assert GatedDeltaNet.kernels is None
 
 
 def test_kernels_that_differ_end_the_run_or_plain_pytorch_takes_their_place(stand_in):
@@ -85,14 +88,14 @@ def test_kernels_that_differ_end_the_run_or_plain_pytorch_takes_their_place(stan
         outputs, state = STAND_IN.rule(*given, **named)
         return outputs * 1.1, state
 
-    stand_in.setattr(kernels, "installed", lambda: STAND_IN._replace(rule=wrong))
+    stand_in.setattr(kernel_checks, "installed_kernels", lambda: STAND_IN._replace(rule=wrong))
     with pytest.raises(
         ConfigError, match=r"attention differs by .* model.fallbacks=\[delta_nets\] trains with"
     ):
         check_delta_nets(config(), CPU, ModelConfig())
     with pytest.warns(UserWarning, match="The run goes on with these in plain PyTorch"):
         check_delta_nets(config(), CPU, ModelConfig(fallbacks=["delta_nets"]))
-    assert kernels.used is None
+    assert GatedDeltaNet.kernels is None
 
 
 @pytest.mark.long

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
-from megatron_vlm.models.layers.delta_net import kernels
-from megatron_vlm.models.layers.delta_net import rule as delta_rule
-from megatron_vlm.models.layers.delta_net.plan import Documents, recurrence
+from megatron_vlm.models.layers import delta_net, delta_rule
+from megatron_vlm.models.layers.delta_rule import Documents, recurrence
 
 
 def inputs_of(lengths: list[int], groups: int, heads: int, seed: int, gates: str) -> list[Tensor]:
@@ -109,7 +108,7 @@ def test_documents_know_nothing_of_each_other():
 
 @pytest.mark.parametrize("at_once", [2**26, 200], ids=["at once", "by channels"])
 def test_the_convolution_begins_anew_at_each_document(monkeypatch, at_once):
-    monkeypatch.setattr(kernels, "CONVOLVED_AT_ONCE", at_once)
+    monkeypatch.setattr(delta_net, "CONVOLVED_AT_ONCE", at_once)
     torch.manual_seed(0)
     lengths, channels = [1, 2, 3, 4, 9, 64], 5
     x, weight = torch.randn(sum(lengths), channels).double(), torch.randn(channels, 4).double()
@@ -121,7 +120,7 @@ def test_the_convolution_begins_anew_at_each_document(monkeypatch, at_once):
         for part in leaves[0].split(lengths)
     ]
     ours = [t.clone().requires_grad_() for t in (x, weight)]
-    outputs = kernels.convolution(*ours, documents, None)
+    outputs = delta_net.convolution(*ours, documents, None)
     assert_near([outputs], [torch.cat(each)])
     leaking = delta_rule.convolved(x, weight, torch.arange(len(x)))  # as one document
     reached = (leaking - outputs).abs().amax(1) > 1e-9

@@ -13,24 +13,23 @@ from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
 from megatron_vlm.config import ConfigError, ModelConfig
-from megatron_vlm.models.layers import feed_forward
-from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.kernels import fused
-from megatron_vlm.models.layers.kernels.checks import check, fused_disagreement
-from megatron_vlm.models.layers.kernels.fused import (
+from megatron_vlm.models.layers import fused
+from megatron_vlm.models.layers.fused import (
     Fused,
     compiled_on,
+    gated,
     merge_leading_dims,
     norm,
     of_channels,
     rotate,
 )
+from megatron_vlm.models.layers.kernel_checks import check, fused_disagreement
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
 FUNCTIONS = (
     *(fused.normed, fused._norm_backward, fused.rotate_rows),
-    *(feed_forward._gate, feed_forward._gate_backward),
+    *(fused._gate, fused._gate_backward),
 )
 
 
@@ -245,10 +244,11 @@ def test_the_check_turns_the_compiler_off_where_it_differs(without_compiler):
 
     without_compiler.setitem(vars(fused._norm_backward), "compiled", wrong)
     with pytest.raises(
-        ConfigError, match=r"for 509 tokens. model.fallbacks=\[fused\] trains with norms, rotary"
+        ConfigError,
+        match=r"of 509 tokens, .+ model.fallbacks=\[fused\] trains with norms, rotary",
     ):
         check("fused", fused_disagreement(CONFIG, CPU), ModelConfig())
     assert Fused.compiles_on == "cpu"
-    with pytest.warns(UserWarning, match="fused, norm, compiled, differs by .* for 509 tokens. The run goes"):
+    with pytest.warns(UserWarning, match="fused, norm of 509 tokens, compiled, differs by .* The run goes"):
         check("fused", fused_disagreement(CONFIG, CPU), ModelConfig(fallbacks=["fused"]))
     assert Fused.compiles_on is None

@@ -27,7 +27,7 @@ LOCAL = {
     "data.on_disk.rows_file": 1,
     "data.chatml.record": 1,
     "job.errors": 1,
-    "models.weights.files": 1,
+    "weight_files": 1,
     "models.weights.rules": 1,
     "extras.report.page": 1,  # of the names of our own figures
     "inputs": 1,

@@ -19,7 +19,7 @@ from device_waits import WaitRecorder, waiting_on_shapes
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.extras.plan.recorder import META
 from megatron_vlm.models.families import load
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 from tiny.checkpoints import TINY_FAMILIES
 
 REASONS = rehearse_waits.REASONS

@@ -12,14 +12,20 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families import load
-from megatron_vlm.models.layers.rotary import mrope_axes
-from megatron_vlm.models.positions import kinds_by_token, mrope_positions
+from megatron_vlm.models.layers.fused import mrope_axes
+from megatron_vlm.models.positions import IMAGE, VIDEO, mrope_positions
 from tiny.checkpoints import build_tiny_checkpoint
 
 IMG, VID = 8, 9
-KINDS = partial(kinds_by_token, image=IMG, video=VID)
-by_frame = partial(mrope_positions, kinds=KINDS, merge_size=2)
-by_second = partial(mrope_positions, kinds=KINDS, merge_size=2, tokens_per_second=2)
+
+
+def kinds_of(ids):
+    """The kinds of tokens where placeholders of images and of videos are tokens of their own."""
+    return (ids == IMG) * IMAGE + (ids == VID) * VIDEO
+
+
+by_frame = partial(mrope_positions, kinds=kinds_of, merge_size=2)
+by_second = partial(mrope_positions, kinds=kinds_of, merge_size=2, tokens_per_second=2)
 
 
 def grids(images=(), videos=(), seconds=None) -> GenericVisualInputs:

@@ -21,10 +21,11 @@ from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.image_processors.base import OneSize
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.families.llava_onevision import packed
-from megatron_vlm.models.family_parts.towers import _linear_of_patches, pixtral_states
+from megatron_vlm.models.families.mistral3 import pixtral_states
+from megatron_vlm.models.family_parts.towers import _linear_of_patches
 from megatron_vlm.models.hf import load_processor
 from megatron_vlm.models.layers import tower_attention
-from megatron_vlm.models.layers.kernels.attention import KERNELS
+from megatron_vlm.models.layers.attention_kernels import KERNELS
 from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.vlm import balanced_shares, recompute_layers
 from megatron_vlm.parallel import setup

@@ -34,8 +34,7 @@ from megatron_vlm.models.language_model import (
     language_model_config,
 )
 from megatron_vlm.models.layers.attention_sizes import heads_of
-from megatron_vlm.models.schedule import streams_of
-from megatron_vlm.models.vlm import VLMModel
+from megatron_vlm.models.vlm import VLMModel, streams_of
 from megatron_vlm.parallel.layout import stage_layers
 from megatron_vlm.validate import validate
 

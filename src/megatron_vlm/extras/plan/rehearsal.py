@@ -26,15 +26,14 @@ from megatron_vlm.extras.plan.recorder import META, Collective, Recorder
 from megatron_vlm.models import costs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
-from megatron_vlm.models.layers.kernels.fused import Fused
+from megatron_vlm.models.layers.fused import Fused
 from megatron_vlm.models.opened import build_model
 from megatron_vlm.models.vlm import VLMModel
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import cpu, setup
-from megatron_vlm.training.gradients import data_parallel
 from megatron_vlm.training.losses import Reports
 from megatron_vlm.training.optimizer import build_optimizer, offloaded_bytes
-from megatron_vlm.training.step import train_step
+from megatron_vlm.training.step import data_parallel, train_step
 from megatron_vlm.validate import validate
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

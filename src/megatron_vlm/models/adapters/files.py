@@ -25,11 +25,10 @@ from megatron_vlm.files import atomic_directory, atomic_write, open_file, read_f
 from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
 from megatron_vlm.models.weights.exporting import from_every_stage, write_chat_template
-from megatron_vlm.models.weights.files import hub_name
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder import adapter_copy, keep_adapter
+from megatron_vlm.weight_files import Renames, hub_name
 
-Renames = tuple[tuple[str, str], ...]
 WEIGHTS = "adapter_model.safetensors"
 SAMPLE = 4096  # bytes that are looked at in the middle of each tensor of a checkpoint
 

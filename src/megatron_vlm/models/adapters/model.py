@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ import xxhash
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megatron_vlm.config import ConfigError
-from megatron_vlm.models.adapters.experts import ExpertLora, LoRAExperts
-from megatron_vlm.models.adapters.lora import Lora, LoRAHook
+from megatron_vlm.models.adapters.lora import ExpertLora, Lora, LoRAExperts, LoRAHook
 from megatron_vlm.models.adapters.targets import SavedModule, Target
 from megatron_vlm.models.weights.exporting import gather, hf_tensors
 from megatron_vlm.models.weights.rules import ADAPTERS, named_weights
@@ -72,29 +69,6 @@ def add_adapters(
             else:
                 adapted = LoRAHook(module, loras, weight_targets[0], dropout)
             chunk.adapters.linears.append(adapted)
-
-
-def check_same(path: Path, saved: list[str] | None, now: list[str] | None) -> None:
-    """Raises ConfigError unless the saved adapters, if it holds any, belong to this model."""
-    if saved == now:
-        return
-    if saved is None or now is None:
-        kinds = ["adapters", "whole weights"]
-        saved_kind, run_kind = reversed(kinds) if saved is None else kinds
-        reason = (
-            f"holds {saved_kind}, and this run trains {run_kind}; set adapter.* as it was, or give another "
-            "run_dir."
-        )
-    elif saved[0] != now[0]:
-        reason = (
-            f"holds adapters of a base model with fingerprint {saved[0]}, and model.hf_path has "
-            f"{now[0]}; give the checkpoint on which they were trained, or another run_dir."
-        )
-    else:
-        reason = (
-            "holds adapters of other modules, ranks or scales; set adapter.* as it was, or another run_dir."
-        )
-    raise ConfigError(f"checkpoint: {path} {reason}")
 
 
 def saved_weights(chunk: MegatronModule) -> Iterator[tuple[SavedModule, Tensor]]:

@@ -13,8 +13,8 @@ from megatron_vlm.adapter_settings import matching
 from megatron_vlm.config import AdapterConfig, ConfigError
 from megatron_vlm.messages import suggestion
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.weights.files import hub_name
 from megatron_vlm.models.weights.rules import Rule, Vocabulary, WeightMap, find_weight
+from megatron_vlm.weight_files import hub_name
 
 ALL_LINEAR, HEAD = "all-linear", "lm_head"
 

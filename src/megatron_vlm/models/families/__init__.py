@@ -1,14 +1,11 @@
 """The families, by HF model_type. A new one is a file here and a line in `supported.SUPPORTED`."""
 
-from __future__ import annotations
-
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron_vlm.models.description import Description
+from megatron_vlm.models.family_parts import limits
 from megatron_vlm.supported import SUPPORTED, unsupported
-
-if TYPE_CHECKING:
-    from megatron_vlm.models.description import Description
 
 FAMILIES = tuple(SUPPORTED)  # each a module of this package
 
@@ -21,8 +18,6 @@ def describe(hf_config: Any) -> Description:
     """
     if hf_config.model_type not in FAMILIES:
         raise ValueError(unsupported(hf_config.model_type))
-    from megatron_vlm.models.family_parts import limits  # imports torch, which FAMILIES need not
-
     return limits.checked(load(hf_config.model_type)(hf_config))
 
 

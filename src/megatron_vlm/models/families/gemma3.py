@@ -7,7 +7,46 @@ from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
-from megatron_vlm.models.family_parts import gemma, limits, llama, towers
+from megatron_vlm.models.family_parts import limits, llama, towers
+from megatron_vlm.models.layers.fused import Rotary, inverse_frequencies
+
+
+class GemmaFamily(llama.LlamaFamily):
+    """A family with these layers."""
+
+    box_format = "box_2d"
+    text_limits = limits.WINDOWS | {"hidden_activation": limits.ACTIVATION}
+    rope_by_layer = True
+    norm_before_mlp = "pre_feedforward_layernorm"
+    norms_after = {
+        "self_attn_bda.norm": "post_attention_layernorm",
+        "mlp_bda.norm": "post_feedforward_layernorm",
+    }
+
+    def text_of(self, kind: str) -> Any:
+        """The text model's config as layers of one kind have it."""
+        return self.text
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """The kinds of layers; each has a rotary rule of its own."""
+        return sorted(set(self.text.layer_types))
+
+    @property
+    def architecture(self) -> dict:
+        text = self.text
+        of_first = self.text_of(text.layer_types[0])
+        return llama.architecture(of_first, self.tied, activation="hidden_activation") | {
+            **llama.attention_bias(text),
+            "qk_layernorm": True,
+            "norm_after_sublayer": True,
+            "embedding_scale": text.hidden_size**0.5,
+            "layer_windows": llama.layer_windows(text),
+            "layer_rotary": tuple(self.layer_kinds.index(kind) for kind in text.layer_types),
+        }
+
+    def rotary(self) -> Rotary:
+        return Rotary([inverse_frequencies(self.text_of(kind), kind) for kind in self.layer_kinds])
 
 
 def _tokens_fit(tokens: Any, hf_config: Any) -> bool:
@@ -34,10 +73,10 @@ class Gemma3Vision(nn.Module):
         return self.multi_modal_projector(hidden_NPE).flatten(0, 1)
 
 
-class Gemma3(llama.SideBySide, gemma.GemmaFamily):
+class Gemma3(llama.SideBySide, GemmaFamily):
     model_type = "gemma3"
     top_limits = {"mm_tokens_per_image": TOKENS}
-    text_limits = gemma.GemmaFamily.text_limits | {"use_bidirectional_attention": limits.only(False, None)}
+    text_limits = GemmaFamily.text_limits | {"use_bidirectional_attention": limits.only(False, None)}
     bidirectional_images = True
 
     @property

@@ -13,12 +13,13 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.family_parts import gemma, gemma4_layers, limits, llama, moe_rules, towers
+from megatron_vlm.models.families import gemma3
+from megatron_vlm.models.family_parts import gemma4_layers, limits, llama, moe_rules, towers
 from megatron_vlm.models.layers.attention_sizes import Heads
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
 from megatron_vlm.models.positions import IMAGE, VIDEO
 from megatron_vlm.models.weights.rules import Cut, GroupedQKV, Rule, Vocabulary, Whole
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 FULL = "full_attention"
 
@@ -61,7 +62,7 @@ def _one_vocabulary(size: int, text: Any) -> bool:
 
 OTHERS_KEEP = "0, or so many that each type of layer_types is among the others"
 NOT_IMAGE = dict.fromkeys(("video_token_id", "audio_token_id"), limits.OTHER_TOKEN)
-TEXT = gemma.GemmaFamily.text_limits | {
+TEXT = gemma3.GemmaFamily.text_limits | {
     # what Transformers makes of other keys, and how it may be asked for them
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), limits.ANY),
     "allow_global_per_layer_attribute_access": limits.ANY,
@@ -129,7 +130,7 @@ def positions_of(rows: int, columns: int) -> Tensor:
         return torch.stack((numbers % columns, numbers // columns), dim=-1)
 
 
-class Gemma4(gemma.GemmaFamily, towers.GridFamily):
+class Gemma4(gemma3.GemmaFamily, towers.GridFamily):
     model_type = "gemma4"
     top_limits = NOT_IMAGE | {"audio_config": limits.ANY}
     text_limits = TEXT | EXPERTS_AND_EMBEDDINGS

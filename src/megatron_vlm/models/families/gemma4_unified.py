@@ -10,7 +10,7 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import gemma4
 from megatron_vlm.models.family_parts import limits
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 
 def _of_pooled(size: int, vision: Any) -> bool:

@@ -1,6 +1,7 @@
 """GLM-4.5V: partial chunked M-RoPE, sigmoid router with a selection bias, shared expert, video by frames."""
 
-from megatron_vlm.models.family_parts import glm4v, limits, llama, moe_rules
+from megatron_vlm.models.families import glm4v
+from megatron_vlm.models.family_parts import limits, llama, moe_rules
 
 
 class Glm4vMoe(glm4v.GlmFamily):

@@ -28,7 +28,7 @@ from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.family_parts import limits, llama, patch_towers, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.models.weights.rules import Rule, Whole
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 SIDE = 2  # patches along the side of the square that a feature is made of
 

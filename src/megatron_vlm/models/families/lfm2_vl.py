@@ -13,7 +13,7 @@ from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlMultiModalProject
 
 from megatron_vlm.models.family_parts import limits, llama, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments, uses_segments
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 
 class Siglip2Vision(nn.Module):

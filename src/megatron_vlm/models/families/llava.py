@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from megatron_vlm.batch import GenericVisualInputs
+from megatron_vlm.models.families import mistral3
 from megatron_vlm.models.family_parts import limits, texts, towers
 from megatron_vlm.models.layers.tower_attention import use_segments
 
@@ -35,7 +36,7 @@ class LlavaVision(nn.Module):
         if image_sizes is None:
             states_NPE = towers.chosen_states(self.vision_tower, pixels, self.feature_layers)
         else:
-            states_NPE = towers.pixtral_states(self.vision_tower, pixels, image_sizes, self.feature_layers)
+            states_NPE = mistral3.pixtral_states(self.vision_tower, pixels, image_sizes, self.feature_layers)
         return self.multi_modal_projector(states_NPE[:, self.first :]).flatten(0, 1)
 
 
@@ -57,7 +58,7 @@ class Llava(texts.LikeLlava):
 
     @property
     def vision_limits(self) -> dict[str, limits.Limit]:
-        return towers.PIXTRAL if self.any_size else {"projection_dim": limits.UNUSED}
+        return mistral3.PIXTRAL if self.any_size else {"projection_dim": limits.UNUSED}
 
     @property
     def any_size(self) -> bool:
@@ -74,7 +75,7 @@ class Llava(texts.LikeLlava):
     def blank_image(self, pixels: int) -> dict[str, Tensor]:
         vision = self.vision
         if self.any_size:
-            return towers.blank_of_any_size(vision, vision.patch_size, pixels)
+            return mistral3.blank_of_any_size(vision, vision.patch_size, pixels)
         return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}
 
     def visual_tokens(self, visual: GenericVisualInputs) -> list[int]:
@@ -88,5 +89,5 @@ class Llava(texts.LikeLlava):
 
     def tower_pairs(self, visual: GenericVisualInputs) -> int:
         if self.any_size:
-            return towers.pixtral_pairs(self.vision, visual)
+            return mistral3.pixtral_pairs(self.vision, visual)
         return len(visual.pixel_values) * self.tower_tokens**2

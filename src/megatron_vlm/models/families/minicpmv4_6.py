@@ -13,9 +13,9 @@ from transformers.vision_utils import get_vision_nearest_position_ids
 from megatron_vlm.batch import GenericVisualInputs, count_up
 from megatron_vlm.models.families import qwen3_5
 from megatron_vlm.models.family_parts import limits, llama, patch_towers, towers
-from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies
+from megatron_vlm.models.layers.fused import Rotary, inverse_frequencies
 from megatron_vlm.models.layers.tower_attention import use_segments
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 SIDE = 2  # patches along the side of a square, both of a window and of a feature
 SQUARE = limits.only([SIDE, SIDE], (SIDE, SIDE))

@@ -12,7 +12,7 @@ from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import (
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.families import minicpmv4_6
 from megatron_vlm.models.family_parts import limits
-from megatron_vlm.models.layers.rotary import Rotary
+from megatron_vlm.models.layers.fused import Rotary
 
 MARKERS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
 

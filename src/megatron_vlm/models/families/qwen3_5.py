@@ -2,7 +2,7 @@
 
 from megatron_vlm.models.family_parts import limits, llama, patch_towers
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
-from megatron_vlm.models.layers.delta_net.layer import sizes_of_head
+from megatron_vlm.models.layers.delta_net import sizes_of_head
 from megatron_vlm.models.weights.rules import Cut, DeltaInputs, Rule, Whole
 
 MROPE = patch_towers.MRope(sections=(11, 11, 10), interleaved=True, part_of_head=True)
@@ -34,11 +34,6 @@ class Qwen35(patch_towers.PatchFamily):
     box_format = "bbox_2d"
     text_limits = TEXT
     mrope = MROPE
-    vision_keys = {"visual.**": "model.visual.**"}
-    groups = llama.LlamaFamily.groups | {
-        "tower": ("vision.visual.patch_embed.", "vision.visual.pos_embed.", "vision.visual.blocks."),
-        "projector": ("vision.visual.merger.",),
-    }
 
     @property
     def architecture(self) -> dict:

@@ -1,6 +1,5 @@
 """Qwen3-VL: q/k norm, deepstack, interleaved M-RoPE, videos with the time in their text."""
 
-from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import limits, llama, patch_towers
 
 MROPE = patch_towers.MRope(sections=(24, 20, 20), interleaved=True)
@@ -15,9 +14,7 @@ class Qwen3VL(patch_towers.PatchFamily):
     box_format = "bbox_2d"
     text_limits = {"layer_types": LAYERS}
     mrope = MROPE
-    vision_keys = {"visual.**": "model.visual.**"}
-    groups = Description.groups | {
-        "tower": ("vision.visual.patch_embed.", "vision.visual.pos_embed.", "vision.visual.blocks."),
+    groups = patch_towers.PatchFamily.groups | {
         "projector": ("vision.visual.merger.", "vision.visual.deepstack_merger_list."),
     }
 

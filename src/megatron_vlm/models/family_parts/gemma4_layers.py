@@ -22,9 +22,8 @@ from megatron_vlm.models.layers.attention import RotarySelfAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import Heads, feed_forward_width, heads_of
 from megatron_vlm.models.layers.cross_layer import publish, read
-from megatron_vlm.models.layers.kernels.fused import norm
+from megatron_vlm.models.layers.fused import NormThenAdd, RMSNorm, norm
 from megatron_vlm.models.layers.moe import MoE, Router
-from megatron_vlm.models.layers.norms import NormThenAdd, RMSNorm
 from megatron_vlm.parallel.linears import ColumnParallelLinear
 
 

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel, vision_utils
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.family_parts import limits, llama, towers
-from megatron_vlm.models.layers.rotary import Rotary, inverse_frequencies, mrope_axes
+from megatron_vlm.models.layers.fused import Rotary, inverse_frequencies, mrope_axes
 from megatron_vlm.models.layers.tower_attention import use_segments
 from megatron_vlm.models.positions import mrope_positions
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 VISUAL_KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 
@@ -129,6 +129,11 @@ class PatchFamily(llama.LlamaFamily, towers.GridFamily):
     visual_keys = VISUAL_KEYS
     top_limits = {"video_token_id": limits.VIDEO_TOKEN}
     vision_limits = {"head_dim": limits.only(None)}  # rotary embeddings alone read it
+    vision_keys = {"visual.**": "model.visual.**"}
+    groups = llama.LlamaFamily.groups | {
+        "tower": ("vision.visual.patch_embed.", "vision.visual.pos_embed.", "vision.visual.blocks."),
+        "projector": ("vision.visual.merger.",),
+    }
     mrope: MRope
     # a moment of a video is so many steps of time; None: the prompt tells the time, see `mrope_positions`
     tokens_per_second: float | None = None

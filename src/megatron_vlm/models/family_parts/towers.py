@@ -1,4 +1,4 @@
-"""Towers that several families hold: CLIP's and SigLIP's for images of one size, Pixtral's for any size."""
+"""Towers of Transformers as several families hold them, for images of one size and in patches."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,16 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoModel, PreTrainedModel
-from transformers.models.pixtral import modeling_pixtral
 
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import limits
-from megatron_vlm.models.layers.tower_attention import uses_segments
 from megatron_vlm.models.weights.rules import Operation, Rule
-from megatron_vlm.parallel.transfer import on_device
-
-PIXTRAL = {"head_dim": limits.WHOLE_HEADS}  # of rotary alone
 
 
 def layers_exist(layers: Any, hf_config: Any) -> bool:
@@ -133,10 +128,11 @@ def _linear_of_patches(convolution: nn.Conv2d | nn.Conv3d, pixels: Tensor) -> Te
 
 def chosen_states(tower: PreTrainedModel, pixels: Tensor, layers: int | list[int], **sizes: Any) -> Tensor:
     """The hidden states (N, P, E) of a layer, or of several side by side."""
-    return _chosen(tower(pixels, output_hidden_states=True, **sizes).hidden_states, layers)
+    return chosen(tower(pixels, output_hidden_states=True, **sizes).hidden_states, layers)
 
 
-def _chosen(states: Sequence[Tensor], layers: int | list[int]) -> Tensor:
+def chosen(states: Sequence[Tensor], layers: int | list[int]) -> Tensor:
+    """The states of a layer, or of several side by side."""
     layers = [layers] if isinstance(layers, int) else layers
     return torch.cat([states[layer] for layer in layers], dim=-1)
 
@@ -149,57 +145,6 @@ def refuse_other_sizes(pixels: Tensor, vision: Any, exactly: bool = False) -> No
     height, width = pixels.shape[1:3] if is_raw(pixels) else pixels.shape[2:]
     if {height // patch, width // patch} != {side // patch}:
         raise ValueError(f"images of {width} x {height} pixels, and the tower takes {side} x {side}")
-
-
-def pixtral_states(
-    tower: PreTrainedModel, pixels: Tensor, image_sizes: Tensor, layers: int | list[int]
-) -> Tensor:
-    """The `chosen_states` (1, P, E) of Pixtral's tower for images of these sizes (N, 2) in pixels.
-
-    All patches are one sequence, whose attention is `tower_attention.attend`. The sizes are on the host, see
-    `batch.HOST_FIELDS`.
-
-    Transformers' own `forward` does the same, but makes places and bounds of patches on the device, with
-    copies for which the host waits. It serves where a GPU has no kernel.
-    """
-    if not uses_segments(tower):
-        return chosen_states(tower, pixels, layers, image_sizes=image_sizes.tolist())
-    shapes_N2 = image_sizes // tower.patch_size
-    maps = tower.patch_conv(pixels.to(tower.patch_conv.weight.dtype))
-    both = zip(maps, shapes_N2.tolist(), strict=True)
-    patches = [patch_map[:, :rows, :columns].flatten(1).t() for patch_map, (rows, columns) in both]
-    states = [tower.ln_pre(torch.cat(patches)[None])]
-    places = on_device(_pixtral_places(tower.config, shapes_N2.tolist()), pixels.device)
-    tables = tower.patch_positional_embedding(states[0], places)
-    bounds = nn.functional.pad(shapes_N2.prod(-1).cumsum(0), (1, 0))
-    for layer in tower.transformer.layers:
-        states.append(layer(states[-1], None, position_embeddings=tables, host_bounds=bounds))
-    return _chosen(states, layers)
-
-
-def _pixtral_places(vision: Any, shapes: list[list[int]]) -> Tensor:
-    """Where each patch lies in its image, as the tower's rotary embedding takes it: (P, 2) rows and columns;
-    numbers (P,) before Transformers 5.13, which made a table of all places."""
-    pairs = [torch.cartesian_prod(*map(partial(torch.arange, device="cpu"), shape)) for shape in shapes]
-    places_P2 = torch.cat(pairs)
-    if not hasattr(modeling_pixtral, "position_ids_in_meshgrid"):
-        return places_P2
-    return places_P2[:, 0] * (vision.image_size // vision.patch_size) + places_P2[:, 1]
-
-
-def blank_of_any_size(vision: Any, multiple: int, pixels: int) -> dict[str, Tensor]:
-    """A black square for Pixtral's tower whose sides are multiples of so many pixels."""
-    side = multiple * max(1, round(min(pixels**0.5, vision.image_size) / multiple))
-    return {
-        "pixel_values": torch.zeros(1, vision.num_channels, side, side),
-        # the host reads them, also while a model is built on the meta device
-        "image_sizes": torch.tensor([[side, side]], device="cpu"),
-    }
-
-
-def pixtral_pairs(vision: Any, visual: GenericVisualInputs) -> int:
-    patches_N = (visual.image_sizes // vision.patch_size).prod(-1)
-    return int((patches_N**2).sum())
 
 
 def merge_order(shapes_N: list[tuple[int, int]], factor: int) -> Tensor:

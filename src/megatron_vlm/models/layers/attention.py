@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_vlm.models.layers.attention_kernels import KERNELS, Kernel
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, View
 from megatron_vlm.models.layers.attention_sizes import heads_of
-from megatron_vlm.models.layers.kernels.attention import KERNELS, Kernel
-from megatron_vlm.models.layers.kernels.fused import rotate
+from megatron_vlm.models.layers.fused import rotate
 
 
 class CoreAttention(MegatronModule):

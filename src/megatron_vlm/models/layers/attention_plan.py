@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.models.layers.attention_kernels import Segments
 from megatron_vlm.models.layers.attention_sizes import RECURRENT
 from megatron_vlm.models.layers.cross_layer import CrossLayerTensors
-from megatron_vlm.models.layers.delta_net.plan import recurrence
-from megatron_vlm.models.layers.kernels.attention import Segments
+from megatron_vlm.models.layers.delta_rule import recurrence
 from megatron_vlm.parallel.context import Piece, place
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 
 PADDING_AT_ONCE = 128  # tokens of a segment of padding: no work to speak of, however much there is
 

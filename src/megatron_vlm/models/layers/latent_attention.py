@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 
 from megatron_vlm.models.layers.attention import CoreAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
-from megatron_vlm.models.layers.kernels.fused import rotate
-from megatron_vlm.models.layers.norms import RMSNorm
+from megatron_vlm.models.layers.fused import RMSNorm, rotate
 from megatron_vlm.parallel.linears import (
     BiasedRowParallelLinear,
     ColumnParallelLinear,

@@ -2,15 +2,23 @@
 
 Tensor parallelism never cuts experts: in our families they are a few hundred channels wide. Expert
 parallelism spreads them over tensor- and data-parallel ranks alike; each rank holds whole experts.
+
+Tokens go to their experts and back as rows in another order, here and on other ranks. The indices of that
+order are made on the device and stay there. Each gradient is a sum in a fixed order, so it is the same at
+every run.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -20,18 +28,19 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.models.layers.feed_forward import GatedFeedForward, gated
-from megatron_vlm.models.layers.routes import ROUTE_OF_PADDING, ExpertExchange, TokenOrder, reordered
+from megatron_vlm.models.layers.fused import GatedFeedForward, gated
 from megatron_vlm.parallel.linears import (
     ColumnParallelLinear,
     RowParallelLinear,
     WholeLinear,
     grouped_product,
 )
+
+FREE_ROUTE, ROUTE_OF_PADDING = -1, -2  # in place of an expert's number: the router chooses
 
 
 class RouteReplay:
@@ -245,32 +254,73 @@ class MoE(BaseMoELayer):
         return reordered(exchange.back(output), by_expert, True)
 
 
-def balancing_settings(config: RunConfig, architecture: dict) -> dict:
-    """Megatron's settings for the load-balancing loss of Transformers (Switch, arXiv 2101.03961), if any.
+@dataclass(frozen=True)
+class TokenOrder:
+    """Rows sorted by a key: the sorted row i was number `places[i]`, and its key is `keys[i]`.
 
-    Transformers balances all layers as one and counts a token once for each of its experts; Megatron sums
-    over layers and counts a token once. So the coefficient is scaled: one layer has the same loss as in
-    Transformers, several have the mean. Raises ConfigError for what only experts have in a model without.
+    Unsorted, the `copies` of each original row follow one another.
     """
-    # the run's setting goes over the checkpoint's
-    coefficient = config.model.load_balancing
-    if "num_moe_experts" not in architecture:
-        settings = {"parallel.ep": config.parallel.ep > 1, "model.load_balancing": coefficient}
-        for setting, is_set in settings.items():
-            if is_set:
-                raise ConfigError(f"{setting}: is for experts, and this model has none; drop it.")
-        return {}
-    if coefficient is None:
-        coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
-    if not coefficient:
-        return {"moe_router_load_balancing_type": "none"}
-    if config.model.recompute != "none" and config.parallel.pp > 1:
-        raise ValueError(
-            f"model: load_balancing {coefficient} with recomputation and pp {config.parallel.pp} would weigh "
-            "one micro batch by another's tokens; use no recomputation, pp 1 or no balancing."
-        )
-    layers, choices = sum(architecture["moe_layer_freq"]), architecture["moe_router_topk"]
-    return {
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": coefficient * choices / layers,
-    }
+
+    keys: Tensor
+    places: Tensor
+    copies: int
+
+    @classmethod
+    def by(cls, keys: Tensor, copies: int = 1) -> TokenOrder:
+        """Rows of equal keys stay in their order."""
+        return cls(*keys.sort(stable=True), copies)
+
+    def ends(self, numbers: int) -> Tensor:
+        """(numbers,) int32: where the rows end whose key is 0, 1, 2, …"""
+        all_keys = torch.arange(numbers, device=self.keys.device)
+        return torch.searchsorted(self.keys, all_keys, right=True, out_int32=True)
+
+
+def reordered(rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
+    """The copies of rows (N, D), sorted; if it `joins`, the sums of sorted copies (N * copies, D)."""
+    return (Reordered.apply if torch.is_grad_enabled() else _reordered)(rows, order, joins)
+
+
+def _reordered(rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
+    copies = order.copies
+    if not joins:
+        return rows.index_select(0, order.places // copies if copies > 1 else order.places)
+    unsorted = torch.empty_like(rows).index_copy_(0, order.places, rows)
+    return unsorted if copies == 1 else unsorted.unflatten(0, (len(rows) // copies, copies)).sum(1)
+
+
+class Reordered(torch.autograd.Function):
+    """`reordered`. The gradient of sorted copies is the sum of copies, and the other way round."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: TokenOrder, joins: bool) -> Tensor:
+        ctx.order = order
+        ctx.joins = joins
+        return _reordered(rows, order, joins)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return Reordered.apply(gradient, ctx.order, not ctx.joins), None, None
+
+
+class ExpertExchange:
+    """Rows sorted by expert that travel to the ranks of their experts.
+
+    `counts_X` are this rank's rows of every expert. Afterwards `experts` (Z) says for which expert here each
+    received row is. Collective; the host waits once, for the numbers.
+    """
+
+    def __init__(self, counts_X: Tensor, group: dist.ProcessGroup):
+        self._group, ranks = group, group.size()
+        sent = counts_X.view(ranks, -1)
+        received = torch.empty_like(sent)  # [rank, expert]: rows that the rank has for an expert of mine
+        dist.all_to_all_single(received, sent.contiguous(), group=group)
+        self._sent, self._received = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        numbers = torch.arange(received.shape[1], device=received.device).repeat(ranks)
+        self.experts = numbers.repeat_interleave(received.flatten(), output_size=sum(self._received))
+
+    def there(self, rows: Tensor) -> Tensor:
+        return all_to_all(self._group, rows, self._received, self._sent)
+
+    def back(self, rows: Tensor) -> Tensor:
+        return all_to_all(self._group, rows, self._sent, self._received)

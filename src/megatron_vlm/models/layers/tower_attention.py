@@ -11,8 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 
 from megatron_vlm.models.layers.attention import Attend
+from megatron_vlm.models.layers.attention_kernels import KERNELS, Segments
 from megatron_vlm.models.layers.attention_plan import View
-from megatron_vlm.models.layers.kernels.attention import KERNELS, Segments
 
 NAME = "flash_segments"
 kernels: dict[tuple[int, int], str] = {}  # chosen on this GPU for heads of these numbers and channels

@@ -1,13 +1,12 @@
 """Settings that parts of a model have for themselves, such as a learning rate: whose parameters they are."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from megatron.core.utils import unwrap_model
 from torch.nn import Module, Parameter
 
 from megatron_vlm.adapter_settings import matching
-from megatron_vlm.models.weights.rules import ADAPTERS, Rule, find_rule, named_global_weights
+from megatron_vlm.models.weights.rules import ADAPTERS, Rule, each_expert, find_rule, named_weights
 from megatron_vlm.parallel.setup import from_all_ranks
 
 Groups = Mapping[str, Collection[str]]  # part -> prefixes of its parameters
@@ -68,12 +67,11 @@ def _trained_parameters(chunks: list[Module], rules: list[Rule]) -> Iterator[Nam
         for name, param in chunk.named_parameters():
             if name.startswith(ADAPTERS):
                 named[id(param)] = name, param, [name.removeprefix(ADAPTERS)]
-        owners: list[Any] = []  # the parameter of which an expert is a part
-        for name, _ in named_global_weights(
-            chunk, lambda weight, owners=owners: owners.append(weight) or weight
-        ):
-            if owners[-1].requires_grad:
-                named.setdefault(id(owners[-1]), (name, owners[-1], []))[2].extend(find_rule(rules, name)[1])
+        for name, param in named_weights(chunk):
+            if param.requires_grad:
+                hf_names = named.setdefault(id(param), (name, param, []))[2]
+                for global_name, _ in each_expert(chunk.config, name, param):
+                    hf_names += find_rule(rules, global_name)[1]
     yield from named.values()
 
 

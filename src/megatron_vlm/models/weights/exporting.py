@@ -32,6 +32,7 @@ from megatron_vlm.supported import CONFIG_FILE
 TEMPLATE_FILE = "chat_template.jinja"
 SHARD_BYTES = 2**30  # export starts a new file after this much
 Named = tuple[str, Tensor]
+ExportedWeight = tuple[list[str], Tensor, Rule]  # names, value, rule
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def hf_tensors(
     what is exported for a weight (the tests export gradients); None: nothing.
     """
     fused: dict[str, dict[int, Tensor]] = {}
-    for piece in hf_pieces(chunks, rules, files, value):
+    for piece in hf_pieces(_exported(chunks, rules, files, value)):
         if piece.row is None:
             yield piece.key, piece.tensor
             continue
@@ -68,15 +69,9 @@ def hf_tensors(
             del fused[piece.key]
 
 
-def hf_pieces(
-    chunks: list[MegatronModule],
-    rules: list[Rule],
-    files: Collection[str],
-    value: Callable[[Tensor], Tensor | None],
-    writer: int | None = None,
-) -> Iterator[TensorPiece]:
+def hf_pieces(exported: Iterable[ExportedWeight], writer: int | None = None) -> Iterator[TensorPiece]:
     """Gives `hf_tensors` before rows are joined. With a `writer`, only this rank has what is cut."""
-    for names, local, rule in _exported(chunks, rules, files, value):
+    for names, local, rule in exported:
         watchdog.beat()
         if EXPERT.search(names[0]):
             experts = gather(local, parallel_state.get_expert_model_parallel_group(), writer)
@@ -95,9 +90,9 @@ def _exported(
     rules: list[Rule],
     files: Collection[str],
     value: Callable[[Tensor], Tensor | None],
-) -> Iterator[tuple[list[str], Tensor, Rule]]:
-    """The weights that this rank exports: (name, value, rule). An expert comes with the names of the experts
-    that all expert-parallel ranks hold in its place, in their order."""
+) -> Iterator[ExportedWeight]:
+    """The weights that this rank exports. An expert comes with the names of the experts that all
+    expert-parallel ranks hold in its place, in their order."""
     for chunk in chunks:
         local_experts, ranks = experts_per_rank(chunk.config), range(chunk.config.expert_model_parallel_size)
         for name, local in named_global_weights(chunk, value):
@@ -216,16 +211,15 @@ def _write_stage(
 ) -> dict[str, list[str]]:
     """File name -> names of the tensors that this rank wrote; only the writer of a stage writes any, and the
     first stage's what the source has besides the model."""
-    rules = weight_map.rules
     # the stage's first rank: in Megatron's order, a stage's ranks follow one another
     ranks_of_stage = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
     writer = dist.get_rank() // ranks_of_stage * ranks_of_stage
-    pieces = hf_pieces(chunks, rules, checkpoint.files, torch.detach, writer)
+    weights = list(_exported(chunks, weight_map.rules, checkpoint.files, torch.detach))
+    pieces = hf_pieces(weights, writer)
     if dist.get_rank() != writer:
         for _ in pieces:  # only to take part in the gathering
             pass
         return {}
-    weights = _exported(chunks, rules, checkpoint.files, torch.detach)
     keys = dict.fromkeys(key for names, _, rule in weights for name in names for key in rule.hf_names(name))
     if missing := [key for key in keys if key not in checkpoint.files]:
         raise ValueError(

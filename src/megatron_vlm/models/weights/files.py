@@ -7,7 +7,6 @@ a checkpoint's output layer is its embedding is decided by the weights, as in Tr
 import json
 import math
 import os
-import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from megatron_vlm.files import atomic_write, open_to_write, read_text
 from megatron_vlm.models.weights.rules import Slices, Vocabulary, WeightMap
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.supported import CONFIG_FILE, INDEX_FILE, WEIGHT_FILE, missing_weights, resolve
-from megatron_vlm.weight_files import OnDisk, tensors_of
+from megatron_vlm.weight_files import OnDisk, Renames, tensors_of
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -140,13 +139,6 @@ def name_shards(folder: Path, files: dict[str, list[str]]) -> None:
 MAPPED_BYTES = 2**26  # files are unmapped after this much was read
 
 
-def hub_name(key: str, renames: tuple[tuple[str, str], ...]) -> str:
-    """`key` as the hub's files spell it, from any of the spellings found in the wild or in memory."""
-    for pattern, replacement in renames:
-        key = re.sub(pattern, replacement, key)
-    return key
-
-
 class Dequantised:
     """An FP8 tensor on disk times its scale, in fp32, read slice by slice.
 
@@ -178,7 +170,7 @@ class HFCheckpoint:
     files. Scales have no keys here. Raises ConfigError as `tensors_of` when `files` is first asked for.
     """
 
-    def __init__(self, path: str | Path, renames: tuple[tuple[str, str], ...] = ()):
+    def __init__(self, path: str | Path, renames: Renames = ()):
         self.folder = resolve(path)
         self._renames = renames
         self._open: dict[str, Any] = {}
@@ -187,7 +179,7 @@ class HFCheckpoint:
     @cached_property
     def files(self) -> dict[str, OnDisk]:
         """All tensors, by hub key."""
-        return tensors_of(self.folder, lambda key: hub_name(key, self._renames))
+        return tensors_of(self.folder, self._renames)
 
     @property
     def is_fp8(self) -> bool:

@@ -338,13 +338,18 @@ def named_global_weights(
     Layers and experts are numbered over the whole model. With `value`, what it makes of each parameter or
     buffer; None leaves it out.
     """
-    first_expert = experts_per_rank(model.config) * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in named_weights(model, value):
-        if not _STACKED.search(name):
-            yield name, tensor
-            continue
-        for number, expert in enumerate(tensor, first_expert):
-            yield _STACKED.sub(f"{number}.", name), expert
+        yield from each_expert(model.config, name, tensor)
+
+
+def each_expert(config: TransformerConfig, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A weight of `named_weights` itself, or each expert's that is in it, numbered over the whole model."""
+    if not _STACKED.search(name):
+        yield name, tensor
+        return
+    first_expert = experts_per_rank(config) * parallel_state.get_expert_model_parallel_rank()
+    for number, expert in enumerate(tensor, first_expert):
+        yield _STACKED.sub(f"{number}.", name), expert
 
 
 def experts_per_rank(config: TransformerConfig) -> int:

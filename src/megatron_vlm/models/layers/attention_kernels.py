@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_vlm.parallel.operators import check, difference
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.linears import check, difference
+from megatron_vlm.parallel.setup import on_device
 
 QUERIES_AT_ONCE = 512  # of a segment with a mask: so the largest mask is linear in the length of a row
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value, or their gradients

@@ -4,7 +4,16 @@ Megatron-Core's own (0.19, `ssm.gated_delta_net`) needs the package `fla`, calls
 packed rows where it is to be deterministic. The parameters here have its names. It could take this one's
 place if it had none of these limits, with another order of the rows of `in_proj`: here a head of keys has its
 rows together, so that a checkpoint goes from any tensor parallelism to any other.
+
+Convolution and rule take the documents of a stream in one call: by flash-linear-attention's kernels where a
+check before the run took them, else in plain PyTorch. The kernels are for CUDA and 16 bits, and have not run
+on a GPU yet. They get the chunks of documents beside their bounds: else they would count them on the device,
+and the host would wait for it.
 """
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -18,11 +27,28 @@ from torch.nn.functional import softplus
 
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
-from megatron_vlm.models.layers.delta_net import kernels
-from megatron_vlm.models.layers.delta_net.plan import CutDocuments, Documents
-from megatron_vlm.models.layers.delta_net.rule import Recomputed
-from megatron_vlm.models.layers.kernels.fused import Norm, statistics_dtype
+from megatron_vlm.models.layers.delta_rule import CutDocuments, DeltaRule, Documents, Recomputed, convolved
+from megatron_vlm.models.layers.fused import Norm, statistics_dtype
 from megatron_vlm.parallel.linears import ColumnParallelLinear, RowParallelLinear
+
+CONVOLVED_AT_ONCE = 2**26  # numbers that are convolved at once in PyTorch
+
+
+class Kernels(NamedTuple):
+    """The package's functions, or others with their signatures."""
+
+    rule: Callable  # fla.ops.gated_delta_rule.chunk_gated_delta_rule
+    convolution: Callable  # fla.modules.convolution.causal_conv1d
+
+
+def installed_kernels() -> Kernels | None:
+    """The package's kernels; None if it is not installed. Its import takes seconds and asks for the card."""
+    if find_spec("fla") is None:
+        return None
+    from fla.modules.convolution import causal_conv1d
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return Kernels(chunk_gated_delta_rule, causal_conv1d)
 
 
 class GatedDeltaNet(MegatronModule):
@@ -32,6 +58,8 @@ class GatedDeltaNet(MegatronModule):
     keys its q and k (K each), its v (R * V), b and a (R each), which are the strength and the decay of the
     rule, and z (R * V).
     """
+
+    kernels: Kernels | None = None  # for all of this process, if a check before the run took them
 
     def __init__(self, config, layer_number: int, pg_collection: ProcessGroupCollection, **_):
         super().__init__(config)
@@ -116,9 +144,8 @@ class GatedDeltaNet(MegatronModule):
     def _of_documents(self, mixed_TGX: Tensor, documents: Documents, part: int | None = None) -> Tensor:
         """(T, G, R, V) of documents. `part`: of this part of the heads, as many as `mixed_TGX` has."""
         conv = self._part(self.conv1d, part).squeeze(1)
-        by = kernels.used
-        convolved_TC = kernels.convolution(self.to_convolve(mixed_TGX), conv, documents, by)
-        return kernels.delta_rule(*self.rule_inputs(convolved_TC, mixed_TGX, part), documents, by)
+        convolved_TC = convolution(self.to_convolve(mixed_TGX), conv, documents, self.kernels)
+        return delta_rule(*self.rule_inputs(convolved_TC, mixed_TGX, part), documents, self.kernels)
 
     def to_convolve(self, mixed_TGX: Tensor) -> Tensor:
         """(T, C): q, k and v of all heads."""
@@ -152,3 +179,41 @@ def sizes_of_head(heads: DeltaHeads) -> tuple[int, ...]:
     ratio = heads.values // heads.keys
     values = ratio * heads.value_channels
     return heads.key_channels, heads.key_channels, values, ratio, ratio, values
+
+
+def convolution(x_TC: Tensor, weight_CW: Tensor, documents: Documents, by: Kernels | None) -> Tensor:
+    """`rule.convolved` over documents. In PyTorch, which takes several tensors in fp32, long streams are
+    convolved some channels after the other."""
+    if by is None or not len(x_TC):
+        at_once = max(1, CONVOLVED_AT_ONCE // max(1, len(x_TC)))
+        slabs = zip(x_TC.split(at_once, 1), weight_CW.split(at_once), strict=True)
+        parts = [Recomputed.apply(convolved, x, weight, documents.place) for x, weight in slabs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    stream = {"cu_seqlens": documents.bounds, "chunk_indices": documents.chunks}
+    return by.convolution(x_TC[None], weight_CW, activation="silu", **stream)[0][0]
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    documents: Documents,
+    by: Kernels | None,
+) -> Tensor:
+    """`rule.DeltaRule` over documents. The package counts heads of values, as they lie here: all that share a
+    head of keys, then the next."""
+    if by is None or not len(value):
+        return DeltaRule.apply(query, key, value, decay, beta, documents.number)
+    outputs, _ = by.rule(
+        query[None],
+        key[None],
+        value.flatten(1, 2)[None],
+        decay.flatten(1, 2)[None],
+        beta.flatten(1, 2)[None],
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=documents.bounds,
+        chunk_indices=documents.chunks,
+    )
+    return outputs[0].view(value.shape)

@@ -3,7 +3,7 @@
 import subprocess
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -15,19 +15,29 @@ from torch import Tensor, nn
 
 from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_vlm.models.layers.attention import Attend, dense
+from megatron_vlm.models.layers.attention_kernels import KERNELS
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
-from megatron_vlm.models.layers.attention_sizes import RECURRENT
-from megatron_vlm.models.layers.feed_forward import gated
-from megatron_vlm.models.layers.kernels.attention import KERNELS
-from megatron_vlm.models.layers.kernels.fused import Fused, compiled_on, norm, of_channels, rotate
+from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
+from megatron_vlm.models.layers.delta_net import (
+    GatedDeltaNet,
+    Kernels,
+    convolution,
+    delta_rule,
+    installed_kernels,
+)
+from megatron_vlm.models.layers.delta_rule import Documents
+from megatron_vlm.models.layers.fused import Fused, compiled_on, gated, norm, of_channels, rotate
 from megatron_vlm.models.layers.tower_attention import heads, kernels, use_sdpa, view_of
 from megatron_vlm.parallel import linears
 from megatron_vlm.parallel.linears import GatheredProduct, ScatteredProduct, wgrad_gemm_accum_fp32
 
 FOR_CUDA = ("flash", "cudnn")  # in 16 bits
+ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, OSError, subprocess.SubprocessError)
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of the largest number
 DOCUMENTS, BLOCKS = [300, 1, 192, 12, 7], [(0, 20, 150), (2, 181, 192)]
 MEASURED = [8192, 4096, 2048, 1024, 1024]
+# of a real size, as flash-linear-attention tunes its kernels in their first call
+DELTA_LENGTHS = [*MEASURED, *DOCUMENTS]
 SLOWER = {
     "attention": "dense attention: slow, with memory that grows as the square of a row",
     "towers": "Transformers' own attention: slower, with a call for each image or a mask of all patches",
@@ -157,48 +167,81 @@ def disagreement(
     `sizes` are the numbers of query heads, of key heads and of channels. Context and gradients on each of the
     `views`, by window, are compared with dense attention in fp32 with the mask of the plan's own.
     """
-    queries, keys, width = sizes
-    random, scale = _random(plan.device, dtype), width**-0.5
-    # query, key, value and the gradient of the context
-    tensors = [random(plan.length, heads, width) for heads in (queries, keys, keys, queries)]
-    wide = [x.float() for x in tensors]
+    tensors = _attention_inputs(sizes, plan.length, plan.device, dtype)
+    scale = sizes[2] ** -0.5
     for window, view in views.items():
-        layers = f" in layers of window {window}" if window else ""
-        try:
-            results = _with_gradients(
-                tensors, lambda q, k, v, on=view: Attend.apply(q, k, v, on, KERNELS[name], scale)
-            )
-        except (RuntimeError, NotImplementedError) as error:
-            return f"{name} does not run here ({str(error).splitlines()[0]}){layers}"
-        expected = _with_gradients(wide, partial(dense, plan=plan, view=plan.views[window], scale=scale))
-        for tensor_name, ours, reference in zip(
-            ("context", "dq", "dk", "dv"), results, expected, strict=True
-        ):
-            if not (error := _difference(ours, reference)) <= LARGEST[dtype]:
-                return f"{name} has a {tensor_name} that differs by {error:.1e}{layers}"
+        expected = _with_gradients(
+            _widened(tensors), partial(dense, plan=plan, view=plan.views[window], scale=scale)
+        )
+        problem = problem_of(partial(_attended, name=name, view=view, scale=scale), tensors, expected)
+        if problem is not None:
+            return f"{name} {problem}" + (f" in layers of window {window}" if window else "")
     return None
+
+
+def _attention_inputs(
+    sizes: tuple[int, int, int], tokens: int, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """Query, key, value and the gradient of the context."""
+    queries, keys, width = sizes
+    random = _random(device, dtype)
+    return [random(tokens, heads, width) for heads in (queries, keys, keys, queries)]
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, name: str, view: View, scale: float) -> Tensor:
+    return Attend.apply(q, k, v, view, KERNELS[name], scale)
 
 
 def _seconds(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, view: View) -> float:
     """The least of three, after one that may have to plan."""
-    queries, keys, width = sizes
-    device = view.segments.device
-    tokens = int(view.segments.query_lengths.sum())
-    random, times = _random(device, dtype), []
-    tensors = [random(tokens, heads, width) for heads in (queries, keys, keys, queries)]
+    segments = view.segments
+    tensors = _attention_inputs(sizes, int(segments.query_lengths.sum()), segments.device, dtype)
+    attend = partial(_attended, name=name, view=view, scale=sizes[2] ** -0.5)
+    times = []
     for _ in range(4):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        _with_gradients(tensors, lambda q, k, v: Attend.apply(q, k, v, view, KERNELS[name], width**-0.5))
+        _with_gradients(tensors, attend)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return min(times[1:])
+
+
+# --- a comparison with plain PyTorch -----------------------------------------------------------------------
+
+
+def problem_of(
+    function: Callable[..., Tensor],
+    tensors: list[Tensor],
+    expected: list[Tensor],
+    errors: tuple[type[Exception], ...] = ERRORS,
+) -> str | None:
+    """Says how a function's result and gradients differ from the expected ones; None if they agree.
+
+    `tensors` are the function's, and last the gradient of its result.
+    """
+    try:
+        results = _with_gradients(tensors, function)
+    except errors as error:
+        return f"does not run here ({_in_one_line(error)})"
+    for number, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+        if not (error := _difference(ours, theirs)) <= LARGEST[tensors[-1].dtype]:
+            return f"differs by {error:.1e} in its {f'gradient {number}' if number else 'result'}"
+    return None
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _random(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     """A function of lengths that makes tensors, the same numbers at every start."""
     generator = torch.Generator(device).manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+def _widened(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.float() for x in tensors]
 
 
 def _with_gradients(tensors: list[Tensor], function: Callable[..., Tensor]) -> list[Tensor]:
@@ -221,15 +264,10 @@ def fused_disagreement(megatron_config: TransformerConfig, device: torch.device)
     """Says to the user what is wrong with the compiled functions on this device; None if nothing is."""
     for tokens in (509, 37):  # what is compiled for one length, which no axis of a model has, serves others
         for name, (function, tensors) in fused_cases(megatron_config, tokens, device).items():
-            try:
-                compiled = _with_gradients(tensors, function)
-            except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-                return f"torch.compile fails here ({' '.join(str(error).split())[:300]})"
             with compiled_on(None):
-                reference = _with_gradients([x.float() for x in tensors], function)
-            error = max(map(_difference, compiled, reference))
-            if not error <= LARGEST[megatron_config.params_dtype]:
-                return f"{name}, compiled, differs by {error:.1e} for {tokens} tokens"
+                expected = _with_gradients(_widened(tensors), function)
+            if problem := problem_of(function, tensors, expected):
+                return f"{name} of {tokens} tokens, compiled, {problem}"
     return None
 
 
@@ -295,7 +333,7 @@ def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> st
         try:
             wgrad_gemm_accum_fp32(x, grad, gradient_sum)
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            return f"torch has no product that adds here ({str(error).splitlines()[0]})"
+            return f"torch has no product that adds here ({_in_one_line(error)})"
         expected += grad.t().double() @ x.double()
     error = _difference(gradient_sum, expected)
     return None if error <= LARGEST[torch.float32] else f"they differ by {error:.1e}"
@@ -314,8 +352,7 @@ def check_overlap(parallel: ParallelConfig, width: int, device: torch.device, dt
     try:
         error = overlap_error(group, width, device, dtype)
     except (RuntimeError, NotImplementedError) as problem:
-        line = str(problem).splitlines()[0]
-        raise ConfigError(f"{OVERLAP} do not run here ({line}); {WITHOUT}") from problem
+        raise ConfigError(f"{OVERLAP} do not run here ({_in_one_line(problem)}); {WITHOUT}") from problem
     worst = torch.tensor(error, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group)
     if not worst.item() <= LARGEST[dtype]:
@@ -352,3 +389,68 @@ def _without_exchange(
     gathered = [of_all @ weight.t(), ranks * (gradient @ weight)[rank_rows], flat_gradient.t() @ flat]
     # the gradient that scattered products get is of this rank's rows: the same rows of all ranks
     return [*gathered, ranks * (gradient @ back.t())[rank_rows], of_all @ back, flat.t() @ flat_gradient]
+
+
+NOT_INSTALLED = (
+    "Gated delta nets run in plain PyTorch, which is slower. `pip install 'megatron-vlm[gpu]'` brings "
+    "flash-linear-attention, whose kernels take their place."
+)
+
+
+def check_delta_nets(megatron_config: TransformerConfig, device: torch.device, model: ModelConfig) -> None:
+    """Lets gated delta nets use the package's kernels if it is installed and they agree with plain PyTorch.
+    Raises ConfigError if they do not and `model.fallbacks` does not name delta_nets.
+
+    A run in fp32 does without them, as they multiply in TF32, and so does a deterministic one: their tuning
+    by time may choose other sums at the next start.
+    """
+    GatedDeltaNet.kernels = None
+    heads = megatron_config.delta_heads
+    dtype = megatron_config.params_dtype
+    if heads is None or dtype == torch.float32 or torch.are_deterministic_algorithms_enabled():
+        return
+    try:
+        kernel = installed_kernels()
+    except ImportError as error:
+        return fall_back("delta_nets", model, f"flash-linear-attention is not complete ({error})")
+    if kernel is None:
+        return warnings.warn(NOT_INSTALLED, stacklevel=2)
+    tp, cp = megatron_config.tensor_model_parallel_size, megatron_config.context_parallel_size
+    for ranks in sorted({tp, tp * cp}):  # documents that context parallelism cuts are there for fewer heads
+        shared = heads._replace(keys=heads.keys // ranks, values=heads.values // ranks)
+        if problem := delta_disagreement(kernel, shared, Documents(np.array(DELTA_LENGTHS), device), dtype):
+            return fall_back("delta_nets", model, problem)
+    GatedDeltaNet.kernels = kernel
+
+
+def delta_disagreement(
+    by: Kernels, heads: DeltaHeads, documents: Documents, dtype: torch.dtype
+) -> str | None:
+    """Says to the user what is wrong with the kernels on this device; None if nothing is. Results and
+    gradients are compared with plain PyTorch's in fp32 of the same numbers."""
+    from triton.errors import TritonError  # where the kernels are, Triton is
+
+    for name, function, tensors in delta_cases(heads, documents, dtype):
+        plain = partial(function, documents=documents, by=None)
+        expected = _with_gradients(_widened(tensors), plain)
+        by_kernel = partial(function, documents=documents, by=by)
+        if problem := problem_of(by_kernel, tensors, expected, (*ERRORS, TritonError)):
+            return f"the {name} of flash-linear-attention {problem}"
+    return None
+
+
+def delta_cases(
+    heads: DeltaHeads, documents: Documents, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[..., Tensor], list[Tensor]]]:
+    """The functions with random tensors for them; the last is the gradient of the result. Decays are from
+    weak ones to such that leave nothing."""
+    random = _random(documents.device, dtype)
+    tokens, channels, ratio = int(documents.lengths.sum()), heads.convolved, heads.values // heads.keys
+    inputs, gradient = random(2, tokens, channels)
+    weight = random(channels, heads.taps) / heads.taps
+    yield "convolution", convolution, [inputs, weight, gradient]
+    query, key = random(2, tokens, heads.keys, heads.key_channels)
+    value, gradient = random(2, tokens, heads.keys, ratio, heads.value_channels)
+    decay, beta = random(2, tokens, heads.keys, ratio)
+    inputs = [query, key, value, -(2 * decay.float()).exp(), beta.sigmoid()]
+    yield "rule", delta_rule, [*inputs, gradient]
