@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from functools import cache
@@ -92,11 +92,14 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
     return changed
 
 
-def as_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Recipe arguments by the settings they set. Raises ConfigError on an unknown argument."""
+def as_settings(arguments: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+    """Recipe arguments by the settings they set.
+
+    Raises ConfigError on an unknown argument; `own` are further ones that the recipe has.
+    """
     for name in arguments:
         if name not in SETTING_OF_ARGUMENT:
-            hint = suggestion(name, SETTING_OF_ARGUMENT)
+            hint = suggestion(name, [*own, *SETTING_OF_ARGUMENT])
             if name.lower() in ("lora", "peft"):
                 hint = "; adapter.r=16 trains LoRA of that rank."
             if name in NAMES_ELSEWHERE:

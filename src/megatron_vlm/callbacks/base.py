@@ -235,11 +235,11 @@ def _close(callback: Callback) -> None:
 
 
 def callback_class(name: str) -> Callable[[], Callback]:
-    """Return what makes the callback `FILE.py:CLASS`. Raises ConfigError that says what is wrong."""
+    """Return what makes a user's callback, `FILE.py:CLASS`. Raises ConfigError that says what is wrong."""
     place = f"train.callbacks: {name}"
     loaded = load_object(place, name)
     if not (isinstance(loaded, type) and issubclass(loaded, Callback)):
-        raise ConfigError(f"{place} is no subclass of Callback in that file; see docs/reports.md.")
+        raise ConfigError(f"{place} is no subclass of Callback; see docs/reports.md.")
 
     def made() -> Callback:
         with calling(place, name):

@@ -84,7 +84,10 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="tp=4 sets a recipe argument, train.steps=10 any setting."),
 ]
-Recipe = Annotated[str | None, typer.Option(help="A name that `megatron-vlm recipes` lists.")]
+Recipe = Annotated[
+    str | None,
+    typer.Option(help="A name that `megatron-vlm recipes` lists, or your own FILE.py:NAME."),
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="A file of recipes/ or a run's config.yaml.")
 ]

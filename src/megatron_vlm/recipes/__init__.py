@@ -4,12 +4,13 @@ from megatron_vlm.recipes import load_recipe
 config = load_recipe("gemma3_vl_4b")(train_data_path="/data/shards", tp=4)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import read_text
+from megatron_vlm.imports import is_users
 from megatron_vlm.inputs import odd_fields
 from megatron_vlm.messages import listed, suggestion
 from megatron_vlm.overrides import (
@@ -23,14 +24,20 @@ from megatron_vlm.overrides import (
     split_override,
 )
 from megatron_vlm.recipes.published import OF_PARTS, RECIPES, Recipe
+from megatron_vlm.recipes.users import UsersRecipe
 from megatron_vlm.supported import read_config
 
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE = {"recipe": str, "args": dict | None, "overrides": dict | None}
 
 
-def load_recipe(name: str) -> Recipe:
-    """The recipe of that name. Raises ConfigError on an unknown name."""
+def load_recipe(name: str) -> Recipe | UsersRecipe:
+    """The recipe of that name, or a user's function, `FILE.py:NAME` or `package.module:NAME`.
+
+    Raises ConfigError on an unknown name.
+    """
+    if is_users(name):
+        return UsersRecipe(name)
     if name not in RECIPES:
         raise ConfigError(f"{name}: no such recipe{suggestion(name, RECIPES)}")
     return RECIPES[name]
@@ -57,7 +64,10 @@ def compose(
     setting that is given under two names with two values.
     """
     file_content = _read_run_file(file) if file else {}
-    command_settings = {**as_settings(assumed or {}), **read_settings(settings, arguments or {})}
+    name = recipe or file_content.get("recipe")
+    build = load_recipe(name) if name else None
+    own, decided = (build.own_parameters, build.decides) if isinstance(build, UsersRecipe) else ((), ())
+    command_settings = {**as_settings(assumed or {}), **read_settings(settings, arguments or {}, own)}
     if file_content and recipe and file_content.get("recipe") != recipe:
         file_kind = (
             f"is of the recipe {file_content['recipe']}"
@@ -66,13 +76,15 @@ def compose(
         )
         raise ConfigError(f"{file}: {file_kind}, and --recipe says {recipe}; give one of them.")
     # a recipe sees all arguments that it knows; what it returns is then overridden
-    if "recipe" in file_content or recipe:
+    if build:
         overrides = flatten(file_content.get("overrides", {}))
+        own_arguments = {key: command_settings.pop(key) for key in own if key in command_settings}
         recipe_arguments = merged(
             file_content.get("args", {}), as_arguments(overrides), as_arguments(command_settings)
         )
-        config = load_recipe(recipe or file_content["recipe"])(**recipe_arguments)
-        config = apply_overrides(config, overrides)
+        config = build(**recipe_arguments, **own_arguments)
+        config = apply_overrides(config, _without(overrides, decided))
+        command_settings = _without(command_settings, decided)
     elif file_content:
         config = apply_overrides(RunConfig(), file_content)
     else:
@@ -82,11 +94,15 @@ def compose(
     return apply_overrides(config, command_settings)
 
 
+def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in names}
+
+
 def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | None:
     """Return a line about a recipe that is for another family than the checkpoint; None if it fits."""
     name = recipe or (_read_run_file(file).get("recipe") if file else None)
     model_type = read_config(hf_path)["model_type"]
-    if name is None or (of_recipe := RECIPES[name].model_type) in (model_type, *OF_PARTS):
+    if name not in RECIPES or (of_recipe := RECIPES[name].model_type) in (model_type, *OF_PARTS):
         return None
     fitting = [entry.name for entry in RECIPES.values() if entry.model_type == model_type]
     return (
@@ -95,15 +111,20 @@ def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | No
     )
 
 
-def read_settings(settings: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a command line, by dotted key. Raises ConfigError if it gives a setting two values."""
+def read_settings(
+    settings: Iterable[str], arguments: Mapping[str, Any], own: Collection[str] = ()
+) -> dict[str, Any]:
+    """The settings of a command line, by dotted key, and the parameters that a user's recipe alone has.
+
+    Raises ConfigError if it gives a setting two values.
+    """
     pairs = dict(split_override(text) for text in settings)
     entries = [(f"--{name} {value}", name, value) for name, value in arguments.items()]
     entries += [(f"{name}={value}", name, value) for name, value in pairs.items()]
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}
     for text, name, value in entries:
-        (key,) = [name] if "." in name else as_settings({name: value})
+        (key,) = [name] if "." in name or name in own else as_settings({name: value}, own)
         if str(values.setdefault(key, value)) != str(value):
             raise ConfigError(f"{texts[key]} and {text} both set {key}; give one of them.")
         texts.setdefault(key, text)

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.imports import calling, load_object
+from megatron_vlm.imports import calling, is_users, load_function
 from megatron_vlm.messages import suggestion
 
 ANLS_THRESHOLD = 0.5
@@ -127,8 +127,8 @@ METRICS = {"exact_match": exact_match, "contained": contained, "anls": anls, "bo
 
 
 def metric_of(name: str) -> Metric:
-    """The metric of a name, or the function of a user's Python file, `file.py:name`. Raises ConfigError."""
-    if ".py:" in name:
+    """The metric of a name, or a user's function, `FILE.py:NAME`. Raises ConfigError."""
+    if is_users(name):
         return _users_metric(name)
     if name not in METRICS:
         raise ConfigError(f"metric {name}: there is none{suggestion(name, METRICS)}")
@@ -138,9 +138,7 @@ def metric_of(name: str) -> Metric:
 def _users_metric(name: str) -> Metric:
     """A metric that calls `function(answer, references, question)`, which returns what a metric returns."""
     place = f"metric {name}"
-    function = load_object(place, name)
-    if not callable(function):
-        raise ConfigError(f"{place}: the file has no function of this name.")
+    function = load_function(place, name)
 
     def metric(judged: Judged) -> dict[str, float]:
         with calling(place, name):
