@@ -271,7 +271,8 @@ class TrainConfig:
     on_spike: Literal["warn", "skip", "stop"] | None = None
     # FILE.py:CLASS of your own, see docs/reports.md
     callbacks: Name | list[Name] = field(default_factory=list)
-    objective: str = "tokens"  # one of `objectives.OBJECTIVES`; "dpo": preference pairs, see docs/rl.md
+    # "tokens"; "dpo" (preference pairs, docs/rl.md); FILE.py:NAME, a loss of your own (docs/extending.md)
+    objective: str = "tokens"
     dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
 
     @property

@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from megatron_vlm.config import DataConfig, RunConfig
+from megatron_vlm.imports import is_users
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Objective:
     problems          the lines about settings that do not go with it
     """
 
-    loss: str
+    loss: str | Callable[[RunConfig, list[Any]], Callable[..., Any]]
     encoder: str | None = None
     documents: int = 1
     figures: Mapping[str, str | None] = field(default_factory=dict)
@@ -38,7 +39,8 @@ class Objective:
 
     def step_loss(self, config: RunConfig, chunks: list[Any]) -> Callable[..., Any]:
         """The function that makes the gradients of a run that begins with these chunks' weights."""
-        return resolve_name(self.loss)(config, chunks)
+        loss = resolve_name(self.loss) if isinstance(self.loss, str) else self.loss
+        return loss(config, chunks)
 
     def sample_encoder(self, documents: Any, data: DataConfig) -> Any:
         """The encoder of samples; `documents` encodes one conversation."""
@@ -79,5 +81,11 @@ OBJECTIVES = {"tokens": TOKENS, "dpo": DPO}
 
 
 def objective_of(config: RunConfig) -> Objective:
-    """The objective that the run's `train.objective` names."""
-    return OBJECTIVES[config.train.objective]
+    """The objective that the run's `train.objective` names, or a user's (`training.users_loss`).
+
+    Raises ConfigError, for a user's.
+    """
+    name = config.train.objective
+    if is_users(name):
+        return resolve_name("megatron_vlm.training.users_loss:users_objective")(name)
+    return OBJECTIVES[name]

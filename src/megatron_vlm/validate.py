@@ -17,6 +17,7 @@ from megatron_vlm.config import (
     fewest_processes,
 )
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
+from megatron_vlm.imports import is_users
 from megatron_vlm.messages import join_lines, suggestion
 from megatron_vlm.objectives import OBJECTIVES, objective_of
 from megatron_vlm.overrides import setting_problems
@@ -36,8 +37,9 @@ def validate(config: RunConfig, world_size: int | None = None) -> None:
     Raises ConfigError with every problem of single settings or, without any, of their relations, one a line.
     """
     problems = setting_problems(config)
-    if (name := config.train.objective) not in OBJECTIVES:
-        problems.append(f"train.objective: {name} does not exist{suggestion(name, OBJECTIVES)}")
+    if (name := config.train.objective) not in OBJECTIVES and not is_users(name):
+        known = suggestion(name, [*OBJECTIVES, "FILE.py:NAME of your own"])
+        problems.append(f"train.objective: {name} does not exist{known}")
     if not problems:
         problems += _relation_problems(config)
         problems += layout_problems(config.parallel, world_size)

@@ -11,7 +11,7 @@ from gpu_check.clock import both_ways, difference, seconds, with_gradients
 from gpu_check.rows import Row
 from gpu_check.sizes import DTYPE, About, Sizes, described
 from gpu_check.stack import built, run_config
-from megatron_vlm.models.head import log_probabilities
+from megatron_vlm.models.head import token_statistics
 from megatron_vlm.models.layers.kernel_checks import LARGEST
 from megatron_vlm.models.layers.moe import FREE_ROUTE, MoE
 from megatron_vlm.parallel import setup
@@ -29,7 +29,7 @@ def head(sizes: Sizes, about: About) -> Iterator[Row]:
     labels = torch.randint(vocabulary, (sizes.head_tokens,), generator=made, device=device)
 
     def ours(hidden: Tensor, weight: Tensor) -> Tensor:
-        return log_probabilities(hidden, weight, labels[: len(hidden)], vocabulary)[0]
+        return token_statistics(hidden, weight, labels[: len(hidden)], vocabulary)[0]
 
     def plain(hidden: Tensor, weight: Tensor) -> Tensor:
         log_p = (hidden @ weight.t()).log_softmax(-1)

@@ -1,10 +1,13 @@
-"""The output layer: loss, log-probability and entropy of the wanted tokens, without the logits of a row.
+"""The output layer: loss, log-probability and the like of the wanted tokens, without the logits of a row.
 
 Hidden states of other tokens are dropped first. The rest goes through the output layer in chunks, and each
 chunk's logits are reduced to a few numbers per token. The backward computes them again, except the
 last chunk's, which are kept: so the most that is ever held is one chunk. What is between the products is one
 function in each direction, compiled on CUDA; it has not run on a GPU yet.
 """
+
+from collections.abc import Sequence
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -23,18 +26,21 @@ from megatron_vlm.models.stream import Stream
 from megatron_vlm.parallel.linears import gradient_of, sum_for, wgrad_gemm_accum_fp32
 
 CHUNK_BYTES = 2**30  # of the fp32 logits at a time; each chunk reads and writes the gradient of the weight
+# What `token_statistics` can tell of each token: log p of its label, the log of the sum of exponentials of
+# the logits, the entropy of its distribution, and the mean of log p over the vocabulary
+STATISTICS = ("log_probs", "logsumexp", "entropies", "mean_log_probs")
 NEVER = -1e9  # a logit whose probability is zero; finite, as 0 * inf is not a number
 
 
 def output_losses(**arguments) -> Tensor:
     """Megatron's `output_processor`: the loss (n,) of each trained token, fp32."""
-    return -output_scores(1.0, False, **arguments)[0]
+    return -output_statistics(("log_probs",), **arguments)[0]
 
 
 @record_function("head")
-def output_scores(
-    temperature: float,
-    entropy: bool,
+def output_statistics(
+    names: Sequence[str],
+    temperature: float = 1.0,
     *,
     hidden_states: Tensor,
     output_layer,
@@ -43,14 +49,14 @@ def output_scores(
     context: Stream,
     **_,
 ) -> Tensor:
-    """After `functools.partial` with the first two, Megatron's `output_processor`: (1 or 2, n) fp32, the
-    log-probability of each wanted token and the entropy of its distribution, see `log_probabilities`."""
+    """After `functools.partial`, Megatron's `output_processor`: (names, n) fp32, the `token_statistics` of
+    each wanted token."""
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
-    log_p_N, entropy_N = log_probabilities(
-        hidden_ND, weight, context.labels, config.vocab_size, temperature, entropy, config.logit_softcap
+    statistics = token_statistics(
+        hidden_ND, weight, context.labels, config.vocab_size, names, temperature, config.logit_softcap
     )
-    return torch.stack([log_p_N, entropy_N] if entropy else [log_p_N])
+    return torch.stack(statistics)
 
 
 def output_logits(
@@ -91,99 +97,125 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
-def log_probabilities(
+def token_statistics(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     labels_N: Tensor,
     vocabulary: int,
+    names: Sequence[str] = ("log_probs",),
     temperature: float = 1.0,
-    entropy: bool = False,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The log-probability (N,) of each label and, if asked for, the entropy (N,) of each distribution.
+) -> list[Tensor]:
+    """Those of `STATISTICS` that `names` asks for, (N,) each.
 
     They are in fp32, or in a wider type of the hidden states. `weight_VD` is this tensor-parallel rank's
     part; rows beyond the first `vocabulary` of all ranks count for nothing. All ranks pass the same hidden
-    states and labels and get the same result. Logits are `capped` and divided by `temperature`. Both
+    states and labels and get the same result. Logits are `capped` and divided by `temperature`. All
     have gradients.
     """
-    return _LogProbabilities.apply(
-        hidden_ND, weight_VD, labels_N, vocabulary, 1.0 / temperature, entropy, softcap
+    settings = (vocabulary, 1.0 / temperature, softcap)
+    asked = ("entropies" in names, "mean_log_probs" in names)
+    log_p_N, log_sum_N, entropy_N, mean_logit_N = _TokenStatistics.apply(
+        hidden_ND, weight_VD, labels_N, settings, asked
     )
+    statistics = {"log_probs": log_p_N, "logsumexp": log_sum_N, "entropies": entropy_N}
+    if "mean_log_probs" in names:
+        statistics["mean_log_probs"] = mean_logit_N - log_sum_N
+    return [statistics[name] for name in names]
 
 
-class _LogProbabilities(torch.autograd.Function):
+class _TokenStatistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, vocabulary, scale, entropy: bool, softcap: float | None):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, settings: tuple, asked: tuple[bool, bool]):
+        vocabulary, scale, softcap = settings
+        entropy, mean = asked
         group = parallel_state.get_tensor_model_parallel_group()
         first = group.rank() * len(weight_VD)
         held_N = (labels_N >= first) & (labels_N < first + len(weight_VD))
         column_N = torch.where(held_N, labels_N - first, 0)
-        ctx.settings = scale, softcap, vocabulary - first
-        numbers = hidden_ND.new_empty(2 + entropy, len(hidden_ND), dtype=statistics_dtype(hidden_ND.dtype))
+        ctx.asked, ctx.vocabulary, ctx.settings = asked, vocabulary, (scale, softcap, vocabulary - first)
+        wanted = [True, True, *asked]
+        numbers = hidden_ND.new_empty(sum(wanted), len(hidden_ND), dtype=statistics_dtype(hidden_ND.dtype))
         product = None
         for rows in _chunks(hidden_ND, weight_VD):
             product = None  # frees the chunk before
             product = hidden_ND[rows] @ weight_VD.t()
-            numbers[:, rows] = _reduced(product, column_N[rows], entropy, ctx.settings)[: len(numbers)]
+            reduced = _reduced(product, column_N[rows], asked, ctx.settings)
+            for number, values in zip(numbers, compress(reduced, wanted), strict=True):
+                number[rows] = values
         numbers[1] *= held_N
-        log_sums_QN, labels_QN, *entropies_QN = _gathered(numbers, group).unbind(1)
+        log_sums_QN, labels_QN, *others = _gathered(numbers, group).unbind(1)
         log_sum_N = log_sums_QN.logsumexp(0)
-        entropy_N = None
+        entropy_N = mean_N = None
         if entropy:  # a distribution of parts: the mean entropy inside a part and that of which part it is
             log_share_QN = log_sums_QN - log_sum_N
-            entropy_N = (log_share_QN.exp() * (entropies_QN[0] - log_share_QN)).sum(0)
+            entropy_N = (log_share_QN.exp() * (others[0] - log_share_QN)).sum(0)
+        if mean:
+            mean_N = others[-1].sum(0) / vocabulary
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
         ctx.kept = product
-        return labels_QN.sum(0) - log_sum_N, entropy_N
+        return labels_QN.sum(0) - log_sum_N, log_sum_N, entropy_N, mean_N
 
     @staticmethod
-    def backward(ctx, grad_log_p_N, grad_entropy_N):
+    def backward(ctx, grad_log_p_N, grad_log_sum_N, grad_entropy_N, grad_mean_N):
         hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N = ctx.saved_tensors
-        entropy = entropy_N is not None
-        of_entropy = (entropy_N, grad_entropy_N) if entropy else (torch.zeros_like(log_sum_N),) * 2
-        of_tokens_5N = torch.stack((log_sum_N, grad_log_p_N, grad_log_p_N * held_N, *of_entropy))
+        entropy, mean = ctx.asked
+        none_N = torch.zeros_like(log_sum_N)
+        of_entropy = (entropy_N, grad_entropy_N) if entropy else (none_N, none_N)
+        of_mean_N = grad_mean_N / ctx.vocabulary if mean else none_N
+        of_tokens_6N = torch.stack(
+            (log_sum_N, grad_log_sum_N - grad_log_p_N, grad_log_p_N * held_N, *of_entropy, of_mean_N)
+        )
         grad_hidden_ND = torch.empty_like(hidden_ND)
         total_VD = sum_for(weight_VD) if ctx.needs_input_grad[1] else None
         product, ctx.kept = ctx.kept, None
         for rows in reversed(_chunks(hidden_ND, weight_VD)):
             if product is None:
                 product = hidden_ND[rows] @ weight_VD.t()
-            grad = _gradient(product, column_N[rows], of_tokens_5N[:, rows], entropy, ctx.settings)
+            grad = _gradient(product, column_N[rows], of_tokens_6N[:, rows], ctx.asked, ctx.settings)
             product = None
             grad_hidden_ND[rows] = grad @ weight_VD
             if total_VD is not None:
                 wgrad_gemm_accum_fp32(hidden_ND[rows], grad, total_VD)
             del grad  # before the next chunk is made
         grad_weight_VD = None if total_VD is None else gradient_of(weight_VD, total_VD)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None
 
 
 @Fused
-def _reduced(product_NV: Tensor, column_N: Tensor, entropy: bool, settings: tuple) -> Tensor:
-    """(2 or 3, n): the log of the sum of exponentials, the logit of a column, the entropy.
+def _reduced(product_NV: Tensor, column_N: Tensor, asked: tuple[bool, bool], settings: tuple) -> Tensor:
+    """(4, n): the log of the sum of exponentials, the logit of a column, the entropy, the sum of the logits.
 
-    Compiled, it always has the entropy, and multiplies by any scale: so one graph serves every loss.
+    The last two are zeros unless asked for. Compiled, it always has them, and multiplies by any scale: so
+    one graph serves every loss.
     """
+    entropy, mean = asked
     logits = _logits(product_NV, settings)
-    numbers = [logits.logsumexp(-1), logits.gather(-1, column_N[:, None])[:, 0]]
+    log_sum_N = logits.logsumexp(-1)
+    entropy_N = total_N = torch.zeros_like(log_sum_N)
     if torch.compiler.is_compiling() or entropy:
-        log_p = logits - numbers[0][:, None]
-        numbers.append(-(log_p.exp() * log_p).sum(-1))
-    return torch.stack(numbers)
+        log_p = logits - log_sum_N[:, None]
+        entropy_N = -(log_p.exp() * log_p).sum(-1)
+    if torch.compiler.is_compiling() or mean:
+        total_N = _used(logits, settings).sum(-1)
+    return torch.stack((log_sum_N, logits.gather(-1, column_N[:, None])[:, 0], entropy_N, total_N))
 
 
 @Fused
 def _gradient(
-    product_NV: Tensor, column_N: Tensor, of_tokens_5N: Tensor, entropy: bool, settings: tuple
+    product_NV: Tensor, column_N: Tensor, of_tokens_6N: Tensor, asked: tuple[bool, bool], settings: tuple
 ) -> Tensor:
     """The gradient of the product (n, V), which is overwritten: d log p(label) / d logits = 1[label] - p;
-    d entropy / d logits = -p (log p + entropy); d capped / d logits = 1 - (capped / softcap)²"""
+    d logsumexp / d logits = p; d entropy / d logits = -p (log p + entropy); d mean / d logits = 1 / V;
+    d capped / d logits = 1 - (capped / softcap)²"""
     scale, softcap, _ = settings
-    log_sum_N1, grad_N1, grad_label_N1, entropy_N1, grad_entropy_N1 = of_tokens_5N[..., None].unbind()
+    entropy, mean = asked
+    log_sum_N1, grad_p_N1, grad_label_N1, entropy_N1, grad_entropy_N1, of_mean_N1 = of_tokens_6N[
+        ..., None
+    ].unbind()
     log_p = _logits(product_NV, settings)
     slope = None if softcap is None else (log_p / (scale * softcap)).square_().neg_().add_(1)
-    log_p, factor = log_p.sub_(log_sum_N1), -grad_N1
+    log_p, factor = log_p.sub_(log_sum_N1), grad_p_N1
     if torch.compiler.is_compiling() or entropy:
         factor = factor - (log_p + entropy_N1) * grad_entropy_N1
     grad = log_p.exp_().mul_(factor)
@@ -192,9 +224,16 @@ def _gradient(
         grad = grad + torch.where(is_label, grad_label_N1, 0)
     else:
         grad.scatter_add_(1, column_N[:, None], grad_label_N1)
+    if torch.compiler.is_compiling() or mean:
+        _used(grad, settings).add_(of_mean_N1)
     grad = grad if slope is None else grad.mul_(slope)
     grad = grad.mul_(scale) if torch.compiler.is_compiling() or scale != 1 else grad
     return grad.to(product_NV.dtype)
+
+
+def _used(logits_NV: Tensor, settings: tuple[float, float | None, int]) -> Tensor:
+    """The columns of tokens; the rest pads the weight."""
+    return logits_NV[:, : max(settings[2], 0)]
 
 
 def _logits(product_NV: Tensor, settings: tuple[float, float | None, int]) -> Tensor:

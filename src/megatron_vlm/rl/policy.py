@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.inputs import check_number
 from megatron_vlm.models.adapters.model import adapter_tensors, with_adapters
-from megatron_vlm.models.head import of_all_context_ranks, output_scores
+from megatron_vlm.models.head import of_all_context_ranks, output_statistics
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.language_model import check_positions
 from megatron_vlm.models.opened import open_model
@@ -255,7 +255,8 @@ class Policy:
     def _scores_head(self, temperature: float, entropy: bool) -> Callable[..., Tensor]:
         expectation = f"one from {SMALLEST_TEMPERATURE:g} upwards"
         check_number("temperature", temperature, lambda t: SMALLEST_TEMPERATURE <= t < math.inf, expectation)
-        return partial(output_scores, temperature, entropy)
+        names = ("log_probs", "entropies") if entropy else ("log_probs",)
+        return partial(output_statistics, names, temperature)
 
     def _rows(
         self, samples: Samples, fields: Sequence[str] = (), normalizer: float = 1.0

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy in chunks and over vocabulary shards equal those from whole logits."""
+"""Statistics of tokens in chunks and over vocabulary shards equal those from whole logits."""
 
 from __future__ import annotations
 
@@ -22,31 +22,35 @@ def given() -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
     hidden, weight = torch.randn(TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH)
     labels = torch.randint(0, VOCABULARY, (TOKENS,))
-    return hidden.requires_grad_(), weight.requires_grad_(), labels, torch.randn(2, TOKENS)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, torch.randn(4, TOKENS)
 
 
-def from_logits(temperature: float, entropy: bool, softcap: float | None) -> list[torch.Tensor]:
+def from_logits(temperature: float, names: list[str], softcap: float | None) -> list[torch.Tensor]:
     """Values and gradients in fp64 by torch's own functions."""
     hidden, weight, labels, factors = (x.detach().double() if x.is_floating_point() else x for x in given())
     hidden.requires_grad_(), weight.requires_grad_()
     logits = hidden @ weight.t()
     logits = logits if softcap is None else (logits / softcap).tanh() * softcap
     log_p = (logits / temperature).log_softmax(-1)
-    values = [log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)][: 1 + entropy]
+    statistics = {
+        "log_probs": log_p.gather(1, labels[:, None])[:, 0],
+        "logsumexp": (logits / temperature).logsumexp(-1),
+        "entropies": -(log_p.exp() * log_p).sum(-1),
+        "mean_log_probs": log_p.mean(-1),
+    }
+    values = [statistics[name] for name in names]
     sum((value * f).sum() for value, f in zip(values, factors, strict=False)).backward()
     return [*values, hidden.grad, weight.grad]
 
 
-def ours(chunk_bytes: int, temperature: float, entropy: bool, softcap: float | None) -> list[torch.Tensor]:
+def ours(chunk_bytes: int, temperature: float, names: list[str], softcap: float | None) -> list[torch.Tensor]:
     size, rank = dist.get_world_size(), dist.get_rank()
     setup.reset_layout(ParallelConfig(tp=size), 1)
     head.CHUNK_BYTES = chunk_bytes
     hidden, weight, labels, factors = given()
     padded = pad(weight.detach(), (0, 0, 0, -VOCABULARY % size), value=3.0)
     part = padded.chunk(size)[rank].clone().requires_grad_()
-    values = head.log_probabilities(hidden, part, labels, VOCABULARY, temperature, entropy, softcap)
-    assert (values[1] is None) == (not entropy)
-    values = [value for value in values if value is not None]
+    values = head.token_statistics(hidden, part, labels, VOCABULARY, names, temperature, softcap)
     sum((value * f).sum() for value, f in zip(values, factors, strict=False)).backward()
     dist.all_reduce(hidden.grad)  # which the gather before the head does in the model
     parts = [torch.empty_like(part.grad) for _ in range(size)]
@@ -57,10 +61,10 @@ def ours(chunk_bytes: int, temperature: float, entropy: bool, softcap: float | N
 
 
 CASES = [
-    (chunk_tokens * 4 * VOCABULARY, temperature, entropy, softcap)
+    (chunk_tokens * 4 * VOCABULARY, temperature, names, softcap)
     for chunk_tokens in (1000, 10, 1)
     for temperature in (1.0, 0.7)
-    for entropy in (False, True)
+    for names in (["log_probs"], ["log_probs", "entropies"], ["mean_log_probs"], [*head.STATISTICS])
     for softcap in (None, 5.0)
 ]
 
@@ -83,9 +87,9 @@ def measured() -> dict[str, Any]:
 
 
 def check_cases(results: list) -> None:
-    for (_, temperature, entropy, softcap), found in zip(CASES, results, strict=True):
-        expected = from_logits(temperature, entropy, softcap)
-        assert len(found) == len(expected) == 3 + entropy
+    for (_, temperature, names, softcap), found in zip(CASES, results, strict=True):
+        expected = from_logits(temperature, names, softcap)
+        assert len(found) == len(expected) == 2 + len(names)
         for a, b in zip(found, expected, strict=True):
             assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
@@ -94,7 +98,7 @@ def test_values_and_gradients_are_those_from_logits(measured):
     check_cases(measured["cases"])
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_ranks_that_share_a_vocabulary_have_the_same():
     for results in run_distributed(2, on_ranks):
         check_cases(results)
@@ -108,12 +112,12 @@ def finite_differences() -> bool:
     labels = torch.randint(0, 11, (7,), generator=numbers)
 
     def scores(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.stack(head.log_probabilities(hidden, weight, labels, 11, 0.7, entropy=True))
+        return torch.stack(head.token_statistics(hidden, weight, labels, 11, head.STATISTICS, 0.7))
 
     return torch.autograd.gradcheck(scores, (hidden, weight), atol=1e-8, rtol=1e-6)
 
 
-def test_gradients_of_log_probability_and_entropy_are_finite_differences(measured):
+def test_gradients_of_all_statistics_are_finite_differences(measured):
     """In fp64."""
     assert measured["is differential"]
 
@@ -133,7 +137,7 @@ def in_megatrons_buffer() -> dict[str, tuple[torch.Tensor, ...]]:
             head.CHUNK_BYTES = tokens * 4 * VOCABULARY
             weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
             weight.zero_out_wgrad, weight.grad = tokens == 1, None
-            (head.log_probabilities(hidden, weight, labels, VOCABULARY)[0] * factors[0]).sum().backward()
+            (head.token_statistics(hidden, weight, labels, VOCABULARY)[0] * factors[0]).sum().backward()
             assert weight.grad_added_to_main_grad and (weight.grad is None) == weight.zero_out_wgrad
             changes.append(weight.main_grad - before)
         found[str(dtype)] = tuple(changes)
@@ -142,7 +146,7 @@ def in_megatrons_buffer() -> dict[str, tuple[torch.Tensor, ...]]:
 
 def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer_unrounded(measured):
     found = measured["added to the buffer"]
-    expected = from_logits(1.0, False, None)[-1]
+    expected = from_logits(1.0, ["log_probs"], None)[-1]
     for dtype, error in (("torch.float32", 1e-5), ("torch.bfloat16", 1e-2)):  # weights are rounded, too
         at_once, one_by_one = found[dtype]
         assert (at_once - expected).abs().max() <= error * expected.abs().max(), dtype
@@ -152,7 +156,7 @@ def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer_unrounded(measu
 
 def no_token() -> tuple[int, int]:
     hidden, weight, labels, _ = given()
-    log_p, _ = head.log_probabilities(hidden[:0], weight, labels[:0], VOCABULARY)
+    [log_p] = head.token_statistics(hidden[:0], weight, labels[:0], VOCABULARY)
     log_p.sum().backward()
     return len(log_p), weight.grad.count_nonzero().item()
 
@@ -173,7 +177,7 @@ def memory_of_a_step() -> tuple[int, int]:
     )
     labels = torch.randint(0, vocabulary, (trained,))
     with TensorMemory() as memory:
-        head.log_probabilities(hidden[:trained], weight, labels, vocabulary)[0].sum().backward()
+        head.token_statistics(hidden[:trained], weight, labels, vocabulary)[0].sum().backward()
     return memory.peak, head.CHUNK_BYTES
 
 
@@ -189,7 +193,9 @@ TOKENS_8B, WIDTH_8B, VOCABULARY_8B = 8192, 4096, 151_936  # Qwen3-VL-8B's
 
 
 @pytest.mark.parametrize("buffer", [True, False])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "entropy": True}, {"softcap": 30.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7, "names": head.STATISTICS}, {"softcap": 30.0}], ids=str
+)
 def test_the_logits_of_the_last_chunk_are_not_computed_again(settings, buffer):
     """Forward, backward for hidden states and weight, and logits again: four products for other chunks."""
     hidden, weight = (
@@ -204,7 +210,7 @@ def test_the_logits_of_the_last_chunk_are_not_computed_again(settings, buffer):
         setup.pretend_rank(ParallelConfig(), 1),
         FlopCounterMode(display=False, custom_mapping=in_place) as counter,
     ):
-        values = head.log_probabilities(hidden, weight, labels, VOCABULARY_8B, **settings)
-        sum(value.sum() for value in values if value is not None).backward()
+        values = head.token_statistics(hidden, weight, labels, VOCABULARY_8B, **settings)
+        sum(value.sum() for value in values).backward()
     product = 2 * TOKENS_8B * WIDTH_8B * VOCABULARY_8B
     assert 3.2 * product < counter.get_total_flops() < 4 * product

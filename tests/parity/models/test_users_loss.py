@@ -1,0 +1,131 @@
+"""A user's loss of tokens: examples/extend/losses.py equals torch on Transformers' logits in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import parity
+import pytest
+import saved_cases
+import torch
+
+from megatron_vlm.config import ConfigError, RunConfig
+from tiny.checkpoints import build_tiny_checkpoint
+from tiny.distributed import run_distributed
+
+FILE = Path(__file__).parents[2] / "examples/extend/losses.py"
+LOSSES = ("focal", "smoothed", "with_z_loss")
+WEIGHTS = np.float32([0.3, 1.0, 2.5])
+LAYOUTS = ["TP2+SP", "PP2", "PP2·VPP2", "CP2", "DP2 dist. optimizer"]
+
+
+def reference(name: str, logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor):
+    """The sum by torch's own functions."""
+    cross_entropy, log_sum = torch.nn.functional.cross_entropy, logits_NV.logsumexp(-1)
+    losses = cross_entropy(logits_NV, labels_N, reduction="none")
+    if name == "focal":
+        losses = (1 - logits_NV.softmax(-1)[range(len(labels_N)), labels_N]) ** 2 * losses
+    elif name == "smoothed":
+        losses = cross_entropy(logits_NV, labels_N, reduction="none", label_smoothing=0.1)
+    else:
+        losses = losses + 1e-4 * log_sum**2
+    return (losses * weights_N).sum()
+
+
+def cases_of(path: Path) -> dict[str, dict]:
+    """Batches, with the loss and gradients of each function on the logits of Transformers' model."""
+    from megatron_vlm.models.weights.files import hub_name
+
+    theirs, cases = parity.Reference(path), {}
+    hf, batch, rows = parity.encode(theirs.processor, theirs.description, ["t", "it", "ititit", "t"])
+    trained = batch["loss_mask"] > 0
+    weights = batch["loss_mask"]
+    weights[trained] = torch.from_numpy(np.resize(WEIGHTS, int(trained.sum())))
+    for name in LOSSES:
+        theirs.model.zero_grad(set_to_none=True)
+        output = theirs.model(**hf, use_cache=False)
+        total = reference(name, output.logits[trained], batch["labels"][trained], weights[trained])
+        loss = total / weights.sum()
+        loss.backward()
+        named = theirs.model.named_parameters()
+        grads = {hub_name(key, theirs.description.renames): param.grad for key, param in named}
+        logits = output.logits.detach()
+        cases[name] = {"batch": batch, "rows": rows, "logits": logits, "loss": loss.item(), "grads": grads}
+    return cases
+
+
+def measure(layouts: list[str], path: str, cases: str) -> list[dict]:
+    from megatron_vlm.objectives import objective_of
+    from megatron_vlm.parallel import setup
+
+    rows, held = [], saved_cases.read(cases)
+    for layout in layouts:
+        settings = parity.LAYOUTS[layout][1]
+        if not torch.distributed.is_initialized():
+            setup.init_distributed(settings, seed=1)
+        setup.reset_layout(settings, seed=1)
+        model = parity.Model(settings, path)
+        for name in LOSSES:
+            model.run.train.objective = f"{FILE}:{name}"
+            model.step_loss = objective_of(model.run).step_loss(model.run, model.chunks)
+            rows.append({"layout": layout, "loss": name} | model.compare(held[name]))
+    return rows
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl_moe", marks=pytest.mark.long)])
+def test_loss_and_gradients_are_torchs_on_transformers_logits(family, tmp_path):
+    path = build_tiny_checkpoint(family, tmp_path / "checkpoint")
+    torch.save(cases_of(path), tmp_path / "cases.pt")
+    layouts = [name for name in LAYOUTS if name in parity.layouts_of(family)]
+    rows = run_distributed(2, measure, layouts, str(path), str(tmp_path / "cases.pt"), timeout=900)[0]
+    assert len(rows) == len(layouts) * len(LOSSES)
+    assert [row for row in rows if not row["passed"]] == []
+
+
+# ---- what is wrong with a function is said before the model is built
+
+FUNCTIONS = """
+def fails(log_probs):
+    return log_probs.no_such_thing()
+
+def asks_for_logits(logits):
+    return logits.sum()
+
+def no_sum(log_probs):
+    return log_probs
+
+def takes_a_name(log_probs):
+    return -log_probs.sum(), {"loss": 1.0}
+
+def no_gradient(labels):
+    return labels.sum().float()
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "fails",
+            "AttributeError: 'Tensor' object has no attribute 'no_such_thing' in line 3; correct the file",
+        ),
+        ("asks_for_logits", "it asks for logits; a loss can have log_probs, logsumexp, entropies"),
+        ("no_sum", "return a sum"),
+        ("takes_a_name", "loss is a metric of every step"),
+        ("no_gradient", "its sum has no gradient"),
+        ("number", "is a int; give a function"),
+        ("focus", "own.py has no focus; known are fails"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_refused(tmp_path, name, message):
+    from megatron_vlm.objectives import objective_of
+
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    config = RunConfig()
+    config.train.objective = f"{tmp_path}/own.py:{name}"
+    with pytest.raises(ConfigError, match="train.objective: .*own.py") as raised:
+        objective_of(config)
+    assert message in str(raised.value)
