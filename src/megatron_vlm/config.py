@@ -59,6 +59,7 @@ PartialShare = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Ge(1), Le(86_400)]
 Time = Annotated[str, AfterValidator(as_time)]
 Name = Annotated[str, MinLen(1)]
+UsersName = Annotated[str, Field(pattern=r"^.+:\w+$")]  # FILE.py:NAME or package.module:NAME
 PathName = Annotated[Name, AfterValidator(as_path)]
 # a path or a list of paths, see `data.on_disk.paths`
 DataPaths = PathName | Annotated[list[PathName], MinLen(1)]
@@ -291,7 +292,8 @@ class LoggingConfig:
     log_every: FromOne = 1
     tensorboard: bool = True
     wandb_project: Name | None = None
-    trackers: list[Literal["csv", "mlflow"]] = field(default_factory=list)  # further ones
+    # further ones, FILE.py:CLASS of your own among them
+    trackers: list[Literal["csv", "mlflow"] | UsersName] = field(default_factory=list)
     report: bool = True  # write run_dir/report.html, again and again while the run goes on
 
 

@@ -234,9 +234,9 @@ def _close(callback: Callback) -> None:
             raise
 
 
-def callback_class(name: str) -> Callable[[], Callback]:
+def callback_class(name: str, setting: str = "train.callbacks") -> Callable[[], Callback]:
     """Return what makes a user's callback, `FILE.py:CLASS`. Raises ConfigError that says what is wrong."""
-    place = f"train.callbacks: {name}"
+    place = f"{setting}: {name}"
     loaded = load_object(place, name)
     if not (isinstance(loaded, type) and issubclass(loaded, Callback)):
         raise ConfigError(f"{place} is no subclass of Callback; see docs/reports.md.")

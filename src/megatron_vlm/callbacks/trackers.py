@@ -6,9 +6,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from megatron_vlm.callbacks import Callback, Run
+from megatron_vlm.callbacks import Callback, Run, callback_class
 from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.config import RunConfig
 from megatron_vlm.files import atomic_write, read_text
@@ -128,11 +129,15 @@ class CSV(Tracker):
 NAMED: dict[str, type[Tracker]] = {"csv": CSV, "mlflow": MLflow}
 
 
-def trackers_of(config: RunConfig) -> list[Tracker]:
+def trackers_of(config: RunConfig) -> list[Callback]:
     """The trackers that the configuration asks for."""
-    trackers: list[Tracker] = []
+    trackers: list[Callback] = []
     if config.logging.tensorboard:
         trackers.append(TensorBoard())
     if config.logging.wandb_project:
         trackers.append(WeightsAndBiases())
-    return [*trackers, *(NAMED[name]() for name in config.logging.trackers)]
+    return [*trackers, *(_named(name)() for name in config.logging.trackers)]
+
+
+def _named(name: str) -> Callable[[], Callback]:
+    return NAMED.get(name) or callback_class(name, "logging.trackers")

@@ -16,6 +16,7 @@ from megatron_vlm.checks import run_problems, validate_model, validate_paths
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.files import check_output, read_file, refuse_existing
+from megatron_vlm.imports import is_users
 from megatron_vlm.job.watchdog import LAUNCHER
 from megatron_vlm.messages import join_lines
 from megatron_vlm.overrides import apply_overrides, to_yaml
@@ -176,7 +177,7 @@ def is_first_process() -> bool:
 def check_run_folder(config: RunConfig) -> None:
     """Raises ConfigError unless a run may start in its folder, with callbacks that are there; torchrun's
     processes check more together."""
-    for name in items_of(config.train.callbacks):
+    for name in (*items_of(config.train.callbacks), *filter(is_users, config.logging.trackers)):
         if is_first_process():
             callback_class(name)
     if "WORLD_SIZE" in os.environ or machines() > 1:  # those that wait for this one may hold the folder
