@@ -270,7 +270,7 @@ class TrainConfig:
     stop_after: Time | None = None
     # what to do when loss or gradient norm jump (see `Spikes`): say it, leave out the step, or end the run
     on_spike: Literal["warn", "skip", "stop"] | None = None
-    # FILE.py:CLASS of your own, see docs/reports.md
+    # FILE.py:CLASS of your own, see docs/extending.md
     callbacks: Name | list[Name] = field(default_factory=list)
     # "tokens"; "dpo" (preference pairs, docs/rl.md); FILE.py:NAME, a loss of your own (docs/extending.md)
     objective: str = "tokens"

@@ -239,7 +239,7 @@ def callback_class(name: str, setting: str = "train.callbacks") -> Callable[[], 
     place = f"{setting}: {name}"
     loaded = load_object(place, name)
     if not (isinstance(loaded, type) and issubclass(loaded, Callback)):
-        raise ConfigError(f"{place} is no subclass of Callback; see docs/reports.md.")
+        raise ConfigError(f"{place} is no subclass of Callback; see docs/extending.md.")
 
     def made() -> Callback:
         with calling(place, name):
