@@ -10,11 +10,10 @@ import pytest
 import saved_cases
 import torch
 
-from megatron_vlm.config import ConfigError, RunConfig
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
-FILE = Path(__file__).parents[2] / "examples/extend/losses.py"
+FILE = Path(__file__).parents[3] / "examples/extend/losses.py"
 LOSSES = ("focal", "smoothed", "with_z_loss")
 WEIGHTS = np.float32([0.3, 1.0, 2.5])
 LAYOUTS = ["TP2+SP", "PP2", "PP2·VPP2", "CP2", "DP2 dist. optimizer"]
@@ -81,51 +80,3 @@ def test_loss_and_gradients_are_torchs_on_transformers_logits(family, tmp_path):
     rows = run_distributed(2, measure, layouts, str(path), str(tmp_path / "cases.pt"), timeout=900)[0]
     assert len(rows) == len(layouts) * len(LOSSES)
     assert [row for row in rows if not row["passed"]] == []
-
-
-# ---- what is wrong with a function is said before the model is built
-
-FUNCTIONS = """
-def fails(log_probs):
-    return log_probs.no_such_thing()
-
-def asks_for_logits(logits):
-    return logits.sum()
-
-def no_sum(log_probs):
-    return log_probs
-
-def takes_a_name(log_probs):
-    return -log_probs.sum(), {"loss": 1.0}
-
-def no_gradient(labels):
-    return labels.sum().float()
-
-number = 3
-"""
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        (
-            "fails",
-            "AttributeError: 'Tensor' object has no attribute 'no_such_thing' in line 3; correct the file",
-        ),
-        ("asks_for_logits", "it asks for logits; a loss can have log_probs, logsumexp, entropies"),
-        ("no_sum", "return a sum"),
-        ("takes_a_name", "loss is a metric of every step"),
-        ("no_gradient", "its sum has no gradient"),
-        ("number", "is a int; give a function"),
-        ("focus", "own.py has no focus; known are fails"),
-    ],
-)
-def test_a_function_that_is_no_loss_is_refused(tmp_path, name, message):
-    from megatron_vlm.objectives import objective_of
-
-    (tmp_path / "own.py").write_text(FUNCTIONS)
-    config = RunConfig()
-    config.train.objective = f"{tmp_path}/own.py:{name}"
-    with pytest.raises(ConfigError, match="train.objective: .*own.py") as raised:
-        objective_of(config)
-    assert message in str(raised.value)

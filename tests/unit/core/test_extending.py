@@ -1,20 +1,12 @@
-"""docs/extending.md: the examples of examples/extend in a run, and what is wrong with files like them."""
+"""Files of users (docs/extending.md): recipes, what fails in them, and losses that are none."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from programs import COMMAND, run_program
-from sources import write_sharegpt
 
-from megatron_vlm.config import ConfigError
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.imports import load_object
 from megatron_vlm.recipes import compose, load_recipe
-from tiny.checkpoints import build_tiny_checkpoint
-
-EXAMPLES = Path(__file__).parents[2] / "examples/extend"
 
 OWN = """
 from __future__ import annotations
@@ -67,28 +59,6 @@ def own(tmp_path, monkeypatch) -> str:
     return str(tmp_path / "own.py")
 
 
-def test_a_run_by_the_recipe_the_loss_and_the_callback_of_the_examples(tmp_path):
-    checkpoint = build_tiny_checkpoint("qwen3_vl", tmp_path / "checkpoint")
-    data = write_sharegpt(tmp_path / "source", 12)
-    (tmp_path / "own_rows.py").write_text(OWN.replace("import beside\n", ""))
-    flags = [
-        f"--recipe={EXAMPLES}/recipe.py:receipts",
-        f"--hf_path={checkpoint}",
-        f"--train_data_path={data}",
-    ]
-    settings = ["resolution=low", "tp=1", "steps=4", "train.global_batch_size=2", "data.num_workers=0"]
-    settings += ["dtype=fp32", f"logging.trackers=[{tmp_path}/own_rows.py:Rows]", f"run_dir={tmp_path}/run"]
-    ended = run_program(COMMAND, "train", *flags, *settings)
-    assert ended.returncode == 0, ended.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "lr" in row]
-    assert len(steps) == 4 and all(0 < row["loss"] < row["cross_entropy"] for row in steps)
-    assert any("mine/steps_below" in row for row in rows)
-    assert "saved in " in ended.stdout and "row ['cross_entropy'" in ended.stdout
-    config = (tmp_path / "run/config.yaml").read_text()
-    assert f"max_pixels: {640 * 28**2}" in config and "r: 16" in config
-
-
 def test_a_recipe_decides_about_its_parameters_and_gets_the_rest_as_settings(own):
     config = compose(f"{own}:own", settings=["train.steps=5", "factor=3", "tp=2", "optimizer.eps=1e-6"])
     assert (config.name, config.train.steps, config.parallel.tp) == ("mine", 15, 2)
@@ -139,3 +109,51 @@ def test_a_file_that_fails_is_told_with_its_line_and_read_again(tmp_path):
         load_object("x", f"{file}:own")
     file.write_text("own = 3\n")
     assert load_object("x", f"{file}:own") == 3
+
+
+# ---- what is wrong with a function is said before the model is built
+
+FUNCTIONS = """
+def fails(log_probs):
+    return log_probs.no_such_thing()
+
+def asks_for_logits(logits):
+    return logits.sum()
+
+def no_sum(log_probs):
+    return log_probs
+
+def takes_a_name(log_probs):
+    return -log_probs.sum(), {"loss": 1.0}
+
+def no_gradient(labels):
+    return labels.sum().float()
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "fails",
+            "AttributeError: 'Tensor' object has no attribute 'no_such_thing' in line 3; correct the file",
+        ),
+        ("asks_for_logits", "it asks for logits; a loss can have log_probs, logsumexp, entropies"),
+        ("no_sum", "return a sum"),
+        ("takes_a_name", "loss is a metric of every step"),
+        ("no_gradient", "its sum has no gradient"),
+        ("number", "is a int; give a function"),
+        ("focus", "own.py has no focus; known are fails"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_refused(tmp_path, name, message):
+    from megatron_vlm.objectives import objective_of
+
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    config = RunConfig()
+    config.train.objective = f"{tmp_path}/own.py:{name}"
+    with pytest.raises(ConfigError, match="train.objective: .*own.py") as raised:
+        objective_of(config)
+    assert message in str(raised.value)
