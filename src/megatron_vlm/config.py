@@ -55,6 +55,7 @@ FromOne = Annotated[int, Ge(1), Le(MOST)]
 NotNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
+PositiveShare = Annotated[float, Gt(0), Le(1)]
 PartialShare = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Ge(1), Le(86_400)]
 Time = Annotated[str, AfterValidator(as_time)]
@@ -212,7 +213,11 @@ class DataConfig:
 class OptimizerConfig:
     lr: NotNegative = 1e-5
     min_lr: NotNegative = 0.0
+    # how the learning rate goes on after its warm-up; "wsd" is constant before it falls, in a line
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    decay_ratio: PositiveShare = 0.1  # of "wsd": the last share of the run, in which it falls to min_lr
     warmup_steps: FromZero | None = 0  # None: a tenth of the run, at most 50
+    warmup_ratio: PartialShare | None = None  # in place of warmup_steps: a share of the run
     weight_decay: NotNegative = 0.0
     beta1: PartialShare = 0.9
     beta2: PartialShare = 0.95

@@ -19,7 +19,8 @@ from megatron_vlm.files import read_text
 from megatron_vlm.messages import has_keys, join_lines, suggestion
 from megatron_vlm.stores import KEYS
 
-EXCLUSIVE = ("train.steps", "train.epochs")  # setting one takes back the other
+# setting one of a pair takes back the other
+EXCLUSIVE = (("train.steps", "train.epochs"), ("optimizer.warmup_steps", "optimizer.warmup_ratio"))
 MOST_YAML = 1 << 20  # characters of settings
 MOST_PROBLEMS = 20  # that are named
 # the keyword arguments that all recipes share, by the group of `RunConfig` that holds the setting
@@ -47,6 +48,8 @@ NAMES_ELSEWHERE = {
     **{"per_device_train_batch_size": "micro_batch_size", "max_length": "seq_length"},
     "gradient_accumulation_steps": "global_batch_size, the samples of a step on all devices,",
     **{"lora_r": "adapter.r", "lora_alpha": "adapter.lora_alpha", "lora_dropout": "adapter.lora_dropout"},
+    **{name: "optimizer.lr_scheduler_type" for name in ("lr_scheduler_type", "lr_decay_style")},
+    **{"warmup_ratio": "optimizer.warmup_ratio", "lr_warmup_fraction": "optimizer.warmup_ratio"},
     **{"max_grad_norm": "optimizer.clip_grad", "weight_decay": "optimizer.weight_decay"},
 }
 
@@ -69,15 +72,17 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
     """A copy of `config` with settings replaced; the original stays as it was.
 
     `overrides` are `key.path=value` texts, or a mapping by dotted or nested keys. Values are converted to
-    the setting's type. `train.epochs` takes the place of an earlier `train.steps`, and the reverse. Raises
-    ConfigError naming the place of the first unknown keys and unfit values, one a line.
+    the setting's type. A setting of a pair in `EXCLUSIVE` takes the place of the other one.
+
+    Raises ConfigError naming the place of the first unknown keys and unfit values, one a line.
     """
     if not isinstance(overrides, Mapping):
         overrides = dict(split_override(text) for text in overrides)
     flat = flatten(overrides)
-    ends = {key for key in EXCLUSIVE if flat.get(key) not in (None, "null", "None")}
-    if len(ends) == 1:
-        flat = dict.fromkeys(set(EXCLUSIVE) - ends) | flat
+    for pair in EXCLUSIVE:
+        given = {key for key in pair if flat.get(key) not in (None, "null", "None")}
+        if len(given) == 1:
+            flat = dict.fromkeys(set(pair) - given) | flat
     changed = deepcopy(config)
     problems = []
     for key, value in flat.items():

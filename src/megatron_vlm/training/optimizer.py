@@ -1,4 +1,4 @@
-"""Adam with warm-up and cosine decay, through Megatron-Core's optimizers; sharded checkpoints; host memory.
+"""Adam with its schedule, through Megatron-Core's optimizers; sharded checkpoints; host memory.
 
 The state of Megatron's distributed optimizer is saved and loaded as boxes of whole tensors
 (`ShardedOptimizer`). It lays all parameters end to end and gives each data-parallel rank a piece.
@@ -249,8 +249,8 @@ def build_optimizer(
     Biases and all other one-dimensional parameters, such as norms, have no weight decay. Adam's moments and
     the parameters it updates are fp32, whatever the model's dtype. After each `optimizer.step()` call
     `scheduler.step(increment=1)`. The learning rate rises linearly over `warmup_steps` steps, is `lr` at
-    the next step and falls as a cosine to `min_lr` at the last. Raises ValueError if nothing is trainable or
-    the warm-up does not end before the run.
+    the next step and goes on by `lr_scheduler_type`, all but "constant" to `min_lr` at the last. Raises
+    ValueError if nothing is trainable or the warm-up does not end before the run.
     """
     settings = _optimizer_config(config)
     steps = steps or config.train.steps or NO_END
@@ -359,8 +359,11 @@ def _optimizer_config(config: RunConfig) -> MegatronOptimizerConfig:
 
 def _warmup(config: RunConfig, steps: int) -> int:
     """The steps of warm-up in a run of `steps`."""
-    warmup = config.optimizer.warmup_steps
-    warmup = min(LONGEST_WARMUP, steps // 10) if warmup is None else warmup
+    warmup, ratio = config.optimizer.warmup_steps, config.optimizer.warmup_ratio
+    if warmup is None and ratio is not None:
+        warmup = math.ceil(ratio * steps)  # as in Transformers
+    elif warmup is None:
+        warmup = min(LONGEST_WARMUP, steps // 10)
     if not 0 <= warmup < steps:
         raise ValueError(
             f"optimizer: warmup_steps {warmup} is not within the run's {steps} steps; lower "
@@ -378,7 +381,9 @@ def _scheduler(optimizer: ChainedOptimizer, config: RunConfig, warmup: int, step
         min_lr=adam.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=steps,
-        lr_decay_style="cosine",
+        lr_decay_style={"wsd": "WSD"}.get(adam.lr_scheduler_type, adam.lr_scheduler_type),
+        wsd_decay_steps=math.ceil(adam.decay_ratio * steps),
+        lr_wsd_decay_style="linear",
         start_wd=adam.weight_decay,
         end_wd=adam.weight_decay,
         wd_incr_steps=steps,
