@@ -168,6 +168,10 @@ class DataConfig:
     # share of the training rows that are held out for validation, chosen by their keys; for dataset_type hf
     validation_share: PartialShare = 0.0
     columns: dict[str, Name] = field(default_factory=dict)  # our name: the source's, such as images: pictures
+    # FILE.py:NAME of your own, see docs/extending.md: a record as it is stored → a record
+    parser: UsersName | None = None
+    cooker: UsersName | None = None  # of energon: the parts of a sample → a record
+    sample_loader: UsersName | None = None  # of energon: the parts → the fields of the dataset's sample type
     datasets: list[Name] = field(default_factory=list)  # names to read from a meta file; empty: all
     media_dir: PathName | None = None  # folder of all media paths; None: the source's own folder
     streaming: bool = False  # read training rows as a stream from a hub or a store; none is written to disk

@@ -127,9 +127,14 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
     if data.validation_share and data.valid_data_path is not None:
         yield "data.validation_share: data.valid_data_path is given, too; drop one of them."
     if data.dataset_type == "energon":
-        for name in ("columns", "datasets", "media_dir", "streaming", "validation_share"):
+        for name in ("datasets", "media_dir", "streaming", "validation_share"):
             if getattr(data, name):
                 yield f"data.{name}: is for dataset_type hf; an energon dataset has it settled when prepared."
+        if data.parser:
+            yield "data.parser: is for dataset_type hf; for an energon dataset give data.cooker."
+    for name in ("cooker", "sample_loader"):
+        if data.dataset_type == "hf" and getattr(data, name):
+            yield f"data.{name}: is for dataset_type energon; for other records give data.parser."
     if len(sources_of(data.train_data_path)) > 1:
         for name in ("streaming", "datasets"):
             if getattr(data, name):

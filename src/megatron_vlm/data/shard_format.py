@@ -10,7 +10,6 @@ Energon must hand over raw bytes (`decoder = None`): its own decoder executes pi
 
 import io
 import json
-import pickle
 from collections import Counter
 from typing import Any
 
@@ -23,17 +22,15 @@ from megatron_vlm.data.chatml.record import Columns, Conversation, decoded, pars
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.media.images import call_with_timeout, decode_image
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
+from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
+from megatron_vlm.data.shard_types import RULE, Rule, media_of, pickled_media, record_of
 
 DECODE_SECONDS = DataConfig.decode_seconds
 # Others: Pillow's format name in lower case
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}
 
 SOURCE = "_source"  # subflavor: the name of one of several paths; fingerprints leave out what begins with _
-DAMAGED_PICKLE_ERRORS = (  # what the pickle module's documentation and its opcodes raise
-    *(pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError),
-    *(ArithmeticError, MemoryError),
-)
 
 
 @stateless
@@ -46,8 +43,8 @@ def cook_record(record: dict) -> ChatMLSample:
     if source := (keys.get("__subflavors__") or {}).get(SOURCE):
         keys["__key__"] = f"{source}-{keys['__key__']}"
     try:
-        conversation = parse_record(read_parts(record))
-        images, videos = conversation.media["image"], conversation.media["video"]
+        conversation = parse_record(record_of_parts(record))
+        images, videos = ([media_of(m, record) for m in conversation.media[kind]] for kind in MEDIA)
         return make_sample(conversation, images, videos, **keys)
     except BadSample as bad:
         problem = BadSample(bad.reason, bad.detail + _place(record))
@@ -63,13 +60,6 @@ def _place(record: dict) -> str:
     return f"; in shard {shards[0]}" if shards else ""
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Builds bytes, text, numbers, lists, tuples, dicts and sets; refuses any class or function."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise BadSample("unsafe_pickle", f"the pickle asks for {module}.{name}")
-
-
 def _check_names(record: dict) -> None:
     """Energon joins neighbours of one key to one sample, in which parts of one name replace each other."""
     for source in record.get("__sources__") or ():
@@ -78,15 +68,27 @@ def _check_names(record: dict) -> None:
             raise BadSample("duplicate_key", f"{times[twice[0]]} files are called {twice[0]}")
 
 
-def read_parts(record: dict) -> dict:
-    """Return the record that the files of a sample are: it has encoded media and not their names."""
+def record_of_parts(record: dict) -> dict:
+    """Return the record that the parts of a sample are, by the rule of its dataset if it has one."""
     _check_names(record)
+    if rule := (record.get("__subflavors__") or {}).get(RULE):
+        return record_of(record, Rule(**rule))
+    return read_parts(record)
+
+
+def read_parts(record: dict) -> dict:
+    """Return the record in the parts of a sample as we store them: it has encoded media and not their names.
+
+    A part `txt` without a `json` is the caption of its images, as img2dataset writes it.
+    """
+    if "json" not in record and "txt" in record:
+        record = record | {"json": json.dumps({"caption": record["txt"].decode(errors="replace")})}
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
         raise BadSample("bad_conversation", f"no part json among {parts}")
     document = Columns()(decoded(record["json"]))
     if "jpgs" in record or "videos" in record:
-        imgs, videos = _pickled_media(record, "jpgs"), _pickled_media(record, "videos")
+        imgs, videos = (pickled_media(name, record.get(name)) for name in ("jpgs", "videos"))
     else:
         videos, frames = _videos(document, record)
         imgs = [record[name] for name in _image_names(document, record, frames)]
@@ -129,19 +131,6 @@ def _image_names(document: dict, record: dict, frames: set[str]) -> list[str]:
 def _parts_ending(record: dict, extensions: tuple[str, ...]) -> list[str]:
     dotted = ((f".{name}".lower(), name) for name in record if not name.startswith("__"))
     return sorted(name for key, name in dotted if key.endswith(extensions))
-
-
-def _pickled_media(record: dict, name: str) -> list:
-    if name not in record:
-        return []
-    try:
-        media = PlainUnpickler(io.BytesIO(record[name])).load()
-    except DAMAGED_PICKLE_ERRORS as error:
-        raise BadSample("unsafe_pickle", f"part {name}: {type(error).__name__}: {error}") from error
-    is_list = isinstance(media, list | tuple | None)
-    if not is_list or (name == "jpgs" and not all(isinstance(image, bytes) for image in media or ())):
-        raise BadSample("unsafe_pickle", f"part {name} is not a list of encoded files")
-    return list(media or [])
 
 
 # -- writing

@@ -305,15 +305,12 @@ def touch(path):
 @pytest.mark.parametrize(
     "file, text",
     [
-        ("dataset.yaml", "{call}"),
-        ("dataset.yaml", CRUDE + "subflavors:\n  x:\n    {nested}"),
         ("dataset.yaml", "sample_loader: sample_loader.py:load\npart_filter: sample_loader.py:part\n"),
         ("dataset.yaml", CRUDE + "part_filter: sample_loader.py:part_filter\n"),
         ("dataset.yaml", CRUDE + '"\\x70art_filter": sample_loader.py:part_filter\n'),
         ("dataset.yaml", "__module__: subprocess\n__class__: Popen\nargs: [touch, {marker}]\n"),
         ("split.yaml", "{call}"),
         (".info.json", '{"__module__": "subprocess", "__function__": "getoutput", "cmd": "touch {marker}"}'),
-        ("sample_loader.py", "import os\nos.system('touch {marker}')\n"),
     ],
 )
 def test_a_dataset_description_that_names_code_is_refused_unrun(tmp_path, dataset, encoder, file, text):
@@ -321,8 +318,25 @@ def test_a_dataset_description_that_names_code_is_refused_unrun(tmp_path, datase
     call = touch(marker)
     text = text.replace("{call}", call.format(i="")).replace("{nested}", call.format(i="    "))
     (copy / ".nv-meta" / file).write_text(text.replace("{marker}", str(marker)))
-    with pytest.raises(ValueError, match=f"{file}: (names|sets|is code)"):
+    with pytest.raises(ValueError, match=f"{file}: (names|sets|its samples are made by|its samples are of)"):
         train_loader(copy, encoder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "file, text",
+    [
+        ("dataset.yaml", "{call}"),
+        ("dataset.yaml", CRUDE + "subflavors:\n  x:\n    {nested}"),
+        ("sample_loader.py", "import os\nos.system('touch {marker}')\n"),
+    ],
+)
+def test_code_that_says_nothing_of_samples_is_not_run(tmp_path, dataset, encoder, file, text):
+    copy, marker = damaged(dataset, tmp_path), tmp_path / "executed"
+    call = touch(marker)
+    text = text.replace("{call}", call.format(i="")).replace("{nested}", call.format(i="    "))
+    (copy / ".nv-meta" / file).write_text(text.replace("{marker}", str(marker)))
+    assert next(iter(train_loader(copy, encoder)))
     assert not marker.exists()
 
 

@@ -74,6 +74,7 @@ REASONS = {
     "says why: replace them, or put config.json and the processor of one model into the checkpoint's folder",
     "over_length": 'raise data.seq_length, lower data.max_pixels, or set data.over_length="truncate"',
     "over_patches": "raise data.max_patches, or lower data.max_pixels",
+    "left_out": "your own function returned None for it; raise data.max_drop_share if that is meant",
     "no_trained_tokens": "the conversation has no assistant reply with content left to train on",
 }
 

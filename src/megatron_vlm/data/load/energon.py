@@ -39,6 +39,7 @@ from megatron_vlm.data.load.energon_safety import (
     check_dataset,
     checked_source,
     guard_readers,
+    read_as_data,
     reading_sources,
     split_names,
     walk,
@@ -54,7 +55,7 @@ from megatron_vlm.data.load.start_notes import read_sample, start_notes
 from megatron_vlm.data.load.workers import raise_naming_samples, raise_on_dead_worker, through_arenas
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.data.records.blends import path_names
-from megatron_vlm.data.shard_format import cook_record, read_parts
+from megatron_vlm.data.shard_format import cook_record, record_of_parts
 from megatron_vlm.inputs import attribute_errors_to
 
 CHECKPOINT_SECONDS = 4  # a restore replays in the workers what came after their last checkpoint
@@ -96,11 +97,12 @@ class EnergonProvider:
             max_samples_per_sequence=data.max_samples_per_sequence,
             task_encoder=encoder,
         )
-        with reading_sources(sources):
+        with reading_sources(sources), read_as_data(data):
             dataset = open_dataset(worker_config=workers)
         dataset.assert_can_restore()  # else Energon would notice a function without @stateless on resume
         paths = ", ".join(source.path for source in sources)
-        largest_share, samples = _samples_of_an_epoch(open_dataset, workers, paths)
+        with read_as_data(data):
+            largest_share, samples = _samples_of_an_epoch(open_dataset, workers, paths)
         encoder.drops.set_share(largest_share, data.shuffle_buffer_size + (packing_buffer_size or 0))
         settings = order_settings(data, micro_batch_size, seed) | {
             "shuffle_buffer_size": data.shuffle_buffer_size,
@@ -112,7 +114,7 @@ class EnergonProvider:
         if rank == 0:  # the others would read the same records of a store
             looked_at = []
             for source in sources:
-                records = EnergonSamples([source], encoder, "train")
+                records = EnergonSamples(data, [source], encoder, "train")
                 first = range(min(FIRST_RECORDS, len(records)))
                 looked_at.append(read_sample(source.path, records, first))
             loader.notes = start_notes(looked_at, encoder)
@@ -130,13 +132,13 @@ class EnergonProvider:
             return None
         workers = self._worker_config(rank, world_size, seed)
         encoder = with_limited_drops(encoder, self._data)
-        return EnergonValidLoader(sources, workers, encoder, micro_batch_size)
+        return EnergonValidLoader(self._data, sources, workers, encoder, micro_batch_size)
 
     @attribute_errors_to("self._data.valid_data_path")
     def valid_samples(self, encoder) -> EnergonSamples | None:
         """The samples of `valid_loader`, by number; None as there."""
         sources = self._valid_sources()
-        return EnergonSamples(sources, encoder) if sources else None
+        return EnergonSamples(self._data, sources, encoder) if sources else None
 
     def _valid_sources(self) -> list[DataSource]:
         data = self._data
@@ -215,7 +217,15 @@ class EnergonTrainLoader(TrainLoader):
 class EnergonValidLoader(ValidLoader):
     """The base's loader over Energon; a share is the worker configuration that reads it."""
 
-    def __init__(self, read: list[DataSource], workers: WorkerConfig, encoder, micro_batch_size: int) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        read: list[DataSource],
+        workers: WorkerConfig,
+        encoder,
+        micro_batch_size: int,
+    ) -> None:
+        self._data = data
         self.name = _name(read)
         self._read, self._encoder, self._micro_batch_size = read, encoder, micro_batch_size
         self.sources = path_names(read) if len(read) > 1 else []
@@ -235,7 +245,7 @@ class EnergonValidLoader(ValidLoader):
 
     def _dataset(self, workers: WorkerConfig):
         source = checked_source(self._read, "val")
-        with reading_sources(self._read):
+        with reading_sources(self._read), read_as_data(self._data):
             dataset = get_val_dataset(
                 source,
                 split_part="val",
@@ -257,7 +267,8 @@ class EnergonValidLoader(ValidLoader):
 class EnergonSamples:
     """The samples of splits by number, each once, in stored order, with their keys in training."""
 
-    def __init__(self, read: list[DataSource], encoder, split: str = "val") -> None:
+    def __init__(self, data: DataConfig, read: list[DataSource], encoder, split: str = "val") -> None:
+        self._data = data
         self.name = _name(read, split)
         self.encoder = encoder
         self._read, self._split = read, split
@@ -276,7 +287,7 @@ class EnergonSamples:
 
     def record(self, index: int) -> tuple[dict, None]:
         """The record of a sample, with its media in it, so that no folder holds them. Raises BadSample."""
-        return read_parts(self._load(index)), None
+        return record_of_parts(self._load(index)), None
 
     def _load(self, index: int) -> dict:
         number = int(np.searchsorted(self._ends, index, side="right"))
@@ -292,7 +303,7 @@ class EnergonSamples:
         settings = {"training": False, "split_part": self._split, "decoder": self.encoder.decoder}
         alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
         source = checked_source(self._read, self._split)
-        with reading_sources(self._read):
+        with reading_sources(self._read), read_as_data(self._data):
             loaded = load_dataset(source).get_datasets(worker_config=alone, **settings)
         parts = []
         for factory in [loaded_dataset.dataset for loaded_dataset in loaded.datasets]:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,34 +11,34 @@ from typing import Any
 import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.eyaml import load_yaml, ryml
+from megatron.energon.flavors import CrudeWebdataset
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader
+from megatron.energon.metadataset import dataset_loader
 
 from megatron_vlm import stores
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged, read_mapping, reading_data
 from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
+from megatron_vlm.data.shard_types import Rule
 from megatron_vlm.files import add_path_to_errors, check_file, read_file
 
 META = ".nv-meta"
-ALLOWED_CLASSES = ("CrudeWebdataset", "Metadataset", "MetadatasetV2")
+ALLOWED_CLASSES = ("Metadataset", "MetadatasetV2")
 MAX_DATASETS = 1000  # that a metadataset may hold, itself and those in its datasets counted
 INFO_NAMES = (".info.json", ".info.yaml")  # patterns leave dot files out
 CONFIG_KEYS = ("dataset_config", "split_config")
-CONFIG_NAME = re.compile(r"[\w.-]+\.(yaml|json)")  # the files in META that are checked
-PLAIN_KEYS = {
-    *("__module__", "__class__", "subflavors"),
-    *("split_parts", "exclude"),
-    *("shard_counts", "energon_version"),
-}
+CONFIG_NAME = re.compile(r"[\w.-]+\.(yaml|json)")  # a file in META
+PLAIN_KEYS = {"split_parts", "exclude", "shard_counts", "energon_version"}  # of a split and an index
 NO_CODE = f"refused, Energon could run code; only {', '.join(ALLOWED_CLASSES)} of megatron.energon are data"
 
 
 def check_dataset(path: str | EPath) -> None:
     """Raise ValueError unless everything that Energon would load for `path` is plain data.
 
-    A description file (`dataset.yaml`, `split.yaml`, metadatasets and what they refer to) can name any
-    function to call. Here it may only name CrudeWebdataset and metadatasets of it.
+    A metadataset, and the description of a split, can name any function to call. Here they may only name
+    metadatasets. `read_as_data` keeps Energon from the file that describes samples, dataset.yaml.
     """
     waiting = [_path(path)]
     for _ in range(MAX_DATASETS):
@@ -52,6 +52,48 @@ def check_dataset(path: str | EPath) -> None:
         else:
             _check_folder(dataset)
     raise damaged(path, f"names more than {MAX_DATASETS} datasets, or itself", "take references out")
+
+
+@contextmanager
+def read_as_data(data: DataConfig) -> Iterator[None]:
+    """Inside, Energon opens every dataset as crude shards, with the `Rule` of its dataset.yaml.
+
+    Energon itself would make the class that the file names and import the code beside it.
+    """
+    before = dataset_loader.get_dataset_from_config
+    dataset_loader.get_dataset_from_config = partial(_crude_shards, data)
+    try:
+        yield
+    finally:
+        dataset_loader.get_dataset_from_config = before
+
+
+def _crude_shards(
+    data: DataConfig,
+    path: EPath | str,
+    *,
+    split_part: str | None = None,
+    subflavors: dict[str, Any] | None = None,
+    dataset_config: str | None = None,
+    split_config: str | None = None,
+    **settings: Any,
+) -> CrudeWebdataset:
+    """In the place of Energon's function of the same arguments."""
+    meta = EPath(path) / META
+    file = meta / (dataset_config or "dataset.yaml")
+    description = {} if data.cooker and not file.is_file() else _read_description(file)
+    try:
+        rule = Rule.of(description, data)
+    except ValueError as error:
+        raise ValueError(f"data: {file}: {error}.") from error
+    _check_split(meta / (split_config or "split.yaml"))
+    return CrudeWebdataset(
+        EPath(path),
+        subflavors={**(description.get("subflavors") or {}), **(subflavors or {}), **rule.stored()},
+        split_config=split_config or "split.yaml",
+        split_part=split_part or "train",
+        **settings,
+    )
 
 
 def reading_sources(sources: list[DataSource]) -> AbstractContextManager[None]:
@@ -110,16 +152,15 @@ def _check_folder(path: EPath) -> None:
     if not (infos := _info_files(path)):
         fact = f"is not a prepared Energon dataset, it has no {META}/.info.json"
         raise damaged(path, fact, "run `megatron-vlm prepare` first")
-    if (meta / "sample_loader.py").is_file():
-        raise damaged(meta / "sample_loader.py", "is code", NO_CODE)
-    # a metadataset may name any file of the folder
-    files = [*infos, meta / "dataset.yaml", meta / "split.yaml"]
-    files += [file for suffix in ("yaml", "json") for file in meta.glob(f"*.{suffix}")]
-    for file in dict.fromkeys(files):
-        description = _read_description(file)
-        _check_plain(description, file)
-        if extra := sorted(set(description) - PLAIN_KEYS):
-            raise damaged(file, f"sets {extra}", NO_CODE)
+    for file in (*infos, meta / "split.yaml"):
+        _check_split(file)
+
+
+def _check_split(file: EPath) -> None:
+    description = _read_description(file)
+    _check_plain(description, file)
+    if extra := sorted(set(description) - PLAIN_KEYS - {"__module__", "__class__"}):
+        raise damaged(file, f"sets {extra}", NO_CODE)
 
 
 def _read_description(file: EPath) -> dict:
