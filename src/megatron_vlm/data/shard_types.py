@@ -70,22 +70,22 @@ class Rule:
             Columns(data.columns)  # which refuses names that do not exist
             return cls(columns=dict(data.columns))
         if unknown := sorted(set(description) - KEYS - DECODING):
-            raise ValueError(f"sets {unknown}, and what is read is {', '.join(sorted(KEYS))}; {OWN_CODE}")
+            raise ValueError(f"sets {unknown}, and what is read is {', '.join(sorted(KEYS))}")
         named = description.get("sample_type") or description
         if "__module__" in named and "__class__" not in named:
-            raise ValueError("names a module and no class; it is cut short: restore it")
+            raise ValueError("names a module and no class")
         kind = str(named.get("__class__") or "CrudeSample").replace("Webdataset", "Sample")
         fields = description.get("field_map") or {}
         code = description.get("sample_loader") or description.get("part_filter")
         if kind not in ("CrudeSample", *RECORDS):
             known = ", ".join(RECORDS)
-            raise ValueError(f"its samples are of the type {kind}, and those read are {known}; {OWN_CODE}")
+            raise ValueError(f"its samples are of the type {kind}, and those read are {known}")
         if kind != "CrudeSample" and data.sample_loader:
             return cls(kind, sample_loader=data.sample_loader)
         if isinstance(code, str):
-            raise ValueError(f"its samples are made by {code}, code that is not run; {OWN_CODE}")
+            raise ValueError(f"its samples are made by {code}, code that is not run")
         if kind not in ("CrudeSample", "ChatMLSample") and not fields:
-            raise ValueError(f"it has no field_map for {kind}; {OWN_CODE}")
+            raise ValueError(f"it has no field_map for {kind}")
         return cls("" if kind == "CrudeSample" else kind, {str(key): str(at) for key, at in fields.items()})
 
     def stored(self) -> dict[str, Any]:

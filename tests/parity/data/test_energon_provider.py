@@ -309,6 +309,7 @@ def touch(path):
         ("dataset.yaml", CRUDE + "part_filter: sample_loader.py:part_filter\n"),
         ("dataset.yaml", CRUDE + '"\\x70art_filter": sample_loader.py:part_filter\n'),
         ("dataset.yaml", "__module__: subprocess\n__class__: Popen\nargs: [touch, {marker}]\n"),
+        ("dataset.yaml", "{call}"),
         ("split.yaml", "{call}"),
         (".info.json", '{"__module__": "subprocess", "__function__": "getoutput", "cmd": "touch {marker}"}'),
     ],
@@ -318,7 +319,7 @@ def test_a_dataset_description_that_names_code_is_refused_unrun(tmp_path, datase
     call = touch(marker)
     text = text.replace("{call}", call.format(i="")).replace("{nested}", call.format(i="    "))
     (copy / ".nv-meta" / file).write_text(text.replace("{marker}", str(marker)))
-    with pytest.raises(ValueError, match=f"{file}: (names|sets|its samples are made by|its samples are of)"):
+    with pytest.raises(ValueError, match=f"{file}: (names|sets|its samples are)"):
         train_loader(copy, encoder)
     assert not marker.exists()
 
@@ -326,7 +327,6 @@ def test_a_dataset_description_that_names_code_is_refused_unrun(tmp_path, datase
 @pytest.mark.parametrize(
     "file, text",
     [
-        ("dataset.yaml", "{call}"),
         ("dataset.yaml", CRUDE + "subflavors:\n  x:\n    {nested}"),
         ("sample_loader.py", "import os\nos.system('touch {marker}')\n"),
     ],

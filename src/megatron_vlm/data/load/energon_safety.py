@@ -21,7 +21,7 @@ from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged, read_mappin
 from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
-from megatron_vlm.data.shard_types import Rule
+from megatron_vlm.data.shard_types import OWN_CODE, Rule
 from megatron_vlm.files import add_path_to_errors, check_file, read_file
 
 META = ".nv-meta"
@@ -85,7 +85,7 @@ def _crude_shards(
     try:
         rule = Rule.of(description, data)
     except ValueError as error:
-        raise ValueError(f"data: {file}: {error}.") from error
+        raise damaged(file, str(error), OWN_CODE) from error
     _check_split(meta / (split_config or "split.yaml"))
     return CrudeWebdataset(
         EPath(path),
