@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import read_file
 from megatron_vlm.messages import suggestion
 
 
@@ -50,6 +51,12 @@ def load_function(place: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{place} is a {type(function).__name__}; give the name of a function.")
     return function
+
+
+def file_digest(name: str) -> str:
+    """Return a digest of the file in `FILE.py:NAME`; of a module, nothing."""
+    path = name.rpartition(":")[0]
+    return sha256(read_file(path)).hexdigest() if path.endswith(".py") else ""
 
 
 def _importable(module: str) -> ModuleType:

@@ -132,6 +132,8 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
                 yield f"data.{name}: is for dataset_type hf; an energon dataset has it settled when prepared."
         if data.parser:
             yield "data.parser: is for dataset_type hf; for an energon dataset give data.cooker."
+    if data.parser and data.columns:
+        yield "data.columns: data.parser gives records with our names; drop one of them."
     for name in ("cooker", "sample_loader"):
         if data.dataset_type == "hf" and getattr(data, name):
             yield f"data.{name}: is for dataset_type energon; for other records give data.parser."

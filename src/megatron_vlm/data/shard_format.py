@@ -24,7 +24,7 @@ from megatron_vlm.data.media.images import call_with_timeout, decode_image
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
 from megatron_vlm.data.on_disk.fields import MEDIA
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
-from megatron_vlm.data.shard_types import RULE, Rule, media_of, pickled_media, record_of
+from megatron_vlm.data.shard_types import RULE, SampleRule, media_of, pickled_media, record_of
 
 DECODE_SECONDS = DataConfig.decode_seconds
 # Others: Pillow's format name in lower case
@@ -72,7 +72,7 @@ def record_of_parts(record: dict) -> dict:
     """Return the record that the parts of a sample are, by the rule of its dataset if it has one."""
     _check_names(record)
     if rule := (record.get("__subflavors__") or {}).get(RULE):
-        return record_of(record, Rule(**rule))
+        return record_of(record, SampleRule(**rule))
     return read_parts(record)
 
 

@@ -1,8 +1,8 @@
 """Shards that others prepared: the parts of their samples as records, by the type that a dataset.yaml names.
 
 Energon opens every dataset as crude shards here, so that nothing in a dataset.yaml runs. What it says of a
-sample becomes a `Rule`, which travels with the sample (Energon's subflavors), and `record_of` reads the parts
-by it. The user may name code of theirs instead: `data.cooker` or `data.sample_loader`.
+sample becomes a `SampleRule`, which travels with the sample (Energon's subflavors); `record_of` reads the
+parts by it. The user may name code of theirs instead: `data.cooker` or `data.sample_loader`.
 """
 
 import io
@@ -19,12 +19,11 @@ from PIL import Image
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Columns, decoded
+from megatron_vlm.data.chatml.record import Columns, decoded, of_users_code
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.data.on_disk.paths import PICTURES
-from megatron_vlm.imports import calling, load_function
 
-RULE = "rule"  # the subflavor that holds a `Rule`
+RULE = "rule"  # the subflavor that holds a `SampleRule`
 TEXTS = ("txt", "text", "transcript")  # the parts that Energon decodes as text, as numbers, as JSON
 NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 DOCUMENTS = ("json", "jsn")
@@ -42,7 +41,7 @@ LETTER_ASKED = "Answer with the option's letter from the given choices directly.
 
 
 @dataclass(frozen=True)
-class Rule:
+class SampleRule:
     """How the parts of a sample become a record.
 
     sample_type    a key of `RECORDS`, such as VQASample; "" for a part `json` with a record, and its media
@@ -59,7 +58,7 @@ class Rule:
     cooker: str | None = None
 
     @classmethod
-    def of(cls, description: Mapping[str, Any], data: DataConfig) -> "Rule":
+    def of(cls, description: Mapping[str, Any], data: DataConfig) -> "SampleRule":
         """The rule of a dataset.yaml, with what the settings say in its place.
 
         Raises ValueError if neither says how its samples are read.
@@ -90,7 +89,7 @@ class Rule:
 
     def stored(self) -> dict[str, Any]:
         """The rule as a subflavor; empty for shards that need none."""
-        return {} if self == Rule() else {RULE: asdict(self)}
+        return {} if self == SampleRule() else {RULE: asdict(self)}
 
 
 OWN_CODE = (
@@ -98,16 +97,16 @@ OWN_CODE = (
 )
 
 
-def record_of(parts: Mapping[str, Any], rule: Rule) -> dict:
+def record_of(parts: Mapping[str, Any], rule: SampleRule) -> dict:
     """The record of a sample's `parts`, with encoded media in it or names of parts.
 
     Raises BadSample for parts that the rule does not fit, and ConfigError for what fails in the user's code.
     """
     values = {name: _decoded(name, part) for name, part in parts.items() if not name.startswith("__")}
     if rule.cooker:
-        return _of_users_code("data.cooker", rule.cooker, values)
+        return of_users_code("data.cooker", rule.cooker, values)
     if rule.sample_type and rule.sample_loader:
-        fields = _of_users_code("data.sample_loader", rule.sample_loader, values)
+        fields = of_users_code("data.sample_loader", rule.sample_loader, values)
         return RECORDS[rule.sample_type](fields, values)
     if rule.sample_type:
         places = rule.fields.items()
@@ -128,18 +127,6 @@ def media_of(entry: Any, parts: Mapping[str, Any]) -> Any:
             raise BadSample("missing_media", f"the record names {entry}, which its shard does not hold")
         return parts[entry]
     return entry
-
-
-def _of_users_code(setting: str, name: str, parts: dict[str, Any]) -> dict:
-    place = f"{setting}: {name}"
-    function = load_function(place, name)
-    with calling(place, name):
-        result = function(parts)
-    if result is None:
-        raise BadSample("left_out", f"{setting} returned None")
-    if not isinstance(result, dict | list):
-        raise BadSample("bad_conversation", f"{setting} returned {type(result).__name__}, not a record")
-    return result
 
 
 def _decoded(name: str, part: Any) -> Any:

@@ -106,7 +106,7 @@ def token_statistics(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> list[Tensor]:
-    """Those of `STATISTICS` that `names` asks for, (N,) each.
+    """The statistics of each token in `names`, (N,) each; see `STATISTICS`.
 
     They are in fp32, or in a wider type of the hidden states. `weight_VD` is this tensor-parallel rank's
     part; rows beyond the first `vocabulary` of all ranks count for nothing. All ranks pass the same hidden

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from torch import Tensor
 
 from megatron_vlm import files
@@ -23,7 +22,9 @@ from megatron_vlm.messages import join_lines
 from megatron_vlm.parallel import cpu
 from megatron_vlm.validate import check_gpus, layout_problems
 
-cpu.install()
+cpu.install()  # before Megatron is imported, which compiles functions then
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 _runs = itertools.count()
 

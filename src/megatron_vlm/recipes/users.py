@@ -11,8 +11,8 @@ from megatron_vlm.overrides import SETTING_OF_ARGUMENT, apply_overrides, as_sett
 class UsersRecipe:
     """The function of `FILE.py:NAME` or `package.module:NAME`, which returns a `RunConfig`.
 
-    It gets those of the arguments that it takes, in the types of their settings; the others are set on what
-    it returns. Parameters that are no argument of recipes are its own: `size=large` on a command line.
+    It gets the arguments that it takes, in the types of their settings; the others are set on what it
+    returns. Parameters that are no argument of recipes are its own: `size=large` on a command line.
     """
 
     def __init__(self, name: str):

@@ -22,10 +22,10 @@ from megatron_vlm.batch import IGNORE_INDEX, Batch
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.imports import calling, load_object
 from megatron_vlm.models.head import STATISTICS, output_statistics
-from megatron_vlm.models.schedule import run_schedule, streams_of
 from megatron_vlm.models.stream import Stream
+from megatron_vlm.models.vlm import run_schedule, streams_of
 from megatron_vlm.objectives import Objective
-from megatron_vlm.parallel.transfer import on_device
+from megatron_vlm.parallel.setup import on_device
 from megatron_vlm.training.losses import Reports
 
 # labels (n,), weights (n,) fp32, the micro batch on the host, (n,) the indices of its tokens into B * S

@@ -9,12 +9,22 @@ from pathlib import Path
 
 import pytest
 import yaml
+from megatron.energon import (
+    Cooker,
+    Sample,
+    WorkerConfig,
+    basic_sample_keys,
+    get_savable_loader,
+    get_train_dataset,
+    stateless,
+)
 from megatron.energon.flavors import BaseWebdatasetFactory
 from prepared_shards import add_part
 from sources import image_bytes
 
 from megatron_vlm.config import ConfigError, DataConfig
-from megatron_vlm.data.chatml.sample import ChatMLSample
+from megatron_vlm.data.chatml.record import parse_record
+from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.chat_template import text_of
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.load.energon import EnergonProvider, EnergonSamples
@@ -242,3 +252,57 @@ def test_a_metadataset_of_foreign_datasets_is_trained_on_and_resumed(tmp_path, t
     second = loader()
     second.load_state_dict(state)
     assert [next(iter(second))["__key__"] for _ in range(3)] == after
+
+
+# ---- Energon's own loader, in a program that is not ours
+
+
+@stateless
+def cook_note(sample: dict) -> ChatMLSample:
+    record = {"images": [sample["pic.jpg"]], "question": sample["note.txt"].decode(), "answer": "yes"}
+    conversation = parse_record(record)
+    return make_sample(conversation, conversation.media["image"], [], **basic_sample_keys(sample))
+
+
+class Noting(HFEncoderVLMTaskEncoder):
+    """With a cooker of its own, and more in each encoded sample."""
+
+    cookers = [Cooker(cook_note)]
+
+    @stateless
+    def encode_sample(self, sample: ChatMLSample) -> Sample:
+        encoded = super().encode_sample(sample)
+        encoded.loss_mask[encoded.loss_mask > 0] = 0.5
+        return encoded
+
+
+@pytest.mark.parametrize(
+    ("encoder_class", "parts", "weight"),
+    [(HFEncoderVLMTaskEncoder, TYPES["CrudeWebdataset"][0], 1.0), (Noting, own_parts, 0.5)],
+)
+def test_the_encoder_works_with_energons_own_loader(tmp_path, tiny_gemma3, encoder_class, parts, weight):
+    folder = prepared(tmp_path / "shards", parts, TYPES["CrudeWebdataset"][1])
+    source = open_source(tiny_gemma3)
+    encoder = encoder_class(source.processor, DataConfig(seq_length=4096), source.needs)
+
+    def loader():
+        dataset = get_train_dataset(
+            folder,
+            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+            batch_size=2,
+            shuffle_buffer_size=4,
+            max_samples_per_sequence=4,
+            task_encoder=encoder,
+        )
+        return get_savable_loader(dataset)
+
+    first = loader()
+    batches = [batch for batch, _ in zip(first, range(2), strict=False)]
+    keys = sorted(key for batch in batches for row in batch["__key__"] for key in row)
+    assert keys == [f"sample{n}" for n in range(4)]
+    assert all(batch["loss_mask"].max() == weight and batch["visual_inputs"] for batch in batches)
+    state = first.save_state_rank()
+    after = [batch["__key__"] for batch, _ in zip(first, range(3), strict=False)]
+    second = loader()
+    second.restore_state_rank(state)
+    assert [batch["__key__"] for batch, _ in zip(second, range(3), strict=False)] == after

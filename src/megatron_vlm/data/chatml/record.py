@@ -57,6 +57,7 @@ from megatron_vlm.data.on_disk.fields import (
     WHOLE,
 )
 from megatron_vlm.data.on_disk.paths import PICTURES
+from megatron_vlm.imports import calling, file_digest, load_function
 from megatron_vlm.messages import suggestion
 
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
@@ -645,12 +646,18 @@ class Columns:
     names     ours → the source's, such as {"conversations": "chat", "images": "pictures"}; if a column of one
               kind (turns, images, ...) is mapped, other columns of that kind are ignored
     tags      how turns are written, by LLaMA-Factory's names (`role_tag`, `content_tag`, `user_tag`, ...)
+    parser    FILE.py:NAME of a user's function that gives the record in their place; None: there is none
 
     Raises ValueError for a name that does not exist here.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    parser: str | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        """Identify the reading of records; of a user's file by its text."""
+        return f"{self!r} {self.parser} {file_digest(self.parser)}" if self.parser else repr(self)
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -663,6 +670,8 @@ class Columns:
 
     def __call__(self, record: Any) -> dict:
         """The record. Raises BadSample if it is neither an object nor a list of turns."""
+        if self.parser:
+            return _as_object(of_users_code("data.parser", self.parser, record))
         record = _as_object(record)
         record = self._renamed(record) if self.names else record
         tagged = [name for name in TAGGED if record.get(name)] if self.tags else ()
@@ -671,7 +680,7 @@ class Columns:
     def of_arrow(self, row: dict) -> dict:
         """The record of a row of `datasets`, without the keys that hold None: Arrow gives every struct all
         keys of its column. Raises BadSample."""
-        return self(_without_nulls(row))
+        return self(row if self.parser else _without_nulls(row))
 
     def check(self, present: list[str], place: str) -> None:
         """Raises ValueError if a mapped column is not among those `present`."""
@@ -704,6 +713,22 @@ class Columns:
         name = turns[role_tag]
         role = roles.get(name, name) if isinstance(name, str) else name
         return other_keys | {"role": role, "content": turns[content_tag]}
+
+
+def of_users_code(setting: str, name: str, value: Any) -> Any:
+    """Return what the user's function gives for a record, or for the parts of a sample.
+
+    Raises BadSample if that is None or no record, and ConfigError, which ends the run, if the function fails.
+    """
+    place = f"{setting}: {name}"
+    function = load_function(place, name)
+    with calling(place, name):
+        result = function(value)
+    if result is None:
+        raise BadSample("left_out", f"{setting} returned None")
+    if not isinstance(result, dict | list):
+        raise BadSample("bad_conversation", f"{setting} returned {type(result).__name__}, not a record")
+    return result
 
 
 def _without_nulls(value: Any) -> Any:

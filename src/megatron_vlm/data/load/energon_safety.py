@@ -21,7 +21,7 @@ from megatron_vlm.data.on_disk.descriptions import RESTORE, damaged, read_mappin
 from megatron_vlm.data.on_disk.paths import DataSource
 from megatron_vlm.data.records.blends import path_names
 from megatron_vlm.data.shard_format import SOURCE
-from megatron_vlm.data.shard_types import OWN_CODE, Rule
+from megatron_vlm.data.shard_types import OWN_CODE, SampleRule
 from megatron_vlm.files import add_path_to_errors, check_file, read_file
 
 META = ".nv-meta"
@@ -56,7 +56,7 @@ def check_dataset(path: str | EPath) -> None:
 
 @contextmanager
 def read_as_data(data: DataConfig) -> Iterator[None]:
-    """Inside, Energon opens every dataset as crude shards, with the `Rule` of its dataset.yaml.
+    """Inside, Energon opens every dataset as crude shards, with the `SampleRule` of its dataset.yaml.
 
     Energon itself would make the class that the file names and import the code beside it.
     """
@@ -83,7 +83,7 @@ def _crude_shards(
     file = meta / (dataset_config or "dataset.yaml")
     description = {} if data.cooker and not file.is_file() else _read_description(file)
     try:
-        rule = Rule.of(description, data)
+        rule = SampleRule.of(description, data)
     except ValueError as error:
         raise damaged(file, str(error), OWN_CODE) from error
     _check_split(meta / (split_config or "split.yaml"))

@@ -66,7 +66,7 @@ class HFProvider:
 
     def __init__(self, data: DataConfig) -> None:
         self._data = data
-        self._columns = Columns(dict(data.columns))
+        self._columns = Columns(dict(data.columns), parser=data.parser)
 
     def train_loader(
         self, encoder, *, micro_batch_size: int, rank: int, world_size: int, seed: int

@@ -148,10 +148,15 @@ def entries_of(
         if name not in entries:
             raise ValueError(f"data.datasets: {path} has no dataset {name}{suggestion(name, entries)}")
     names = datasets or entries
-    return {name: _entry(path.parent, f"{path}, dataset {name}", entries[name], root) for name in names}
+    return {
+        name: _entry(path.parent, f"{path}, dataset {name}", entries[name], root, columns.parser)
+        for name in names
+    }
 
 
-def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> tuple[DataSource, dict[str, Any]]:
+def _entry(
+    folder: Path, place: str, entry: dict, root: Path | None, parser: str | None
+) -> tuple[DataSource, dict[str, Any]]:
     for problem in odd_fields(entry, META_FIELDS):
         raise damaged(place, problem, "correct it")
     if not any(key in entry for key in META_SOURCES):
@@ -159,7 +164,7 @@ def _entry(folder: Path, place: str, entry: dict, root: Path | None) -> tuple[Da
     for key in entry.keys() - META_KEYS:
         raise ValueError(f"{place}: {key} is no setting that is read{suggestion(key, sorted(META_KEYS))}")
     try:
-        columns = Columns(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}))
+        columns = Columns(dict(entry.get("columns") or {}), dict(entry.get("tags") or {}), parser)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     path = entry.get("hf_hub_url") or folder / entry["file_name"]
