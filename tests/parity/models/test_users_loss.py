@@ -34,7 +34,7 @@ def reference(name: str, logits_NV: torch.Tensor, labels_N: torch.Tensor, weight
 
 def cases_of(path: Path) -> dict[str, dict]:
     """Batches, with the loss and gradients of each function on the logits of Transformers' model."""
-    from megatron_vlm.models.weights.files import hub_name
+    from megatron_vlm.weight_files import hub_name
 
     theirs, cases = parity.Reference(path), {}
     hf, batch, rows = parity.encode(theirs.processor, theirs.description, ["t", "it", "ititit", "t"])
