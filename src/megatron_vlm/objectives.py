@@ -9,7 +9,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 from megatron_vlm.config import DataConfig, RunConfig
-from megatron_vlm.imports import is_users
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,6 @@ def objective_of(config: RunConfig) -> Objective:
     Raises ConfigError, for a user's.
     """
     name = config.train.objective
-    if is_users(name):
-        return resolve_name("megatron_vlm.training.users_loss:users_objective")(name)
-    return OBJECTIVES[name]
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    return resolve_name("megatron_vlm.training.users_loss:users_objective")(name)

@@ -80,9 +80,9 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
         overrides = dict(split_override(text) for text in overrides)
     flat = flatten(overrides)
     for pair in EXCLUSIVE:
-        given = {key for key in pair if flat.get(key) not in (None, "null", "None")}
-        if len(given) == 1:
-            flat = dict.fromkeys(set(pair) - given) | flat
+        changes = {key for key in pair if flat.get(key) not in (None, "null", "None")}
+        if len(changes) == 1:
+            flat = dict.fromkeys(set(pair) - changes) | flat
     changed = deepcopy(config)
     problems = []
     for key, value in flat.items():
@@ -97,14 +97,14 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
     return changed
 
 
-def as_settings(arguments: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+def as_settings(arguments: Mapping[str, Any], extra: Collection[str] = ()) -> dict[str, Any]:
     """Recipe arguments by the settings they set.
 
-    Raises ConfigError on an unknown argument; `own` are further ones that the recipe has.
+    Raises ConfigError on an unknown argument; `extra` are further ones that the recipe has.
     """
     for name in arguments:
         if name not in SETTING_OF_ARGUMENT:
-            hint = suggestion(name, [*own, *SETTING_OF_ARGUMENT])
+            hint = suggestion(name, [*extra, *SETTING_OF_ARGUMENT])
             if name.lower() in ("lora", "peft"):
                 hint = "; adapter.r=16 trains LoRA of that rank."
             if name in NAMES_ELSEWHERE:

@@ -38,8 +38,8 @@ def validate(config: RunConfig, world_size: int | None = None) -> None:
     """
     problems = setting_problems(config)
     if (name := config.train.objective) not in OBJECTIVES and not is_users(name):
-        known = suggestion(name, [*OBJECTIVES, "FILE.py:NAME of your own"])
-        problems.append(f"train.objective: {name} does not exist{known}")
+        hint = suggestion(name, [*OBJECTIVES, "FILE.py:NAME of your own"])
+        problems.append(f"train.objective: {name} does not exist{hint}")
     if not problems:
         problems += _relation_problems(config)
         problems += layout_problems(config.parallel, world_size)
@@ -126,6 +126,7 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
         yield "data.resize_jitter: it draws between data.min_pixels and data.max_pixels; set both."
     if data.validation_share and data.valid_data_path is not None:
         yield "data.validation_share: data.valid_data_path is given, too; drop one of them."
+    # what is for the other kind of data
     if data.dataset_type == "energon":
         for name in ("datasets", "media_dir", "streaming", "validation_share"):
             if getattr(data, name):

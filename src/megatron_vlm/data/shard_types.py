@@ -70,15 +70,15 @@ class SampleRule:
             return cls(columns=dict(data.columns))
         if unknown := sorted(set(description) - KEYS - DECODING):
             raise ValueError(f"sets {unknown}, and what is read is {', '.join(sorted(KEYS))}")
-        named = description.get("sample_type") or description
-        if "__module__" in named and "__class__" not in named:
+        sample_type = description.get("sample_type") or description
+        if "__module__" in sample_type and "__class__" not in sample_type:
             raise ValueError("names a module and no class")
-        kind = str(named.get("__class__") or "CrudeSample").replace("Webdataset", "Sample")
+        kind = str(sample_type.get("__class__") or "CrudeSample").replace("Webdataset", "Sample")
         fields = description.get("field_map") or {}
         code = description.get("sample_loader") or description.get("part_filter")
         if kind not in ("CrudeSample", *RECORDS):
-            known = ", ".join(RECORDS)
-            raise ValueError(f"its samples are of the type {kind}, and those read are {known}")
+            kinds = ", ".join(RECORDS)
+            raise ValueError(f"its samples are of the type {kind}, and those read are {kinds}")
         if kind != "CrudeSample" and data.sample_loader:
             return cls(kind, sample_loader=data.sample_loader)
         if isinstance(code, str):
@@ -114,8 +114,8 @@ def record_of(parts: Mapping[str, Any], rule: SampleRule) -> dict:
     document = next((decoded(values[name]) for name in DOCUMENTS if name in values), {})
     document = document if isinstance(document, dict) else {"messages": document}
     mapped = {name: _at(document | values, place) for name, place in rule.columns.items()}
-    others = set(rule.columns.values())
-    return Columns()({name: value for name, value in document.items() if name not in others} | mapped)
+    mapped_names = set(rule.columns.values())
+    return Columns()({name: value for name, value in document.items() if name not in mapped_names} | mapped)
 
 
 def media_of(entry: Any, parts: Mapping[str, Any]) -> Any:

@@ -215,7 +215,7 @@ class Watch:
         self._moved = moved
 
     def _end_job(self) -> NoReturn:
-        """Write the stacks, read what the other ranks do, name those that hang, and end."""
+        """Write the stacks, read what the other ranks do, name the ranks that hang, and end."""
         self._write_stacks()
         time.sleep(max(3.0, 3 * self._period))  # the other ranks do the same meanwhile
         contents = sorted([self.content, *self.others()], key=lambda content: content["rank"])

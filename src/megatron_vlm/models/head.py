@@ -114,9 +114,9 @@ def token_statistics(
     have gradients.
     """
     settings = (vocabulary, 1.0 / temperature, softcap)
-    asked = ("entropies" in names, "mean_log_probs" in names)
+    optional = ("entropies" in names, "mean_log_probs" in names)
     log_p_N, log_sum_N, entropy_N, mean_logit_N = _TokenStatistics.apply(
-        hidden_ND, weight_VD, labels_N, settings, asked
+        hidden_ND, weight_VD, labels_N, settings, optional
     )
     statistics = {"log_probs": log_p_N, "logsumexp": log_sum_N, "entropies": entropy_N}
     if "mean_log_probs" in names:
@@ -126,32 +126,36 @@ def token_statistics(
 
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, settings: tuple, asked: tuple[bool, bool]):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, settings: tuple, optional: tuple[bool, bool]):
         vocabulary, scale, softcap = settings
-        entropy, mean = asked
+        entropy, mean = optional
         group = parallel_state.get_tensor_model_parallel_group()
         first = group.rank() * len(weight_VD)
         held_N = (labels_N >= first) & (labels_N < first + len(weight_VD))
         column_N = torch.where(held_N, labels_N - first, 0)
-        ctx.asked, ctx.vocabulary, ctx.settings = asked, vocabulary, (scale, softcap, vocabulary - first)
-        wanted = [True, True, *asked]
-        numbers = hidden_ND.new_empty(sum(wanted), len(hidden_ND), dtype=statistics_dtype(hidden_ND.dtype))
+        ctx.optional, ctx.vocabulary, ctx.settings = (
+            optional,
+            vocabulary,
+            (scale, softcap, vocabulary - first),
+        )
+        is_kept = [True, True, *optional]
+        numbers = hidden_ND.new_empty(sum(is_kept), len(hidden_ND), dtype=statistics_dtype(hidden_ND.dtype))
         product = None
         for rows in _chunks(hidden_ND, weight_VD):
             product = None  # frees the chunk before
             product = hidden_ND[rows] @ weight_VD.t()
-            reduced = _reduced(product, column_N[rows], asked, ctx.settings)
-            for number, values in zip(numbers, compress(reduced, wanted), strict=True):
+            reduced = _reduced(product, column_N[rows], optional, ctx.settings)
+            for number, values in zip(numbers, compress(reduced, is_kept), strict=True):
                 number[rows] = values
         numbers[1] *= held_N
-        log_sums_QN, labels_QN, *others = _gathered(numbers, group).unbind(1)
+        log_sums_QN, labels_QN, *optional_QN = _gathered(numbers, group).unbind(1)
         log_sum_N = log_sums_QN.logsumexp(0)
         entropy_N = mean_N = None
         if entropy:  # a distribution of parts: the mean entropy inside a part and that of which part it is
             log_share_QN = log_sums_QN - log_sum_N
-            entropy_N = (log_share_QN.exp() * (others[0] - log_share_QN)).sum(0)
+            entropy_N = (log_share_QN.exp() * (optional_QN[0] - log_share_QN)).sum(0)
         if mean:
-            mean_N = others[-1].sum(0) / vocabulary
+            mean_N = optional_QN[-1].sum(0) / vocabulary
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N)
         ctx.kept = product
         return labels_QN.sum(0) - log_sum_N, log_sum_N, entropy_N, mean_N
@@ -159,7 +163,7 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_p_N, grad_log_sum_N, grad_entropy_N, grad_mean_N):
         hidden_ND, weight_VD, column_N, held_N, log_sum_N, entropy_N = ctx.saved_tensors
-        entropy, mean = ctx.asked
+        entropy, mean = ctx.optional
         none_N = torch.zeros_like(log_sum_N)
         of_entropy = (entropy_N, grad_entropy_N) if entropy else (none_N, none_N)
         of_mean_N = grad_mean_N / ctx.vocabulary if mean else none_N
@@ -172,7 +176,7 @@ class _TokenStatistics(torch.autograd.Function):
         for rows in reversed(_chunks(hidden_ND, weight_VD)):
             if product is None:
                 product = hidden_ND[rows] @ weight_VD.t()
-            grad = _gradient(product, column_N[rows], of_tokens_6N[:, rows], ctx.asked, ctx.settings)
+            grad = _gradient(product, column_N[rows], of_tokens_6N[:, rows], ctx.optional, ctx.settings)
             product = None
             grad_hidden_ND[rows] = grad @ weight_VD
             if total_VD is not None:
@@ -183,13 +187,13 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 @Fused
-def _reduced(product_NV: Tensor, column_N: Tensor, asked: tuple[bool, bool], settings: tuple) -> Tensor:
+def _reduced(product_NV: Tensor, column_N: Tensor, optional: tuple[bool, bool], settings: tuple) -> Tensor:
     """(4, n): the log of the sum of exponentials, the logit of a column, the entropy, the sum of the logits.
 
     The last two are zeros unless asked for. Compiled, it always has them, and multiplies by any scale: so
     one graph serves every loss.
     """
-    entropy, mean = asked
+    entropy, mean = optional
     logits = _logits(product_NV, settings)
     log_sum_N = logits.logsumexp(-1)
     entropy_N = total_N = torch.zeros_like(log_sum_N)
@@ -203,13 +207,13 @@ def _reduced(product_NV: Tensor, column_N: Tensor, asked: tuple[bool, bool], set
 
 @Fused
 def _gradient(
-    product_NV: Tensor, column_N: Tensor, of_tokens_6N: Tensor, asked: tuple[bool, bool], settings: tuple
+    product_NV: Tensor, column_N: Tensor, of_tokens_6N: Tensor, optional: tuple[bool, bool], settings: tuple
 ) -> Tensor:
     """The gradient of the product (n, V), which is overwritten: d log p(label) / d logits = 1[label] - p;
     d logsumexp / d logits = p; d entropy / d logits = -p (log p + entropy); d mean / d logits = 1 / V;
     d capped / d logits = 1 - (capped / softcap)²"""
     scale, softcap, _ = settings
-    entropy, mean = asked
+    entropy, mean = optional
     log_sum_N1, grad_p_N1, grad_label_N1, entropy_N1, grad_entropy_N1, of_mean_N1 = of_tokens_6N[
         ..., None
     ].unbind()

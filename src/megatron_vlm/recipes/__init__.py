@@ -36,11 +36,11 @@ def load_recipe(name: str) -> Recipe | UsersRecipe:
 
     Raises ConfigError on an unknown name.
     """
+    if name in RECIPES:
+        return RECIPES[name]
     if is_users(name):
         return UsersRecipe(name)
-    if name not in RECIPES:
-        raise ConfigError(f"{name}: no such recipe{suggestion(name, RECIPES)}")
-    return RECIPES[name]
+    raise ConfigError(f"{name}: no such recipe{suggestion(name, RECIPES)}")
 
 
 def compose(
@@ -66,8 +66,8 @@ def compose(
     file_content = _read_run_file(file) if file else {}
     name = recipe or file_content.get("recipe")
     build = load_recipe(name) if name else None
-    own, decided = (build.own_parameters, build.decides) if isinstance(build, UsersRecipe) else ((), ())
-    command_settings = {**as_settings(assumed or {}), **read_settings(settings, arguments or {}, own)}
+    extra, decided = (build.own_parameters, build.decides) if isinstance(build, UsersRecipe) else ((), ())
+    command_settings = {**as_settings(assumed or {}), **read_settings(settings, arguments or {}, extra)}
     if file_content and recipe and file_content.get("recipe") != recipe:
         file_kind = (
             f"is of the recipe {file_content['recipe']}"
@@ -78,7 +78,7 @@ def compose(
     # a recipe sees all arguments that it knows; what it returns is then overridden
     if build:
         overrides = flatten(file_content.get("overrides", {}))
-        own_arguments = {key: command_settings.pop(key) for key in own if key in command_settings}
+        own_arguments = {key: command_settings.pop(key) for key in extra if key in command_settings}
         recipe_arguments = merged(
             file_content.get("args", {}), as_arguments(overrides), as_arguments(command_settings)
         )
@@ -112,7 +112,7 @@ def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | No
 
 
 def read_settings(
-    settings: Iterable[str], arguments: Mapping[str, Any], own: Collection[str] = ()
+    settings: Iterable[str], arguments: Mapping[str, Any], extra: Collection[str] = ()
 ) -> dict[str, Any]:
     """The settings of a command line, by dotted key, and the parameters that a user's recipe alone has.
 
@@ -124,7 +124,7 @@ def read_settings(
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}
     for text, name, value in entries:
-        (key,) = [name] if "." in name or name in own else as_settings({name: value}, own)
+        (key,) = [name] if "." in name or name in extra else as_settings({name: value}, extra)
         if str(values.setdefault(key, value)) != str(value):
             raise ConfigError(f"{texts[key]} and {text} both set {key}; give one of them.")
         texts.setdefault(key, text)

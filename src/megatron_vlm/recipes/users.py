@@ -30,24 +30,24 @@ class UsersRecipe:
 
     def __call__(self, **arguments: Any) -> RunConfig:
         """Return the run's configuration. Raises ConfigError on an unknown argument and on errors in it."""
-        own = {key: arguments.pop(key) for key in self.own_parameters if key in arguments}
+        own_values = {key: arguments.pop(key) for key in self.own_parameters if key in arguments}
         settings = as_settings(arguments, self.own_parameters)
         values = all_settings(apply_overrides(RunConfig(), settings))
-        given = {
+        passed = {
             key: values[SETTING_OF_ARGUMENT[key]]
             for key in arguments
             if self._takes_all or key in self._parameters
         }
-        given |= {key: self._value(key, value) for key, value in own.items()}
+        passed |= {key: self._value(key, value) for key, value in own_values.items()}
         for key, parameter in self._parameters.items():
-            if parameter.default is parameter.empty and key not in given:
+            if parameter.default is parameter.empty and key not in passed:
                 raise ConfigError(f"{self._place}: it needs a value for {key}; give {key}=….")
         with calling(self._place, self._name):
-            config = self._function(**given)
+            config = self._function(**passed)
         if not isinstance(config, RunConfig):
             raise ConfigError(f"{self._place} returned {type(config).__name__}; return a RunConfig.")
-        rest = {key: value for key, value in settings.items() if key not in self.decides}
-        return apply_overrides(config, rest)
+        settings = {key: value for key, value in settings.items() if key not in self.decides}
+        return apply_overrides(config, settings)
 
     def _value(self, key: str, value: Any) -> Any:
         """A value in the type of the parameter's annotation or, without one, of its default."""

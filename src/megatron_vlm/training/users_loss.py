@@ -63,8 +63,8 @@ class UsersLoss:
         positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         for p in parameters:
             if p.name not in INPUTS and p.kind in positional and p.default is p.empty:
-                known = ", ".join(INPUTS)
-                raise ConfigError(f"{place}: it asks for {p.name}; a loss can have {known}.")
+                names = ", ".join(INPUTS)
+                raise ConfigError(f"{place}: it asks for {p.name}; a loss can have {names}.")
         self._statistics = ["log_probs", *(name for name in STATISTICS[1:] if name in self._inputs)]
         self.metrics: list[str] = []
         self.metrics = self._trial()
@@ -128,6 +128,7 @@ class UsersLoss:
 
     def _trial(self) -> list[str]:
         """The names of the metrics, by a call with two tokens."""
+        # a micro batch of one row, of whose three tokens two are trained
         ids = torch.tensor([[1, 2, 3]])
         labels = torch.tensor([[2, 3, IGNORE_INDEX]])
         batch = {
@@ -150,8 +151,8 @@ class UsersLoss:
             raise ConfigError(
                 f"{self._place}: its sum has no gradient; compute it from {', '.join(STATISTICS)}."
             )
-        if taken := [name for name in metrics if name in RESERVED]:
+        if reserved := [name for name in metrics if name in RESERVED]:
             raise ConfigError(
-                f"{self._place}: {taken[0]} is a metric of every step; give yours another name."
+                f"{self._place}: {reserved[0]} is a metric of every step; give yours another name."
             )
         return list(metrics)

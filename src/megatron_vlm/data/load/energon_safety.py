@@ -79,6 +79,7 @@ def _crude_shards(
     **settings: Any,
 ) -> CrudeWebdataset:
     """In the place of Energon's function of the same arguments."""
+    # the rule is read here, so that Energon does not open the file
     meta = EPath(path) / META
     file = meta / (dataset_config or "dataset.yaml")
     description = {} if data.cooker and not file.is_file() else _read_description(file)

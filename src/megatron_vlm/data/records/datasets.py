@@ -65,7 +65,7 @@ class MapDataset(ABC):
         return {}
 
     def sample_keys(self, index: int) -> dict[str, Any]:
-        """The fields by which a row's sample is known: its key, its place, and what its sizes are drawn from.
+        """The fields that identify a row's sample: its key, its place, and what its sizes are drawn from.
 
         A place is JSON data of a few numbers; `at` gives the rows there.
         """
