@@ -66,7 +66,6 @@ class UsersLoss:
                 names = ", ".join(INPUTS)
                 raise ConfigError(f"{place}: it asks for {p.name}; a loss can have {names}.")
         self._statistics = ["log_probs", *(name for name in STATISTICS[1:] if name in self._inputs)]
-        self.metrics: list[str] = []
         self.metrics = self._trial()
 
     def of_run(self, config: RunConfig, chunks: list[torch.nn.Module]) -> "UsersLoss":
@@ -89,7 +88,10 @@ class UsersLoss:
         tokens = dict(zip(self._statistics, output, strict=True))
         log_probs = tokens["log_probs"]
         weights = torch.ones_like(log_probs) if stream.weights is None else stream.weights
-        total, metrics = output.sum(), dict.fromkeys(self.metrics, log_probs.new_zeros(()))
+        total, metrics = (
+            output.sum(),
+            dict.fromkeys(self.metrics, log_probs.new_zeros((), dtype=torch.float64)),
+        )
         if len(log_probs):
             trained = np.flatnonzero(batch["labels"].numpy() != IGNORE_INDEX)
             places = on_device(trained, log_probs.device)[stream.output_places]

@@ -221,9 +221,11 @@ def test_a_type_that_is_not_known_is_named(own):
 
 def test_a_pickle_with_code_in_it_is_dropped(tmp_path):
     parts, description, _ = TYPES["ChatMLWebdataset"]
-    evil = b"cos\nsystem\n(S'touch /tmp/x'\ntR."
+    marker = tmp_path / "executed"
+    evil = f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
     samples = samples_of(prepared(tmp_path / "s", lambda n: parts(n) | {"jpgs": evil}, description))
     assert {sample.problem.reason for sample in samples.values()} == {"unsafe_pickle"}
+    assert not marker.exists()
 
 
 # ---- a training loader over several of them
