@@ -54,7 +54,8 @@ class Rows(Callback):
 @pytest.fixture
 def own(tmp_path, monkeypatch) -> str:
     (tmp_path / "beside.py").write_text('NAME = "mine"\n')
-    (tmp_path / "own.py").write_text(OWN)
+    for name in ("own.py", "recipes_of_a_module.py"):
+        (tmp_path / name).write_text(OWN)
     monkeypatch.chdir(tmp_path)
     return str(tmp_path / "own.py")
 
@@ -63,9 +64,13 @@ def test_a_recipe_decides_about_its_parameters_and_gets_the_rest_as_settings(own
     config = compose(f"{own}:own", settings=["train.steps=5", "factor=3", "tp=2", "optimizer.eps=1e-6"])
     assert (config.name, config.train.steps, config.parallel.tp) == ("mine", 15, 2)
     assert config.optimizer.eps == 1e-6
-    assert load_recipe("own:own")(steps="4").train.steps == 8  # a module in the folder of the command
-    assert compose("own:takes_nothing", settings=["tp=2"]).parallel.tp == 2
-    assert compose("own:needs_data", settings=["root=a.jsonl"]).data.train_data_path == "a.jsonl"
+    assert (
+        load_recipe("recipes_of_a_module:own")(steps="4").train.steps == 8
+    )  # a module in the folder of the command
+    assert compose("recipes_of_a_module:takes_nothing", settings=["tp=2"]).parallel.tp == 2
+    assert (
+        compose("recipes_of_a_module:needs_data", settings=["root=a.jsonl"]).data.train_data_path == "a.jsonl"
+    )
 
 
 def test_a_file_for_config_names_a_users_recipe(own, tmp_path):
