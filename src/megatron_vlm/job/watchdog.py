@@ -39,6 +39,8 @@ LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of `--nproc`, set for the r
 AGAIN = "start the same command again: it goes on from what is saved"
 WAITING = re.compile("torch/distributed/|megatron/core/(distributed|pipeline_parallel|tensor_parallel)/")
 WAITS = "waits for other ranks"
+IS_STOPPED = "is stopped"
+WORKER_STOPPED = "waits for a stopped data worker"
 MUCH_IO = 1 << 21  # bytes read or written per second that count as a beat
 ROOM = 1 << 12  # bytes of a rank's file, reserved at the start for a disk that fills up
 
@@ -219,20 +221,21 @@ class Watch:
         self._write_stacks()
         time.sleep(max(3.0, 3 * self._period))  # the other ranks do the same meanwhile
         contents = sorted([self.content, *self.others()], key=lambda content: content["rank"])
-        hanging, waiting, stopped = [], [], []
+        causes, hanging, waiting, stopped = [], [], [], []  # a stopped process explains the other ranks
         for content in contents:
             state, place = content["hang"] or ("does not answer", "")
             status = _status(content)
             if status == psutil.STATUS_STOPPED:
-                state = "is stopped"
+                state = IS_STOPPED
                 stopped.append(content["pid"])
             elif status and not content["hang"]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(content["pid"], signal.SIGUSR2)  # now it writes its stacks
                 time.sleep(1)
             text = f"rank {content['rank']} (pid {content['pid']}) {state} while {content['doing']}{place}"
-            (waiting if state == WAITS else hanging).append(text)
-        ranks = listed(hanging or waiting, 3, "; ")
+            is_cause = state in (IS_STOPPED, WORKER_STOPPED)
+            (causes if is_cause else waiting if state == WAITS else hanging).append(text)
+        ranks = listed(causes or hanging or waiting, 3, "; ")
         remedy = (
             f"The stacks of all ranks and workers are in {self.errors}; raise train.hang_seconds if it only "
             f"needs longer, or {AGAIN}."
@@ -256,7 +259,7 @@ class Watch:
         workers = {worker: psutil.Process(worker.pid).status() for worker in children}
         state = WAITS if waits else "hangs"
         if psutil.STATUS_STOPPED in workers.values():
-            state = "waits for a stopped data worker"
+            state = WORKER_STOPPED
         self.write(hang=(state, place))
         for worker, status in workers.items():
             print(f"\nworker {worker.name}, pid {worker.pid}, {status}", file=self.file, flush=True)
