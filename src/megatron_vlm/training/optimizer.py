@@ -18,6 +18,7 @@ host waits for none.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -27,12 +28,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import (
-    ChainedOptimizer,
-    MegatronOptimizer,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -40,9 +36,10 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import LayerNorm, Parameter
 
 from megatron_vlm.config import RunConfig
+from megatron_vlm.models.layers.fused import RMSNorm
 from megatron_vlm.training.step import take_norms_on_device
 
 KEPT = ("param", "exp_avg", "exp_avg_sq")
@@ -233,6 +230,8 @@ def boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
 LONGEST_WARMUP = 50  # steps, if the configuration leaves it open
 NO_END = 2**40  # steps
 ByPart = Mapping[str, Mapping[str, list[Parameter]]]  # setting -> its keys -> this rank's parameters
+# names of parameters without weight decay, as in Transformers (5.24, `Trainer.get_decay_parameter_names`)
+NAMES_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 
 
 def build_optimizer(
@@ -246,11 +245,11 @@ def build_optimizer(
     `steps` None: `train.steps`, or else a schedule without an end, for what trains no run. `by_part` has the
     parameters with a learning rate or weight decay of their own (`OptimizerConfig.by_part`).
 
-    Biases and all other one-dimensional parameters, such as norms, have no weight decay. Adam's moments and
-    the parameters it updates are fp32, whatever the model's dtype. After each `optimizer.step()` call
-    `scheduler.step(increment=1)`. The learning rate rises linearly over `warmup_steps` steps, is `lr` at
-    the next step and goes on by `lr_scheduler_type`, all but "constant" to `min_lr` at the last. Raises
-    ValueError if nothing is trainable or the warm-up does not end before the run.
+    Biases and norms have no weight decay (`without_decay`). Adam's moments and the parameters it updates are
+    fp32, whatever the model's dtype. After each `optimizer.step()` call `scheduler.step(increment=1)`. The
+    learning rate rises linearly over `warmup_steps` steps, is `lr` at the next step and goes on by
+    `lr_scheduler_type`, all but "constant" to `min_lr` at the last. Raises ValueError if nothing is trainable
+    or the warm-up does not end before the run.
     """
     settings = _optimizer_config(config)
     steps = steps or config.train.steps or NO_END
@@ -258,7 +257,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         settings,
         model_chunks,
-        config_overrides=get_standard_config_overrides(settings) | _overrides(config, by_part or {}),
+        config_overrides=_overrides(config, without_decay(model_chunks), by_part or {}),
         use_gloo_process_groups=False,
     )
     if not optimizer.param_groups:
@@ -311,20 +310,42 @@ def _factors(config: RunConfig) -> dict[str, float]:
     return {key: rate / config.optimizer.lr for key, rate in config.optimizer.lr_by_part.items()}
 
 
-def _overrides(config: RunConfig, by_part: ByPart) -> dict[ParamKey, dict[str, float]]:
+def without_decay(model_chunks: list[DistributedDataParallel]) -> list[Parameter]:
+    """Return this rank's parameters that Transformers' Trainer does not decay.
+
+    These are the parameters of each `nn.LayerNorm`, and those whose names in Transformers say that they are
+    biases or norms. All norms of our language models have such names there. Norms of towers have their own
+    class and name here, too: `norm1` in Qwen2.5-VL's is an RMSNorm, and decays.
+    """
+    return [
+        param
+        for chunk in model_chunks
+        for prefix, module in chunk.named_modules()
+        for name, param in module.named_parameters(prefix, recurse=False)
+        if isinstance(module, LayerNorm | RMSNorm) or NAMES_WITHOUT_DECAY.search(name)
+    ]
+
+
+def _overrides(
+    config: RunConfig, undecayed: list[Parameter], by_part: ByPart
+) -> dict[ParamKey, dict[str, float]]:
     """The settings that groups of parameters have in place of the optimizer's own."""
     decays = config.optimizer.weight_decay_by_part.items()
     settings = {
         "optimizer.lr_by_part": {key: {"lr_mult": factor} for key, factor in _factors(config).items()},
         "optimizer.weight_decay_by_part": {key: {"start_wd": wd, "end_wd": wd} for key, wd in decays},
     }
-    overrides = {}
+    overrides = {_key("no weight decay", undecayed): {"wd_mult": 0.0}}
     for setting, by_key in by_part.items():
         for key, parameters in by_key.items():
-            chosen = frozenset(map(id, parameters))
-            is_chosen = ParamWithNamePredicate(f"{setting} {key}", lambda p, _, ids=chosen: id(p) in ids)
-            overrides[ParamKey(with_name_predicate=is_chosen)] = settings[setting][key]
+            overrides[_key(f"{setting} {key}", parameters)] = settings[setting][key]
     return overrides
+
+
+def _key(name: str, parameters: list[Parameter]) -> ParamKey:
+    """Megatron's key of these parameters; keys are told apart by `name`."""
+    ids = frozenset(map(id, parameters))
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(name, lambda param, _: id(param) in ids))
 
 
 def fuse(optimizer: ChainedOptimizer) -> None:
