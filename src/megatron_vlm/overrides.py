@@ -51,6 +51,8 @@ NAMES_ELSEWHERE = {
     **{name: "optimizer.lr_scheduler_type" for name in ("lr_scheduler_type", "lr_decay_style")},
     **{"warmup_ratio": "optimizer.warmup_ratio", "lr_warmup_fraction": "optimizer.warmup_ratio"},
     **{"max_grad_norm": "optimizer.clip_grad", "weight_decay": "optimizer.weight_decay"},
+    **{"adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2"},
+    **{name: "optimizer.eps" for name in ("adam_epsilon", "adam_eps")},
 }
 
 
