@@ -13,7 +13,7 @@ from typing import Any
 from megatron_vlm import stores
 from megatron_vlm.adapter_settings import with_peft_settings
 from megatron_vlm.config import AdapterConfig, ConfigError, DataPaths, RunConfig
-from megatron_vlm.data.on_disk.paths import ROWS, paths_of
+from megatron_vlm.data.on_disk.paths import ROWS, paths_of, tar_shards
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import join_lines
 from megatron_vlm.objectives import objective_of
@@ -79,6 +79,8 @@ def _data_problem(dataset_type: str, name: str, may_be_hub: bool) -> str | None:
         if not (may_be_hub and is_hub_name(name) or "://" in name and not stores.is_store(name)):
             return "does not exist; give a file or folder of conversations, or a hub name"
     elif dataset_type == "energon" and not name.endswith(".yaml"):
+        if tar_shards(path)[1]:
+            return f"has .tar shards and no index; run `megatron-vlm prepare {name}`, which copies no shard"
         remedy = "run `megatron-vlm prepare` first, or set data.dataset_type=hf"
         return f"is {kind_of(Path(path))}, not a prepared Energon dataset; {remedy}"
     elif dataset_type == "hf" and Path(path, "config.json").is_file():

@@ -115,7 +115,8 @@ def atomic_directory(output: str | Path) -> Iterator[Path]:
             refuse_existing(output)
             for folder, _, names in os.walk(aside):
                 for path in (*(Path(folder, name) for name in names), Path(folder)):
-                    sync(path)
+                    if not path.is_symlink():  # what it leads to may lie where nothing can be written
+                        sync(path)
             os.rename(aside, output)
             sync(output.parent)
         finally:

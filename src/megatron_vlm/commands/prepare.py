@@ -6,26 +6,28 @@ from typing import Annotated, Any
 import typer
 
 from megatron_vlm import stores
-from megatron_vlm.checks import data_problems
+from megatron_vlm.checks import data_problems, is_prepared
 from megatron_vlm.commands.arguments import on_disk
 from megatron_vlm.config import ConfigError
+from megatron_vlm.data.on_disk.paths import tar_shards
 from megatron_vlm.overrides import fit_to_type
 
 
 def prepare(
     sources: Annotated[
-        list[str],
-        typer.Argument(help="JSON(L), meta file or HF dataset; or one per split as SPLIT=PATH."),
-    ],
+        list[str] | None,
+        typer.Argument(help="JSON(L), meta file, HF dataset or .tar shards; or one per split as SPLIT=PATH."),
+    ] = None,
     output: Annotated[
         Path, typer.Argument(help="Folder to write; must be empty or absent.", callback=on_disk)
-    ],
+    ] = ...,  # type: ignore[assignment]
     image_root: Annotated[
         str | None, typer.Option(help="Folder of the images; default: the source's.")
     ] = None,
     format: Annotated[str, typer.Option(help="auto, json, jsonl, hf or meta.")] = "auto",
     split: Annotated[
-        list[str] | None, typer.Option(help="NAME=SIZE, relative; repeat. Default: train=0.9 val=0.1.")
+        list[str] | None,
+        typer.Option(help="NAME=SIZE, relative; repeat. Default: train=0.9 val=0.1; of shards, all train."),
     ] = None,
     samples_per_shard: Annotated[int, typer.Option(min=1)] = 1000,
     workers: Annotated[
@@ -43,15 +45,32 @@ def prepare(
     ] = 0.5,
     engine: Annotated[str, typer.Option(help="local, or ray: on a cluster at RAY_ADDRESS.")] = "local",
 ) -> None:
-    """Write image conversations as an Energon dataset.
+    """Write image conversations as an Energon dataset, or make one of plain WebDataset shards (.tar).
 
     Example: prepare conversations.jsonl dataset/ --image-root images/ --split train=0.95 --split val=0.05
 
     Example with a held-out file: prepare train=train.jsonl val=held_out.jsonl dataset/
+
+    Example with shards: prepare shards/ writes an index beside them and copies nothing; prepare shards/
+    dataset/ writes it into another folder, with links to the shards.
     """
+    sizes = _parse(split or [], "prepare: --split {}; write NAME=SIZE, such as train=0.9.", float)
+    is_source = not sources or output.suffix == ".tar"  # shards alone, or the last that a pattern names
+    sources = [*(sources or []), *([str(output)] if is_source else [])]
+    if format == "auto" and not any(map(stores.is_store, sources)) and all(tar_shards(s)[1] for s in sources):
+        if any(map(is_prepared, sources)):
+            raise ConfigError(f"prepare: {sources[0]} has an index of Energon; train from it as it is.")
+        if image_root or column or dataset:
+            raise ConfigError("prepare: --image-root, --column and --dataset do not apply to .tar shards.")
+        from megatron_vlm.data.prepare import index_shards
+
+        output = None if is_source else output
+        typer.echo(str(index_shards(sources, output, splits=sizes or None, workers=workers, seed=seed)))
+        return
+    if is_source:
+        raise ConfigError(f"prepare: {output} has no .tar shards to index; write prepare SOURCE OUTPUT.")
     paths = _parse_sources(sources)
     columns = _parse(column or [], "prepare: --column {}; write OURS=THEIRS, such as images=pictures.")
-    sizes = _parse(split or [], "prepare: --split {}; write NAME=SIZE, such as train=0.9.", float)
     for source in paths.values() if isinstance(paths, dict) else [paths]:
         for problem in data_problems("hf", "prepare: source", source, may_be_hub=format == "hf"):
             raise ConfigError(problem)

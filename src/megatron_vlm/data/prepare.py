@@ -13,13 +13,15 @@ Of a meta file the first epoch is written, and the number is the row's number in
 Every record belongs to exactly one split. OUTPUT appears by one rename when everything is written.
 
 The shards are the same bytes from this process, several, or a Ray cluster.
+
+Plain WebDataset shards become an Energon dataset where they are, or in OUTPUT as links: `index_shards`.
 """
 
-import contextlib
 import functools
 import io
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -27,33 +29,44 @@ import re
 import signal
 import tarfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import yaml
-from megatron.energon import BaseWebdatasetFactory
+from megatron.energon import BaseWebdatasetFactory, __version__
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.indexing import DuplicateSampleKeyError
+from megatron.energon.flavors.webdataset.prepare import IndexSample, SqliteIndexWriterAggregator
 from tqdm import tqdm
 
 from megatron_vlm import stores
+from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import REASONS, BadSample
 from megatron_vlm.data.chatml.record import Columns, load_media, parse_record
-from megatron_vlm.data.load.start_notes import first_notes, sample_sources
+from megatron_vlm.data.load.energon import EnergonSamples
+from megatron_vlm.data.load.energon_safety import META
+from megatron_vlm.data.load.start_notes import LOOKED_AT, first_notes, sample_sources
+from megatron_vlm.data.on_disk.paths import sources_of, tar_shards
 from megatron_vlm.data.records.opening import kind_of, open_table, source_splits
 from megatron_vlm.data.shard_format import sample_parts
-from megatron_vlm.files import atomic_directory, atomic_write, open_to_write, refuse_existing
+from megatron_vlm.files import atomic_directory, atomic_write, open_file, open_to_write, refuse_existing
 from megatron_vlm.imports import optional_package
-from megatron_vlm.inputs import attribute_errors_to
+from megatron_vlm.inputs import attribute_errors_to, explain_file
 from megatron_vlm.messages import join_lines
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
 FEW_RECORDS = 3000  # for fewer, worker processes cost more to start than they save
+FEW_SHARDS = 16  # to index without worker processes
 FORMATS = {"auto": None, "json": "json", "jsonl": "json", "hf": "hf", "meta": "meta"}
+MOST_NAMED = 10  # bad shards, or kinds of bad samples, that a message names
 SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 DATASET_YAML = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
@@ -110,7 +123,7 @@ class PrepareSummary:
     output: Path
     samples: dict[str, int]  # per split
     shards: dict[str, int]  # per split
-    images: int
+    images: int | None  # None if nobody has counted them
     total_bytes: int  # of the shards
     skipped: dict[str, int]  # per reason
     seconds: float
@@ -122,7 +135,8 @@ class PrepareSummary:
             f"  {split}: {count} samples in {self.shards[split]} shards"
             for split, count in self.samples.items()
         ]
-        lines += [f"  {self.images} images", f"  {sum(self.skipped.values())} records skipped"]
+        if self.images is not None:
+            lines += [f"  {self.images} images", f"  {sum(self.skipped.values())} records skipped"]
         lines += [f"    {reason}: {count}" for reason, count in sorted(self.skipped.items())]
         return "\n".join(lines + [f"  {note}" for note in self.notes])
 
@@ -321,7 +335,7 @@ def _finish(
         if not result.samples:
             result.path.unlink()
     shards = {split: [r.path.name for r in results_with_samples if r.split == split] for split in splits}
-    _write_index(folder, shards)
+    _write_index(folder, folder / META, shards)
     return PrepareSummary(
         output=output,
         samples={split: sum(r.samples for r in results_with_samples if r.split == split) for split in splits},
@@ -334,17 +348,147 @@ def _finish(
     )
 
 
-def _write_index(folder: Path, shards: dict[str, list[str]]) -> None:
-    """Writes Energon's own index. The split file names each shard, so no pattern or ratio decides later."""
-    names = [name for split in shards.values() for name in split]
-    with contextlib.redirect_stdout(io.StringIO()):
-        BaseWebdatasetFactory.prepare_dataset(
-            folder, names, split_parts_patterns=[], shuffle_seed=None, workers=min(4, len(names))
-        )
-    meta = folder / ".nv-meta"
-    parts = {split: names for split, names in shards.items() if names}
+def _write_index(
+    folder: Path, meta: Path, splits: Mapping[str, Sequence[str]], workers: int = 1, progress: bool = False
+) -> dict[str, int]:
+    """Write Energon's own index of the shards in a folder, and return the samples of each shard.
+
+    The split file names each shard, so no pattern or ratio decides later. Raises ValueError that names all
+    shards that cannot be read.
+    """
+    names = [name for of_split in splits.values() for name in of_split]
+    jobs = ((folder, name, number) for number, name in enumerate(names))
+    counts, errors = {}, []
+    meta.mkdir(exist_ok=True)
+    index = SqliteIndexWriterAggregator(EPath(meta / "index.sqlite"), total_tasks=len(names))
+    index.on_start(None)
+    with tqdm(total=len(names), unit="shard", desc="index", disable=None if progress else True) as bar:
+        for name, rows, error in run_here(jobs, workers, index_shard):
+            try:
+                index.on_item(rows, None)
+                counts[name] = rows[-1].shard_info.count if rows else 0
+            except DuplicateSampleKeyError as duplicate:
+                error = (
+                    f"the key {duplicate.sample_key} comes twice, here or in another shard, or its parts are "
+                    "apart; in a copy, `energon prepare --fix-duplicates` renames keys"
+                )
+            errors += [f"{name}: {error}"] if error else []
+            bar.update()
+    index.on_finish(None)
+    if errors:
+        fact = f"prepare: {len(errors)} of {len(names)} shards of {folder} cannot be read"
+        remedy = "restore them, or give the names of the others"
+        raise ValueError(join_lines([f"{fact}; {remedy}.", *errors[:MOST_NAMED]]))
+    info = {"energon_version": __version__, "shard_counts": {name: counts[name] for name in names}}
+    atomic_write(meta / ".info.json", json.dumps(info, indent=2))
+    atomic_write(meta / "index.uuid", str(uuid.uuid4()))
+    parts = {split: names for split, names in splits.items() if names}
     atomic_write(meta / "split.yaml", yaml.safe_dump({"exclude": [], "split_parts": parts}, sort_keys=False))
     atomic_write(meta / "dataset.yaml", DATASET_YAML)
+    return counts
+
+
+def index_shard(job: tuple[Path, str, int]) -> tuple[str, list, str]:
+    """Write the `.idx` of a shard; return its name, rows of Energon's index, and why it cannot be read."""
+    folder, name, number = job
+    log = logging.getLogger(SqliteIndexWriterAggregator.__module__)
+    log.addFilter(_raise_logged_error)
+    rows = []
+    try:
+        with open_file(folder / name) as file:
+            tarfile.open(fileobj=file, mode="r:").close()  # a compressed one cannot be trained from
+            for row in BaseWebdatasetFactory._preprocess_tar(name, {name: number}, EPath(folder), 1):
+                _end_if_stopped()
+                rows.append(row)
+            if not rows[-1].shard_info.count:
+                raise ValueError("it holds no file whose name is KEY.PART")
+            last = [row for row in rows if isinstance(row, IndexSample)][-1]
+            file.seek(last.byte_offset + last.byte_size)
+            if any(file.read(tarfile.BLOCKSIZE)):  # tarfile stops there without an error
+                raise ValueError(f"it is damaged or cut short after the sample {last.sample_key}")
+    except InterruptedError:
+        raise
+    except (tarfile.TarError, OSError, ValueError) as error:
+        kind = (folder / name).is_file() and explain_file(folder / name)
+        is_of_tar = isinstance(error, tarfile.TarError)
+        fact = (
+            f"is {kind}" if kind else f"is cut short, damaged or compressed ({error})" if is_of_tar else error
+        )
+        return name, [], str(fact)
+    finally:
+        log.removeFilter(_raise_logged_error)
+    return name, rows, ""
+
+
+def _raise_logged_error(record: logging.LogRecord) -> bool:
+    """Raise what Energon logs of a shard before it goes on with the next one; a filter of its log."""
+    if record.exc_info:
+        raise record.exc_info[1]
+    return True
+
+
+@attribute_errors_to("sources")
+def index_shards(
+    sources: Sequence[str | Path],
+    output: str | Path | None = None,
+    *,
+    splits: Mapping[str, float] | None = None,
+    workers: int | None = None,
+    seed: int = 1234,
+    progress: bool = True,
+) -> PrepareSummary:
+    """Make an Energon dataset of plain WebDataset shards, none of which is copied or changed.
+
+    `sources` are folders of .tar shards, shards, or patterns of their names. Their index is written beside
+    them if `output` is None, and else to that folder, with links to them. `splits` are relative sizes, in
+    whole shards; by default all shards are for training. The files are those of `energon prepare`.
+
+    Raises FileExistsError if `output` holds anything or the shards have an index, ValueError for shards that
+    cannot be read and keys that are not unique. Then there is no index.
+    """
+    started = time.monotonic()
+    folders, files = zip(*map(tar_shards, sources), strict=True)
+    folder = Path(os.path.commonpath(folders))
+    names = sorted({str(file.relative_to(folder)) for of_source in files for file in of_source})
+    if patterns := [name for name in names if re.search(r"[{}\\]", name)]:
+        raise ValueError(f"prepare: {folder / patterns[0]}: to Energon this is a pattern; rename it.")
+    drawn = _draw_splits(len(names), splits or {"train": 1.0}, seed)
+    shards = {split: [names[number] for number in numbers] for split, numbers in drawn.items()}
+    workers = workers or (1 if len(names) < FEW_SHARDS else os.cpu_count() or 1)
+    output = folder if output is None else Path(output).resolve()
+    is_in_place = output.resolve() == folder.resolve()
+    with atomic_directory(output / META if is_in_place else output) as aside:
+        for name in names if not is_in_place else ():
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            (aside / name).symlink_to(folder / name)
+        place, meta = (folder, aside) if is_in_place else (aside, aside / META)
+        counts = _write_index(place, meta, shards, workers, progress)
+    return PrepareSummary(
+        output=output,
+        samples={split: sum(map(counts.get, names)) for split, names in shards.items()},
+        shards={split: len(names) for split, names in shards.items()},
+        images=None,
+        total_bytes=sum((folder / name).stat().st_size for name in names),
+        skipped={},
+        seconds=time.monotonic() - started,
+        notes=[note for split in shards if shards[split] for note in _unreadable_samples(output, split)],
+    )
+
+
+def _unreadable_samples(folder: Path, split: str) -> Iterator[str]:
+    """Yield a line for each reason to drop samples, of samples from a split's first to its last."""
+    raw = SimpleNamespace(decoder=None)
+    samples = EnergonSamples(DataConfig(train_data_path=str(folder)), sources_of(str(folder)), raw, split)
+    numbers = np.linspace(0, len(samples) - 1, min(LOOKED_AT, len(samples)), dtype=int).tolist()
+    problems: Counter = Counter()
+    for number in numbers:
+        try:
+            parse_record(samples.record(number)[0])
+        except BadSample as bad:
+            problems[bad.detail] += 1
+    remedy = "say what its parts are as data.columns.NAME=PART, or give data.cooker=FILE.py:NAME"
+    for detail, count in problems.most_common(MOST_NAMED):
+        yield f"{split}: {count} of {len(numbers)} samples looked at cannot be read: {detail}; {remedy}"
 
 
 # -- shards, in any process
@@ -359,10 +503,16 @@ def _init_worker(stop: Any) -> None:
     _stop = stop
 
 
-def run_here(jobs: Iterator[ShardJob], workers: int) -> Iterator[ShardResult]:
-    """Results of jobs on this machine, in order of completion."""
+def _end_if_stopped() -> None:
+    if _stop is not None and _stop.is_set():
+        raise InterruptedError("prepare was interrupted")
+
+
+def run_here(jobs: Iterator[Any], workers: int, work: Callable | None = None) -> Iterator[Any]:
+    """Results of jobs on this machine, in order of completion; the work is `write_shard` or another."""
+    work = work or write_shard
     if workers <= 1:
-        yield from map(write_shard, jobs)
+        yield from map(work, jobs)
         return
     context = multiprocessing.get_context("forkserver")  # the main process may hold Arrow's threads
     context.set_forkserver_preload(["megatron_vlm.data.chatml.sample"])
@@ -370,7 +520,7 @@ def run_here(jobs: Iterator[ShardJob], workers: int) -> Iterator[ShardResult]:
     pool = ProcessPoolExecutor(workers, context, _init_worker, (stop,))
     try:
         wait_for_one = partial(wait, return_when=FIRST_COMPLETED)
-        submit = partial(pool.submit, write_shard)
+        submit = partial(pool.submit, work)
         for future in _completed(jobs, submit, wait_for_one, workers):
             yield future.result()
     except BaseException:
@@ -380,7 +530,7 @@ def run_here(jobs: Iterator[ShardJob], workers: int) -> Iterator[ShardResult]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _completed(jobs: Iterator[ShardJob], submit: Callable, wait_for_one: Callable, workers: int) -> Iterator:
+def _completed(jobs: Iterator[Any], submit: Callable, wait_for_one: Callable, workers: int) -> Iterator:
     """Results of the jobs, once `submit` has them; at most two jobs per worker are in flight."""
     pending: list = []
     for job in itertools.chain(jobs, [None]):
@@ -422,8 +572,7 @@ def write_shard(job: ShardJob) -> ShardResult:
     result = ShardResult(job.order, job.split, job.path)
     with open_to_write(job.path, "xb") as file, tarfile.open(fileobj=file, mode="w") as tar:
         for number, index in job.items:
-            if _stop is not None and _stop.is_set():
-                raise InterruptedError("prepare was interrupted")
+            _end_if_stopped()
             try:
                 record, root = table.record(index)
                 conversation = parse_record(record)

@@ -19,6 +19,7 @@ from megatron.energon import (
     stateless,
 )
 from megatron.energon.flavors import BaseWebdatasetFactory
+from noisy_media import film
 from prepared_shards import add_part
 from sources import image_bytes
 
@@ -32,6 +33,7 @@ from megatron_vlm.data.on_disk.paths import sources_of
 from megatron_vlm.models.hf import open_source
 
 IMAGES = [image_bytes(number) for number in range(4)]
+FILMS = [film((32, 32), 2 + number) for number in range(4)]
 
 
 def field_map(**places: str) -> dict:
@@ -88,6 +90,33 @@ TYPES = {
         },
         type_of("InterleavedSample") | field_map(sequence="json[s]"),
         lambda n: ("", f"one {n}two", [IMAGES[n], IMAGES[0]]),
+    ),
+    "VidQASample": (
+        lambda n: {"mp4": FILMS[n], "json": js(q=f"What is {n}?", a=[f"a {n}", f"no {n}"], w=[0.7, 0.3])},
+        type_of("VidQASample")
+        | field_map(video="mp4", context="json[q]", answers="json[a]", answer_weights="json[w]"),
+        lambda n: (f"What is {n}?", f"a {n}", [FILMS[n]]),
+    ),
+    "VidQAWebdataset": (
+        lambda n: {
+            "mp4": FILMS[n],
+            "q.txt": f"What is {n}?".encode(),
+            "a.json": json.dumps(["a", "b", "b"]).encode(),
+        },
+        {"__module__": "megatron.energon", "__class__": "VidQAWebdataset"}
+        | field_map(video="mp4", context="q.txt", answers="a.json"),
+        lambda n: (f"What is {n}?", "b", [FILMS[n]]),
+    ),
+    "TextSample": (
+        lambda n: {"txt": f"text {n}".encode()},
+        type_of("TextSample") | field_map(text="txt"),
+        lambda n: ("", f"text {n}", []),
+    ),
+    "TextWebdataset": (
+        lambda n: {"json": js(body=[{"said": f"text {n}"}])},
+        {"__module__": "megatron.energon", "__class__": "TextWebdataset"}
+        | field_map(text="json[body][0][said]"),
+        lambda n: ("", f"text {n}", []),
     ),
     "ChatMLWebdataset": (
         lambda n: {

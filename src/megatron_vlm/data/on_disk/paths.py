@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 COUNT, SHARE = r"#(\d{1,18})", r"\*(\d{1,9}|\d{0,9}\.\d+)"  # after a path
 
@@ -72,3 +74,18 @@ def items_of(value: str | Sequence[str] | None) -> list[str]:
 def paths_of(value: str | Sequence[str] | None) -> list[str]:
     """The paths of a data path setting, without what its items say of rows and subsets."""
     return [source.path for source in sources_of(value)]
+
+
+def tar_shards(path: str | Path) -> tuple[Path, list[Path]]:
+    """Return a folder and the .tar files in and below it; `path` may be one of them or a pattern.
+
+    Names that begin with a dot are left out: file systems, and runs that were killed, leave such ones.
+    """
+    path = Path(os.path.abspath(os.path.expanduser(path)))
+    if path.is_dir():
+        files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    else:
+        files = [path] if path.exists() else [Path(name) for name in glob.glob(str(path))]
+        path = Path(os.path.commonpath([file.parent for file in files] or [path.parent]))
+    hidden = re.compile(r"(^|/)\.")
+    return path, [f for f in files if f.suffix == ".tar" and not hidden.search(str(f.relative_to(path)))]
