@@ -61,7 +61,8 @@ def prepare(
         if any(map(is_prepared, sources)):
             raise ConfigError(f"prepare: {sources[0]} has an index of Energon; train from it as it is.")
         if image_root or column or dataset:
-            raise ConfigError("prepare: --image-root, --column and --dataset do not apply to .tar shards.")
+            fact = "--image-root, --column and --dataset do not apply to .tar shards"
+            raise ConfigError(f"prepare: {fact}; set data.columns when you train.")
         from megatron_vlm.data.prepare import index_shards
 
         output = None if is_source else output

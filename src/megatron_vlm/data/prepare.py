@@ -409,12 +409,10 @@ def index_shard(job: tuple[Path, str, int]) -> tuple[str, list, str]:
     except InterruptedError:
         raise
     except (tarfile.TarError, OSError, ValueError) as error:
-        kind = (folder / name).is_file() and explain_file(folder / name)
-        is_of_tar = isinstance(error, tarfile.TarError)
-        fact = (
-            f"is {kind}" if kind else f"is cut short, damaged or compressed ({error})" if is_of_tar else error
-        )
-        return name, [], str(fact)
+        if not isinstance(error, tarfile.TarError):
+            return name, [], str(error)
+        kind = explain_file(folder / name)
+        return name, [], f"is {kind}" if kind else f"is cut short, damaged or compressed ({error})"
     finally:
         log.removeFilter(_raise_logged_error)
     return name, rows, ""
@@ -441,7 +439,7 @@ def index_shards(
 
     `sources` are folders of .tar shards, shards, or patterns of their names. Their index is written beside
     them if `output` is None, and else to that folder, with links to them. `splits` are relative sizes, in
-    whole shards; by default all shards are for training. The files are those of `energon prepare`.
+    whole shards; by default all are for training. `energon prepare` writes the same files.
 
     Raises FileExistsError if `output` holds anything or the shards have an index, ValueError for shards that
     cannot be read and keys that are not unique. Then there is no index.

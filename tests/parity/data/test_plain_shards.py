@@ -51,9 +51,9 @@ def index(*sources, output=None, **options):
     return index_shards(sources, output, progress=False, **options)
 
 
-def samples_of(folder: Path, split: str = "train") -> dict[str, tuple]:
+def samples_of(folder: Path, split: str = "train", **settings) -> dict[str, tuple]:
     """key -> (problem or trained text, images)"""
-    data = DataConfig(train_data_path=str(folder), num_workers=0)
+    data = DataConfig(train_data_path=str(folder), num_workers=0, **settings)
     samples = EnergonSamples(data, sources_of(str(folder)), SimpleNamespace(decoder=None), split)
     known = {}
     for sample in map(samples.sample, range(len(samples))):
@@ -165,7 +165,7 @@ def test_a_key_that_comes_twice_is_named(tmp_path):
     [
         (
             lambda key: {"jpg": b"x", "cls": b"3"},
-            r"no part json among \['cls', 'jpg'\]; .*data\.columns\.NAME=",
+            r"no part json among \['cls', 'jpg'\]; .*data\.columns\.NAME=PART",
         ),
         (lambda key: {"jpg": b"x", "json": b'{"url": "a"}'}, r"no turns: .* data\.cooker=FILE\.py:NAME"),
     ],
@@ -173,6 +173,15 @@ def test_a_key_that_comes_twice_is_named(tmp_path):
 def test_samples_that_make_no_record_are_named_with_the_way_out(tmp_path, parts, message):
     [note] = index(write_shards(tmp_path / "shards", 2, parts)).notes
     assert re.search("^train: 6 of 6 samples looked at cannot be read: " + message, note)
+
+
+def test_columns_read_what_was_named(tmp_path):
+    def parts(key):
+        return {"jpg": image_bytes(int(key[-1])), "note.txt": f"caption {key}".encode()}
+
+    folder = write_shards(tmp_path / "shards", 2, parts)
+    assert "no part json among ['jpg', 'note.txt']" in index(folder).notes[0]
+    assert samples_of(folder, columns={"images": "jpg", "caption": "note.txt"}) == expected(2)
 
 
 def test_a_strangers_shard_leads_nowhere_and_runs_nothing(tmp_path):
@@ -188,7 +197,7 @@ def test_a_strangers_shard_leads_nowhere_and_runs_nothing(tmp_path):
         add_part(tar, "b.json", b'[{"role": "user", "content": "?"}]')
     index(tmp_path / "shards")
     samples = samples_of(tmp_path / "shards")
-    assert samples == {"../../a": ("a", None), "b": ("unsafe_pickle", None)}
+    assert samples == {"../../a": ("missing_media", None), "b": ("unsafe_pickle", None)}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret.jpg", "shards"]
 
 

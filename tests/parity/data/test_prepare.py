@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 
 import pytest
 from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset, stateless
-from prepared_shards import prepare, stored
+from prepared_shards import add_part, prepare, stored
 from programs import ROOT
 from samples import clean
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
@@ -152,6 +153,26 @@ def test_an_interrupt_leaves_nothing(tmp_path, stop):
     process.communicate(timeout=300)
     assert process.returncode != 0
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_leaves_no_half_of_an_index(tmp_path, workers):
+    """What stays are whole `.idx` files, which the next start writes again."""
+    for shard in range(20):
+        with tarfile.open(tmp_path / f"{shard:05d}.tar", "w") as tar:
+            for number in range(2000):
+                add_part(tar, f"{shard}-{number}.txt", b"a")
+    process = start_tool(tmp_path, "--workers", str(workers))
+    deadline = time.monotonic() + 300
+    while not (indexed := list(tmp_path.glob("*.idx"))):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=300)
+    assert process.returncode != 0
+    left = [path for path in tmp_path.iterdir() if path.suffix != ".tar"]
+    assert set(indexed) <= set(left) and {path.stat().st_size for path in left} == {8 * 2001}
 
 
 @pytest.fixture
