@@ -97,7 +97,7 @@ def atomic_write(path: str | Path, content: str | bytes | Iterable[bytes]) -> No
 
 
 @contextlib.contextmanager
-def atomic_directory(output: str | Path) -> Iterator[Path]:
+def atomic_directory(output: str | Path, remedy: str = "give another path") -> Iterator[Path]:
     """Yield a new folder beside `output`, under a temporary name, which becomes `output` when the block ends.
 
     If the block fails, the folder is removed; a process that is killed leaves `.NAME.*.partial`. Raises
@@ -105,7 +105,7 @@ def atomic_directory(output: str | Path) -> Iterator[Path]:
     OSError that names the path and the remedy.
     """
     output = Path(output)
-    with add_path_to_errors(output):
+    with add_path_to_errors(output, remedy):
         refuse_existing(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         aside = temporary_name(output)
@@ -172,6 +172,8 @@ def add_path_to_errors(path: Path, remedy: str = "give another path") -> Iterato
     except Exception as error:
         match = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else match and int(match[1])
+        if str(error) == "database or disk is full":  # SQLite
+            number = errno.ENOSPC
         if number is None:  # our own error, or none of the disk
             raise
         # the temporary name says nothing to a user

@@ -303,10 +303,8 @@ def _shard_jobs(parts: list[_Part], folder: Path, samples_per_shard: int) -> Ite
             for shard, start in enumerate(range(0, len(places), samples_per_shard)):
                 chosen = places[start : start + samples_per_shard].tolist()
                 rows = part.rows[chosen].tolist()
-                has_row_numbers = (
-                    part.source.kind == "meta"
-                )  # by the place; else by the record's number in its file
-                numbers = chosen if has_row_numbers else [table.origin(row)[1] for row in rows]
+                # a meta file's rows are numbered by their place, others by their number in the file
+                numbers = chosen if part.source.kind == "meta" else [table.origin(row)[1] for row in rows]
                 path = folder / f"{split}-{shard:05d}.tar"
                 items = list(zip(numbers, rows, strict=True))
                 yield ShardJob(next(order), split, path, part.source, items)
@@ -455,7 +453,7 @@ def index_shards(
     workers = workers or (1 if len(names) < FEW_SHARDS else os.cpu_count() or 1)
     output = folder if output is None else Path(output).resolve()
     is_in_place = output.resolve() == folder.resolve()
-    with atomic_directory(output / META if is_in_place else output) as aside:
+    with atomic_directory(output / META if is_in_place else output, "give a folder as OUTPUT") as aside:
         for name in names if not is_in_place else ():
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             (aside / name).symlink_to(folder / name)

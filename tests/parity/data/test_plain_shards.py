@@ -126,6 +126,8 @@ def test_splits_are_of_whole_shards_and_the_names_decide_which(tmp_path):
     assert len(samples_of(folder, "val")) == 3
     alone = index(folder / "00000.tar", output=tmp_path / "one", splits={"train": 9, "val": 1})
     assert alone.shards == {"train": 1, "val": 0}
+    index(folder / "00000.tar", output=tmp_path / "held_out", splits={"val": 1})
+    assert samples_of(tmp_path / "held_out", "val") == expected(1)
 
 
 def test_all_bad_shards_are_named_and_nothing_is_indexed(tmp_path):

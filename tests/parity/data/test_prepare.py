@@ -1,5 +1,6 @@
 """Preparation: what is written, where every record goes, and what is left when it goes wrong."""
 
+import gc
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ from programs import ROOT
 from samples import clean
 from sources import image_bytes, record, write_hf_folder, write_sharegpt
 
+from megatron_vlm.data.prepare import index_shards
 from megatron_vlm.data.shard_format import cook_record
+from megatron_vlm.files import free_bytes
 
 
 def numbers(samples):
@@ -195,3 +198,19 @@ def test_a_disk_that_is_full_or_read_only_is_named(small_disk, tmp_path):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(OSError, match="/disk/dataset: Read-only file system; give another path"):
         prepare(source, output)
+
+
+def test_an_index_on_a_disk_that_is_full_or_read_only_names_the_way_out(small_disk, tmp_path):
+    with tarfile.open(small_disk / "a.tar", "w") as tar:
+        for number in range(40):
+            add_part(tar, f"{number}.txt", b"a")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OSError, match="/disk/.nv-meta: Read-only file system; give a folder as OUTPUT"):
+        index_shards([small_disk], progress=False)
+    assert index_shards([small_disk], tmp_path / "dataset", progress=False).samples == {"train": 40}
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    (small_disk / "full").write_bytes(bytes(free_bytes(small_disk)))
+    with pytest.raises(OSError, match="No space left on device; .* free there; make room and"):
+        index_shards([small_disk], progress=False)
+    gc.collect()  # the error holds SQLite's file open
+    assert sorted(path.name for path in small_disk.iterdir()) == ["a.tar", "full"]
