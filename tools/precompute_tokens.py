@@ -45,7 +45,7 @@ def main(
     hf_config = load_config(path)
     needs = describe(hf_config).data_needs
     encoder = train_encoder(data, load_processor(path, data), needs)
-    encoder.documents = objective_of(run).sample_encoder(encoder.documents, data)
+    encoder.documents = objective_of(run).sample_encoder(encoder.documents, run)
     rows = HFProvider(data).train_rows(encoder, run.train.seed)
     place = {"rank": int(number) - 1, "world_size": int(parts)}
     tokens, patches = measure_dataset(rows, data.lengths_cache, data.num_workers, **place)

@@ -93,8 +93,8 @@ def demo(report: dict[str, dict]) -> str:
 
 def demo_rl(report: dict[str, dict]) -> str:
     """A line for each family that learned digits from rewards."""
-    heads = ("`FAMILY=`", "layout", "steps", "samples", "right before", "right after", "first ratio")
-    heads += ("loop", "its CPU time", "everything")
+    heads = ("`FAMILY=`", "layout", "steps", "samples", "right before", "right after")
+    heads += ("GRPO", "its CPU time", "everything")
     rows = (
         (
             f"`{run['family']}`",
@@ -103,7 +103,6 @@ def demo_rl(report: dict[str, dict]) -> str:
             f"{run['samples']:,}",
             f"{run['accuracy_before']:.1%}",
             f"{run['accuracy_after']:.1%}",
-            run["first_ratio"],
             f"{run['rl_seconds']:.0f} s",
             f"{run['rl_cpu_seconds']:.0f} s",
             f"{run['total_seconds']:.0f} s",
@@ -140,7 +139,7 @@ def demo_boxes(report: dict[str, dict]) -> str:
 # report of runs/demo* -> a figure that only its summaries have
 DEMOS = {
     "demo.json": "held_out_read_two_accuracy",
-    "demo_rl.json": "first_ratio",
+    "demo_rl.json": "reward_before",
     "demo_boxes.json": "boxes_right",
 }
 

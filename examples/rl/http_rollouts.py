@@ -2,6 +2,9 @@
 
 engine = HttpEngine("http://10.0.0.5:8000", model, answers=8, max_new_tokens=256)  # in place of OwnEngine
 
+A run of GRPO takes `grpo.engine=examples/rl/http_rollouts.py:engine`: a server of SGLang at ENGINE_URL, which
+loads each step's weights from the folder ENGINE_WEIGHTS, that it and the run see.
+
 Token ids go both ways, nothing is tokenised again. A prompt of text goes to /v1/completions as token ids. One
 with images goes to /v1/chat/completions as a conversation, as neither server takes images beside token ids
 there; the server then says what it made of it, which has to be our prompt. Read in vLLM's
@@ -18,17 +21,21 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import torch
+from safetensors.torch import save_file
 
+from megatron_vlm.config import GRPOConfig
 from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.generation.prompt import stop_tokens
 from megatron_vlm.messages import shorten
 from megatron_vlm.models.hf import Source
+from megatron_vlm.models.weights.exporting import copy_side_files
 from megatron_vlm.parallel import setup
-from megatron_vlm.rl.policy import Policy
+from megatron_vlm.rl.policy import Scorer
 from megatron_vlm.rl.rollouts import Answered, RolloutPrompt, Sample, samples_of
 
 SHOWN = 300  # characters of a refusal that are shown
@@ -79,7 +86,7 @@ class HttpEngine:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url is {self.url}; give one that begins with http:// or https://.")
 
-    def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
+    def __call__(self, policy: Scorer, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
         """Raises EngineError on every rank."""
 
         def answers_or_problem() -> list[list[Answered]] | str:
@@ -93,7 +100,7 @@ class HttpEngine:
             raise EngineError(said)
         return samples_of(policy, prompts, said)
 
-    def _ask_all(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[list[Answered]]:
+    def _ask_all(self, policy: Scorer, prompts: Sequence[RolloutPrompt]) -> list[list[Answered]]:
         source, free = policy.source, asyncio.Semaphore(self.at_once)
         stop = stop_tokens(source.folder, source.description.hf_config)
 
@@ -205,6 +212,46 @@ class HttpEngine:
             "heeds what it is asked.",
         )
         return answers
+
+
+@dataclass(frozen=True)
+class ReloadingEngine(HttpEngine):
+    """A server of SGLang that loads the weights from `folder` before it answers (`/update_weights_from_disk`
+    in SGLang's `srt/entrypoints/http_server.py`, August 2026). vLLM has no such request."""
+
+    folder: str = "weights"
+
+    def __call__(self, policy: Scorer, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
+        """Raises EngineError on every rank."""
+        weights = {}
+        for name, weight in policy.hf_weights():  # adapters are merged into them
+            if setup.is_first_rank():
+                weights[name] = weight.cpu().contiguous()
+        setup.on_first_rank(self._reload, weights, policy.source.folder)
+        return super().__call__(policy, prompts)
+
+    def _reload(self, weights: dict[str, torch.Tensor], source: Path) -> None:
+        if not Path(self.folder).exists():
+            Path(self.folder).mkdir(parents=True)
+            copy_side_files(source, Path(self.folder))
+        save_file(weights, Path(self.folder, "model.safetensors"), {"format": "pt"})
+        address = f"{self.url.rstrip('/')}/update_weights_from_disk"
+        body = json.dumps({"model_path": os.path.abspath(self.folder)}).encode()
+        said = json.loads(asyncio.run(self._post(address, body, 2**16)))
+        _need(said.get("success"), f"{address}: {said.get('message')}; see what the server logs.")
+
+
+def engine(grpo: GRPOConfig) -> ReloadingEngine:
+    """The engine of a run with `grpo.engine`."""
+    return ReloadingEngine(
+        url=os.environ["ENGINE_URL"],
+        model=os.environ.get("ENGINE_MODEL", "default"),
+        answers=grpo.num_generations,
+        max_new_tokens=grpo.max_completion_length,
+        temperature=grpo.temperature,
+        top_p=grpo.top_p,
+        folder=os.environ["ENGINE_WEIGHTS"],
+    )
 
 
 def _need(holds: bool, problem: str) -> None:

@@ -10,6 +10,8 @@
     visual_inputs   GenericVisualInputs or None, items concatenated in document order
     __key__         list of B lists of sample keys: which samples made each row
     routes          may be absent: (B, S, layers, k) int16, see `models.stream.Stream`
+    asked           may be absent: of each row, which is a prompt, what its rewards are computed from,
+                    see `data.encode.questions.PromptEncoder`
     __restore_key__ where its samples lie, in numbers and names; the loader's `replay` makes it again
     __dropped__     may be absent: {reason: samples dropped since the batch before}; the loader takes it out
 
@@ -171,6 +173,7 @@ Batch = TypedDict(
         "__key__": list[list[str]],
         "__restore_key__": Any,
         "routes": NotRequired[Tensor],
+        "asked": NotRequired[list[dict[str, Any]]],
         "__dropped__": NotRequired[dict[str, int]],
     },
 )

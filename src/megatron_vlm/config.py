@@ -54,6 +54,7 @@ FromZero = Annotated[int, Ge(0), Le(MOST)]
 FromOne = Annotated[int, Ge(1), Le(MOST)]
 NotNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Ge(0), Le(1)]
 PositiveShare = Annotated[float, Gt(0), Le(1)]
 PartialShare = Annotated[float, Ge(0), Lt(1)]
@@ -281,8 +282,9 @@ class TrainConfig:
     on_spike: Literal["warn", "skip", "stop"] | None = None
     # FILE.py:CLASS of your own, see docs/extending.md
     callbacks: Name | list[Name] = field(default_factory=list)
-    # "tokens"; "dpo" (preference pairs, docs/rl.md); FILE.py:NAME, a loss of your own (docs/extending.md)
+    # "tokens"; "dpo" (preference pairs) and "grpo" (rewards), docs/rl.md; FILE.py:NAME, a loss of your own
     objective: str = "tokens"
+    rewards: UsersName | list[UsersName] = field(default_factory=list)  # of grpo: TRL's `reward_funcs`
     dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
 
     @property
@@ -292,8 +294,41 @@ class TrainConfig:
         return (name, way == "max") if colon and way in ("min", "max") else (self.best_by, None)
 
     @property
+    def reward_names(self) -> list[str]:
+        return [self.rewards] if isinstance(self.rewards, str) else self.rewards
+
+    @property
     def best_is_score(self) -> bool:
         return self.best_figure[0].startswith("score/")
+
+
+@dataclass
+class GRPOConfig:
+    """The settings of `train.objective=grpo`, with names and meanings of TRL's GRPOConfig. A step has
+    `train.global_batch_size` prompts."""
+
+    num_generations: Annotated[int, Ge(2), Le(MOST)] = 8  # answers to each prompt
+    max_completion_length: FromOne = 512  # tokens of the longest answer
+    temperature: Positive = 1.0
+    top_p: PositiveShare = 1.0
+    beta: NotNegative = 0.0  # weight of the divergence from the starting weights; 0: without it
+    epsilon: Annotated[float, Gt(0), Lt(1)] = 0.2  # how far a token's ratio may leave 1 before it is clipped
+    epsilon_high: Positive | None = None  # the same above 1; None: as epsilon (DAPO: 0.28)
+    delta: Annotated[float, Gt(1)] | None = (
+        None  # the largest ratio that counts where an advantage is below 0
+    )
+    # the mean over answers of each one's mean ("grpo"), over all tokens ("dapo"), or a constant in its place
+    # ("dr_grpo", which goes with scale_rewards=none)
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    # advantages are divided by the deviation of a prompt's rewards, of all rewards of the step, or not
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    # of each of train.rewards in their sum; None: 1
+    reward_weights: Annotated[list[Number], MinLen(1)] | None = None
+    mask_truncated_completions: bool = False  # answers that reached max_completion_length train nothing
+    num_iterations: FromOne = 1  # how often a step trains its answers
+    steps_per_generation: FromOne = 1  # optimizer steps into which the answers of a step are divided
+    # FILE.py:NAME of an engine in place of the model itself (docs/rl.md)
+    engine: UsersName | None = None
 
 
 @dataclass
@@ -318,6 +353,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from statistics import fmean as mean
 
 from torch.nn import Module
 
@@ -62,6 +63,8 @@ def open_run(config: RunConfig, callbacks: Callbacks) -> Run:
     milestones = setup.on_first_rank(feed.milestones)
     model = starting_model(config, source)
     step_loss = objective_of(config).step_loss(config, model)
+    if isinstance(step_loss, Callback):
+        callbacks.add_first(step_loss)
     description = source.description
     parts = parameters_by_part(model, config.optimizer.by_part, description.groups, description.rules)
     optimizer, scheduler = build_optimizer(model, config, milestones.steps, parts)
@@ -97,31 +100,40 @@ def starting_model(config: RunConfig, source: Source) -> list[Module]:
 
 
 def train_one_step(run: Run) -> None:
-    """One optimizer step with the next global batch, and what callbacks do before and after it."""
+    """One step with the next global batch, and what callbacks do before and after it."""
     # the next batch is read ahead only if there is another step
     began = time.monotonic()
     rates = learning_rates(run.scheduler)
     goes_on = run.milestones.has_step_after(run.step)
     run.micro_batches = run.feed.train(run.step, read_ahead=goes_on)
     waited = time.monotonic() - began
-    run.callbacks.on_step_begin(run)
+    run.parts = [run.micro_batches]
+    results = []
     try:
-        loss, tokens, grad_norm = train_step(
-            run.model,
-            run.optimizer,
-            run.scheduler,
-            run.micro_batches,
-            step_loss=run.step_loss,
-            figures=run.figures,
-            goes_on=goes_on,
-            judge=partial(run.callbacks.before_optimizer_step, run) if run.callbacks.judge_steps else None,
-        )
+        run.callbacks.on_step_begin(run)
+        for number, part in enumerate(run.parts, start=1):
+            run.micro_batches, is_last = part, number == len(run.parts)
+            result = train_step(
+                run.model,
+                run.optimizer,
+                run.scheduler,
+                run.micro_batches,
+                step_loss=run.step_loss,
+                figures=run.figures,
+                is_last=is_last,
+                goes_on=goes_on or not is_last,
+                judge=partial(run.callbacks.before_optimizer_step, run)
+                if run.callbacks.judge_steps
+                else None,
+            )
+            results.append(result)
     except Exception as error:
         run.callbacks.on_exception(run, error)
         raise
     # what the step was, for all callbacks
     seconds = time.monotonic() - began
-    metrics = {"loss": loss, "lr": rates.pop("lr"), "grad_norm": grad_norm, "seconds": seconds}
-    metrics |= {"trained_tokens": tokens, **run.figures.of_step(seconds, waited)}
+    losses, tokens, norms = zip(*results, strict=True)
+    metrics = {"loss": mean(losses), "lr": rates.pop("lr"), "grad_norm": mean(norms), "seconds": seconds}
+    metrics |= {"trained_tokens": sum(tokens), **run.figures.of_step(seconds, waited)}
     metrics |= {**run.feed.epoch_after(run.step), **rates}
     run.callbacks.on_step_end(run, metrics)

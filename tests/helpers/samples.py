@@ -26,6 +26,8 @@ def clean(conversation: Any, images: int = 0, videos: int = 0) -> tuple[list[dic
     if isinstance(conversation, dict) and images:
         conversation = conversation | {"images": [b"x"] * images}
     sample = make_sample(parse_record(conversation), [b""] * images, [b""] * videos, **keys)
+    if sample.no_reply is not None:
+        raise sample.no_reply
     return sample.messages, sample.tools, sample.limits
 
 

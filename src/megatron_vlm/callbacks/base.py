@@ -42,6 +42,8 @@ class Run:
     is_first_rank: bool = True
     step: int = 0  # the one that is trained, or was trained last
     micro_batches: list[Batch] = field(default_factory=list)  # of the step, on this rank
+    # those of each optimizer step of it: one, unless `on_step_begin` makes more
+    parts: list[list[Batch]] = field(default_factory=list)
     # The ways (`stops.WAYS`) in which the run was asked to stop, when that has ended it.
     stopped_by: list[str] = field(default_factory=list)
     higher_is_better: set[str] = field(default_factory=set)  # names of metrics
@@ -92,7 +94,7 @@ class Callback:
         """Before the first step, when weights, optimizer and data are as the checkpoint has them."""
 
     def on_step_begin(self, run: Run) -> None:
-        """Before a step is trained; `run.micro_batches` are this rank's."""
+        """Before a step is trained; `run.micro_batches` are this rank's. It may replace `run.parts`."""
 
     def before_optimizer_step(self, run: Run, loss: float, grad_norm: float) -> bool:
         """Return whether the step may change the weights. Overriding it makes each step wait for its loss."""
@@ -143,6 +145,9 @@ class Callbacks(Callback):
         self._begun: list[Callback] = []
         methods = [type(callback).before_optimizer_step for callback in callbacks]
         self.judge_steps = any(method is not Callback.before_optimizer_step for method in methods)
+
+    def add_first(self, callback: Callback) -> None:
+        self._callbacks.insert(0, callback)
 
     def before_resume(self, config: RunConfig) -> None:
         for callback in self._callbacks:

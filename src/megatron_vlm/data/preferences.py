@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_vlm.config import DataConfig
+from megatron_vlm.config import RunConfig
 from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.sample import ChatMLSample, place_media
 from megatron_vlm.data.encode.encoder import DocumentEncoder, HFEncoderTaskSample, Measured, join_documents
@@ -31,9 +31,11 @@ class PairEncoder:
     """In the place of a `DocumentEncoder`: measures and encodes pairs with it. Both methods raise BadSample,
     also if only one half cannot be trained on, or if both do not fit into a row together."""
 
-    def __init__(self, plain: DocumentEncoder, data: DataConfig):
+    needs_reply = True
+
+    def __init__(self, plain: DocumentEncoder, config: RunConfig):
         self._one = plain
-        self._data = data
+        self._data = config.data
         self.per_sample = len(HALVES)
         self.chat = plain.chat
         self.processing = plain.processing
@@ -72,8 +74,8 @@ class PairEncoder:
 def halves_of(sample: ChatMLSample) -> tuple[ChatMLSample, ChatMLSample]:
     """Both conversations of a preference record, with the same media. Only the answers are trained: the turns
     after those that both begin with. Raises BadSample if they do not differ in answers, and only in these."""
-    if sample.problem is not None:
-        raise sample.problem
+    if problem := sample.problem or sample.no_reply:
+        raise problem
     if sample.rejected is None:
         raise BadSample("bad_preference", "no rejected answer beside the chosen one")
     if isinstance(sample.rejected, BadSample):

@@ -49,7 +49,7 @@ class RunData:
         train = train_encoder(data, processor, needs, self.drops)
         valid = HFEncoderVLMTaskEncoder(processor, data, needs, self.drops)
         for encoder in (train, valid):
-            encoder.documents = objective_of(config).sample_encoder(encoder.documents, data)
+            encoder.documents = objective_of(config).sample_encoder(encoder.documents, config)
         reader = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
         self.patches_of = train.patches_of
         # what a user should know before the first step about how samples are encoded

@@ -143,6 +143,8 @@ def sample_parts(
 
     Raises BadSample where every encoder would drop the sample.
     """
+    if conversation.no_reply is not None:
+        raise conversation.no_reply
     make_sample(conversation, images, videos, __key__="", __restore_key__=())
     files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
     described = conversation.stored() | ({"images": list(files)} if files else {})

@@ -72,13 +72,15 @@ def generate(
     stop: Iterable[int] = (),
     cache_bytes: int = 2**32,
     numbers: Sequence[int] | None = None,
+    own_prompts: bool = False,
 ) -> list[list[Answer]]:
     """So many answers to each prompt, in the order of the prompts, the same on every rank.
 
-    Collective: all ranks pass the same. `model` are this rank's chunks; they may be wrapped for data
-    parallelism. Temperature 0 takes the likeliest token. Sampled answers depend on the seed, the prompt's
-    number and the answer's, and not on the layout or what else is asked (but for rounding). `numbers` are
-    the prompts' (None: from 0 on).
+    Collective: all ranks pass the same, and with `own_prompts` all that share a data-parallel rank; each of
+    these then answers its own prompts, equally many. `model` are this rank's chunks; they may be wrapped for
+    data parallelism. Temperature 0 takes the likeliest token. Sampled answers depend on the seed, the
+    prompt's number and the answer's, and not on the layout or what else is asked (but for rounding).
+    `numbers` are the prompts' (None: from 0 on).
 
     A rank's caches take at most `cache_bytes`, or what one row of each lane needs: for each token of a row,
     prompt and answer, 2 * layers * key/value heads / tp * head width * bytes of a number. Layers with a
@@ -88,20 +90,25 @@ def generate(
     if not prompts:
         return []
     sampling = Sampling(temperature, top_p, seed)
-    request = Request(prompts, max_new_tokens, sampling, sorted(set(stop)), numbers or range(len(prompts)))
+    numbers = numbers or range(len(prompts))
+    longest = max(len(prompt["input_ids"]) for prompt in prompts)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if own_prompts:
+        longest = max(setup.from_all_ranks(longest))  # decides how many rows the ranks compute at a time
+        group = parallel_state.get_context_parallel_group()
+    request = Request(prompts, max_new_tokens, sampling, sorted(set(stop)), numbers, longest)
     inner = get_attr_wrapped_model(model[0], "layout", return_model_obj=True)
     request.check(inner)
-    numbers: dict[tuple[int, int], np.ndarray] = {}  # by prompt and answer
+    numbers_of: dict[tuple[int, int], np.ndarray] = {}  # by prompt and answer
     with in_evaluation(model):
-        for lanes in _schedule_batches(request, answers, inner, cache_bytes):
+        for lanes in _schedule_batches(request, answers, inner, cache_bytes, group):
             _run(model, lanes)
             for rows in lanes:
-                numbers |= rows.answered()
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        for of_rank in setup.from_all_ranks(numbers, group):
-            numbers |= of_rank
+                numbers_of |= rows.answered()
+        for of_rank in setup.from_all_ranks(numbers_of, group):
+            numbers_of |= of_rank
     return [
-        [_answer(numbers[prompt, answer], request.stop) for answer in range(answers)]
+        [_answer(numbers_of[prompt, answer], request.stop) for answer in range(answers)]
         for prompt in range(len(prompts))
     ]
 
@@ -147,7 +154,7 @@ def check_settings(max_new_tokens: int, temperature: float, top_p: float, answer
 
 
 def _schedule_batches(
-    request: Request, answers: int, model: VLMModel, cache_bytes: int
+    request: Request, answers: int, model: VLMModel, cache_bytes: int, group: dist.ProcessGroup
 ) -> Iterable[list[AnswerRows]]:
     """This rank's lanes of rows, one set after the other. On all ranks there are as many sets, lanes and
     prompts, as experts are shared by ranks that must call them together: where something is missing, the
@@ -156,10 +163,9 @@ def _schedule_batches(
     Prompts of similar length are answered together.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     lanes = group.size() * stages
     # a piece is some answers to one prompt, few enough for the cache and for all lanes to get one
-    at_once = max(1, min(cache_bytes // bytes_per_row(model.config, request.longest), ROWS_AT_ONCE))
+    at_once = max(1, min(cache_bytes // bytes_per_row(model.config, request.longest_row), ROWS_AT_ONCE))
     size = min(answers, at_once, -(-len(request.prompts) * answers // lanes))
     order = np.argsort([len(prompt["input_ids"]) for prompt in request.prompts], kind="stable").tolist()
     pieces = [
@@ -181,8 +187,7 @@ def _schedule_batches(
 def _run(model: list[torch.nn.Module], lanes: list[AnswerRows]) -> None:
     """All tokens of the lanes' rows."""
     request, pieces = lanes[0].request, len(lanes[0].pieces)
-    longest = max(len(prompt["input_ids"]) for prompt in request.prompts)
-    at_once = max(1, PROMPT_TOKENS_AT_ONCE // longest)
+    at_once = max(1, PROMPT_TOKENS_AT_ONCE // request.longest_prompt)
     parts = [_prompts(model, lanes, first, at_once) for first in range(0, pieces, at_once)]
     logits = [torch.cat(of_lane) for of_lane in zip(*parts, strict=True)]
     rows = [lane.spread() for lane in lanes]

@@ -38,11 +38,12 @@ class Request:
     sampling: Sampling
     stop: list[int]
     numbers: Sequence[int]
+    longest_prompt: int  # of all ranks that compute together
 
     @property
-    def longest(self) -> int:
+    def longest_row(self) -> int:
         """The most tokens of a row that are kept; nothing follows the last, so it is not."""
-        return max(len(prompt["input_ids"]) for prompt in self.prompts) + self.max_new_tokens - 1
+        return self.longest_prompt + self.max_new_tokens - 1
 
     def check(self, model: VLMModel) -> None:
         """Raises ValueError, as every rank does, for tokens, places or media that the model does not take."""

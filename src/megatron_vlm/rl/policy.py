@@ -67,7 +67,107 @@ class Scores:
     routes: list[Tensor] | None = None
 
 
-class Policy:
+class Scorer:
+    """A model that scores samples, under any layout; `Policy` is one that also learns from them.
+
+    Each method is a collective of all ranks. What a sample is, see `Policy`.
+    """
+
+    def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
+        self.config, self.source = config, source
+        self.chunks, self.max_tokens = chunks, max_tokens
+
+    def need(self, method: str, *kinds: str) -> None:
+        """Raises ValueError if memory of these kinds is away, which only a `Policy` sends there."""
+
+    @torch.no_grad()
+    def logprobs(
+        self, samples: Samples, temperature: float = 1.0, entropy: bool = False, routes: bool = False
+    ) -> Scores:
+        """Scores the wanted tokens of this rank's samples, with logits divided by `temperature`.
+
+        Rows and operations are the same as in `forward_backward` on the same samples: equal to the bit. With
+        `routes`, also which experts each token went to.
+        """
+        self.need("logprobs", MODEL)
+        head = scores_head(temperature, entropy)
+        rows = self.rows(samples)
+        recording = recorded(self.chunks) if routes else nullcontext({})
+        with in_evaluation(self.chunks), recording as chosen:
+            streams = streams_of(self.chunks, [row.batch for row in rows])
+            reports = run_schedule(self.chunks, streams, _reported, head, forward_only=True)
+            placed = by_sample(reports, [item for row in rows for item in row.documents], 1 + entropy)
+            return Scores(
+                [item[0] for item in placed],
+                [item[1] for item in placed] if entropy else None,
+                of_samples(chosen, rows, self.chunks) if routes else None,
+            )
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every weight as the hub's checkpoint has them, for an engine's `load_weights`;
+        adapters are merged into them, one weight after another, as a merged export has them.
+
+        Every rank gets all and iterates to the end.
+        """
+        self.need("hf_weights", MODEL)
+        chunks = [chunk.module for chunk in self.chunks]
+        value = with_adapters(chunks) if self.config.adapter.used else torch.detach
+        return hf_weights(chunks, self.source.folder, self.source.weight_map, value)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(peft's name, tensor) of the adapters and of what is trained whole beside them; an engine that has
+        the base model loads them as LoRA. Every rank gets all and iterates to the end."""
+        self.need("adapter_weights", MODEL)
+        if not self.config.adapter.used:
+            raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
+        adapters = adapter_tensors([chunk.module for chunk in self.chunks])
+        return from_every_stage(adapters)
+
+    def compare(
+        self, samples: Samples, rollout: Sequence[Tensor], temperature: float = 1.0
+    ) -> dict[str, Difference]:
+        """How far an engine's log-probabilities of this rank's samples are from the model's.
+
+        `rollout` has one tensor a sample, of the wanted tokens or of all but the first, at `temperature`. The
+        result has `text` for tokens before any image or video, `after image` for the others, over this rank's
+        samples: what an engine prepares or places differently shows in the second alone.
+        """
+        scores = self.logprobs(samples, temperature).log_probs
+        documents = documents_of(samples, self.source.needs)
+        if len(rollout) != len(documents):
+            raise ValueError(
+                f"rollout: {len(rollout)} tensors for {len(documents)} samples; give one for each."
+            )
+        return differences(documents, scores, rollout, self.source.description.visual_kinds)
+
+    def rows(self, samples: Samples, fields: Sequence[str] = (), normalizer: float = 1.0) -> list[MicroBatch]:
+        """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
+        needs = self.source.needs
+        rows: list[MicroBatch] = []
+        call_inputs = error = None
+        try:
+            expectation = "a number above 0, the same on all ranks"
+            check_number("normalizer", normalizer, lambda n: 0 < n < math.inf, expectation)
+            if isinstance(fields, str):
+                raise ValueError(f"fields is {fields!r}; give a list of names.")
+            documents = documents_of(samples, needs)
+            check_tokens(documents, self.source)
+            most_positions = get_model_config(self.chunks[0]).most_positions
+            for document in documents:
+                check_positions(int(document.position_ids.max()), most_positions, f"sample {document.number}")
+            rows = micro_batches(documents, self.max_tokens)
+            add_routes(rows, self.chunks)
+            for row in rows:
+                row.given = row.fields(fields, setup.device())
+            call_inputs = CallInputs.of(documents, len(rows), normalizer)
+        except Exception as problem:  # noqa: BLE001 - all ranks raise it; now they wait for this one
+            error = problem
+        pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
+        missing = -(-most_rows(call_inputs, error) // pp) * pp - len(rows)
+        return rows + [blank(needs, self.source.description.visual_kinds)] * missing
+
+
+class Policy(Scorer):
     """A model that scores samples and takes gradients from them, under any layout.
 
     A sample is a mapping with `input_ids` (T,), what the HF processor made of its images, `loss_mask` (T,) if
@@ -79,13 +179,15 @@ class Policy:
     """
 
     def __init__(self, config: RunConfig, source: Source, chunks: list[nn.Module], max_tokens: int):
+        super().__init__(config, source, chunks, max_tokens)
         described = source.description
         by_part = parameters_by_part(chunks, config.optimizer.by_part, described.groups, described.rules)
-        self.config, self.source = config, source
-        self.chunks, self.max_tokens = chunks, max_tokens
         self.optimizer, self.scheduler = build_optimizer(chunks, config, by_part=by_part)
         self.memory = Memory(chunks, self.optimizer)
         self._empty()
+
+    def need(self, method: str, *kinds: str) -> None:
+        self.memory.need(method, *kinds)
 
     @classmethod
     def from_hf(cls, config: RunConfig, max_tokens: int = 8192) -> Policy:
@@ -112,29 +214,6 @@ class Policy:
             )
         return cls(config, source, data_parallel(chunks, config, one_backward=False), max_tokens)
 
-    @torch.no_grad()
-    def logprobs(
-        self, samples: Samples, temperature: float = 1.0, entropy: bool = False, routes: bool = False
-    ) -> Scores:
-        """Scores the wanted tokens of this rank's samples, with logits divided by `temperature`.
-
-        Rows and operations are the same as in `forward_backward` on the same samples: equal to the bit. With
-        `routes`, also which experts each token went to.
-        """
-        self.memory.need("logprobs", MODEL)
-        head = self._scores_head(temperature, entropy)
-        rows = self._rows(samples)
-        recording = recorded(self.chunks) if routes else nullcontext({})
-        with in_evaluation(self.chunks), recording as chosen:
-            streams = streams_of(self.chunks, [row.batch for row in rows])
-            reports = run_schedule(self.chunks, streams, _reported, head, forward_only=True)
-            placed = by_sample(reports, [item for row in rows for item in row.documents], 1 + entropy)
-            return Scores(
-                [item[0] for item in placed],
-                [item[1] for item in placed] if entropy else None,
-                of_samples(chosen, rows, self.chunks) if routes else None,
-            )
-
     def forward_backward(
         self,
         samples: Samples,
@@ -153,9 +232,9 @@ class Policy:
         Raises on every rank what `loss_function` raises on one, and ValueError for a loss that is not finite.
         Then all gradients since the last step are gone.
         """
-        self.memory.need("forward_backward", MODEL, GRADS)
-        head = self._scores_head(temperature, entropy)
-        rows = self._rows(samples, fields, normalizer)
+        self.need("forward_backward", MODEL, GRADS)
+        head = scores_head(temperature, entropy)
+        rows = self.rows(samples, fields, normalizer)
         remaining_rows = iter(rows)  # the last stage asks for losses in the order of the rows
         failed: list[Exception] = []
 
@@ -185,7 +264,7 @@ class Policy:
         Returns their norm. Without any call of `forward_backward` they are zero. Raises ValueError on every
         rank if the norm is not finite; then the weights stay as they are, and the gradients are gone.
         """
-        self.memory.need("step", *KINDS)
+        self.need("step", *KINDS)
         reduce_gradients(self.chunks)
         _, norm, _ = clip_and_step(self.optimizer)
         self._empty()
@@ -210,81 +289,21 @@ class Policy:
             if is_on_device:
                 self.memory.offload(kind) if device == "cpu" else self.memory.onload(kind)
 
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every weight as the hub's checkpoint has them, for an engine's `load_weights`;
-        adapters are merged into them, one weight after another, as a merged export has them.
-
-        Every rank gets all and iterates to the end.
-        """
-        self.memory.need("hf_weights", MODEL)
-        chunks = [chunk.module for chunk in self.chunks]
-        value = with_adapters(chunks) if self.config.adapter.used else torch.detach
-        return hf_weights(chunks, self.source.folder, self.source.weight_map, value)
-
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(peft's name, tensor) of the adapters and of what is trained whole beside them; an engine that has
-        the base model loads them as LoRA. Every rank gets all and iterates to the end."""
-        self.memory.need("adapter_weights", MODEL)
-        if not self.config.adapter.used:
-            raise ValueError("adapter_weights: the model has no adapters; its weights are in hf_weights.")
-        adapters = adapter_tensors([chunk.module for chunk in self.chunks])
-        return from_every_stage(adapters)
-
-    def compare(
-        self, samples: Samples, rollout: Sequence[Tensor], temperature: float = 1.0
-    ) -> dict[str, Difference]:
-        """How far an engine's log-probabilities of this rank's samples are from the model's.
-
-        `rollout` has one tensor a sample, of the wanted tokens or of all but the first, at `temperature`. The
-        result has `text` for tokens before any image or video, `after image` for the others, over this rank's
-        samples: what an engine prepares or places differently shows in the second alone.
-        """
-        scores = self.logprobs(samples, temperature).log_probs
-        documents = documents_of(samples, self.source.needs)
-        if len(rollout) != len(documents):
-            raise ValueError(
-                f"rollout: {len(rollout)} tensors for {len(documents)} samples; give one for each."
-            )
-        return differences(documents, scores, rollout, self.source.description.visual_kinds)
-
     def _empty(self) -> None:
         for chunk in self.chunks:
             empty_gradients(chunk)
         self.optimizer.zero_grad()
 
-    def _scores_head(self, temperature: float, entropy: bool) -> Callable[..., Tensor]:
-        expectation = f"one from {SMALLEST_TEMPERATURE:g} upwards"
-        check_number("temperature", temperature, lambda t: SMALLEST_TEMPERATURE <= t < math.inf, expectation)
-        names = ("log_probs", "entropies") if entropy else ("log_probs",)
-        return partial(output_statistics, names, temperature)
 
-    def _rows(
-        self, samples: Samples, fields: Sequence[str] = (), normalizer: float = 1.0
-    ) -> list[MicroBatch]:
-        """This rank's micro batches: as many as on every other rank, and as virtual stages need."""
-        needs = self.source.needs
-        rows: list[MicroBatch] = []
-        call_inputs = error = None
-        try:
-            expectation = "a number above 0, the same on all ranks"
-            check_number("normalizer", normalizer, lambda n: 0 < n < math.inf, expectation)
-            if isinstance(fields, str):
-                raise ValueError(f"fields is {fields!r}; give a list of names.")
-            documents = documents_of(samples, needs)
-            check_tokens(documents, self.source)
-            most_positions = get_model_config(self.chunks[0]).most_positions
-            for document in documents:
-                check_positions(int(document.position_ids.max()), most_positions, f"sample {document.number}")
-            rows = micro_batches(documents, self.max_tokens)
-            add_routes(rows, self.chunks)
-            for row in rows:
-                row.given = row.fields(fields, setup.device())
-            call_inputs = CallInputs.of(documents, len(rows), normalizer)
-        except Exception as problem:  # noqa: BLE001 - all ranks raise it; now they wait for this one
-            error = problem
-        pp = self.config.parallel.pp if self.config.parallel.vpp > 1 else 1
-        missing = -(-most_rows(call_inputs, error) // pp) * pp - len(rows)
-        return rows + [blank(needs, self.source.description.visual_kinds)] * missing
+def scores_head(temperature: float, entropy: bool) -> Callable[..., Tensor]:
+    """The model's head that gives log-probabilities and, with `entropy`, entropies of wanted tokens.
+
+    Raises ValueError for a temperature that is too small for fp32.
+    """
+    expectation = f"one from {SMALLEST_TEMPERATURE:g} upwards"
+    check_number("temperature", temperature, lambda t: SMALLEST_TEMPERATURE <= t < math.inf, expectation)
+    names = ("log_probs", "entropies") if entropy else ("log_probs",)
+    return partial(output_statistics, names, temperature)
 
 
 def _without_balancing_loss(config: RunConfig, max_tokens: int) -> RunConfig:

@@ -24,7 +24,7 @@ from megatron_vlm.generation.prompt import encode_prompt, stop_tokens
 from megatron_vlm.models.hf import Source
 from megatron_vlm.rl.containers import TensorBatch
 from megatron_vlm.rl.memory import MODEL
-from megatron_vlm.rl.policy import Policy
+from megatron_vlm.rl.policy import Scorer
 
 Sample = dict[str, Any]
 
@@ -62,7 +62,7 @@ class Rollout(Protocol):
     and the prompt's visual fields.
     """
 
-    def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]: ...
+    def __call__(self, policy: Scorer, prompts: Sequence[RolloutPrompt]) -> list[Sample]: ...
 
 
 class Answered(NamedTuple):
@@ -88,8 +88,8 @@ class OwnEngine:
     seed: int = 0
     cache_bytes: int = 2**32
 
-    def __call__(self, policy: Policy, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
-        policy.memory.need("OwnEngine", MODEL)
+    def __call__(self, policy: Scorer, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
+        policy.need("OwnEngine", MODEL)
         generated = generate(
             policy.chunks,
             [prompt.inputs for prompt in prompts],
@@ -113,7 +113,7 @@ class OwnEngine:
 
 
 def samples_of(
-    policy: Policy, prompts: Sequence[RolloutPrompt], answered: Sequence[Sequence[Answered]]
+    policy: Scorer, prompts: Sequence[RolloutPrompt], answered: Sequence[Sequence[Answered]]
 ) -> list[Sample]:
     """The answers as samples.
 
@@ -144,7 +144,7 @@ def samples_of(
     return samples
 
 
-def reply(policy: Policy, sample: Sample) -> str:
+def reply(policy: Scorer, sample: Sample) -> str:
     """The text of the answer, without special tokens."""
     tokens = sample["input_ids"][sample["loss_mask"]]
     return policy.source.processor.tokenizer.decode(tokens, skip_special_tokens=True)

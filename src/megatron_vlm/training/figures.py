@@ -82,13 +82,15 @@ class StepFigures:
         what `losses.token_loss` says of the micro batches on the last stage."""
         self._by_source.count(micro_batches, reports)
         if self._work:
-            self._done = Work(*map(sum, zip(*map(self._work.of, micro_batches), strict=True)))
+            work = [self._done, *map(self._work.of, micro_batches)]
+            self._done = Work(*map(sum, zip(*work, strict=True)))
 
     def of_this_rank(self) -> Tensor:
         """The numbers to add over all ranks, fp64 on the device."""
         memory = [0.0] * dist.get_world_size()  # added, it has that of each rank
         memory[dist.get_rank()] = _peak_memory()
         numbers = np.array([*self._done, *stops.stop_flags(), self.is_saving, *memory], np.float64)
+        self._done = Work(0, 0, 0, 0)
         numbers = on_device(numbers, setup.device())
         experts = self._expert_tokens.flatten().double()
         self._expert_tokens.zero_()
@@ -178,7 +180,8 @@ class BySource:
     def figures(self, sums: np.ndarray) -> dict[str, float]:
         """The figures of the sources that were there; `sums` are added over all ranks."""
         logs, sums = np.split(sums, [2 * len(self._logged)])
-        figures = dict(zip(self._logged, np.divide(*logs.reshape(2, -1)).tolist(), strict=True))
+        sums_and_counts = zip(self._logged, *logs.reshape(2, -1).tolist(), strict=True)
+        figures = {name: total / count for name, total, count in sums_and_counts if count}
         for name, (loss, weight, tokens, samples) in zip(self._names, sums.reshape(4, -1).T, strict=True):
             if samples:
                 figures |= {f"trained_tokens/{name}": int(tokens), f"samples/{name}": int(samples)}

@@ -112,38 +112,19 @@ def logged(weights: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: torch.stack([(counts * v.detach()).sum(), counts.sum()]).float() for n, v in values.items()}
 
 
-# -- preference pairs
+# -- the model that a run began with
 
 
-class Preferences:
-    """A `StepLoss`: the mean DPO loss over the pairs of a global batch. Create it while `chunks` have the
-    weights to compare with: it keeps a copy of what is trained, which is little with adapters.
+class StartingWeights:
+    """A copy of the trained parameters of the chunks, which is little with adapters."""
 
-    Reports have `sums` (loss, pairs, trained tokens), `logs` as `dpo` and the mean rewards, and for figures
-    by source the negative log-likelihood of each trained token in `losses`.
-    """
-
-    def __init__(self, config: RunConfig, chunks: list[nn.Module]):
+    def __init__(self, chunks: list[nn.Module]):
         trained = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
-        self._beta = config.train.dpo_beta
         self._start = [(param, param.detach().clone()) for param in trained]
 
-    def __call__(
-        self, chunks: list[nn.Module], micro_batches: list[Batch], forward_only: bool = False
-    ) -> tuple[Reports, float]:
-        """Reports on the last stage; the gradients are there unless `forward_only`."""
-        streams, pairs = streams_of(chunks, micro_batches), [Pairs(batch) for batch in micro_batches]
-        for stream, pair in zip(streams, pairs, strict=True):
-            stream.trained_weight = pair.count
-        with self._reference(), in_evaluation(chunks), torch.no_grad():
-            references = run_schedule(chunks, streams, partial(_scores, iter(pairs)), forward_only=True)
-        loss = partial(_loss, self._beta, zip(pairs, references, strict=False))
-        reports = run_schedule(chunks, streams, loss, forward_only=forward_only)
-        return reports, sum(pair.count for pair in pairs)
-
     @contextmanager
-    def _reference(self) -> Iterator[None]:
-        """Gives the chunks the starting weights meanwhile."""
+    def in_place(self) -> Iterator[None]:
+        """The chunks have the starting weights meanwhile."""
         trained = [param.data for param, _ in self._start]
         for param, start in self._start:
             param.data = start
@@ -152,6 +133,35 @@ class Preferences:
         finally:
             for (param, _), weights in zip(self._start, trained, strict=True):
                 param.data = weights
+
+
+# -- preference pairs
+
+
+class Preferences:
+    """A `StepLoss`: the mean DPO loss over the pairs of a global batch. Create it while `chunks` have the
+    weights to compare with.
+
+    Reports have `sums` (loss, pairs, trained tokens), `logs` as `dpo` and the mean rewards, and for figures
+    by source the negative log-likelihood of each trained token in `losses`.
+    """
+
+    def __init__(self, config: RunConfig, chunks: list[nn.Module]):
+        self._beta = config.train.dpo_beta
+        self._start = StartingWeights(chunks)
+
+    def __call__(
+        self, chunks: list[nn.Module], micro_batches: list[Batch], forward_only: bool = False
+    ) -> tuple[Reports, float]:
+        """Reports on the last stage; the gradients are there unless `forward_only`."""
+        streams, pairs = streams_of(chunks, micro_batches), [Pairs(batch) for batch in micro_batches]
+        for stream, pair in zip(streams, pairs, strict=True):
+            stream.trained_weight = pair.count
+        with self._start.in_place(), in_evaluation(chunks), torch.no_grad():
+            references = run_schedule(chunks, streams, partial(_scores, iter(pairs)), forward_only=True)
+        loss = partial(_loss, self._beta, zip(pairs, references, strict=False))
+        reports = run_schedule(chunks, streams, loss, forward_only=forward_only)
+        return reports, sum(pair.count for pair in pairs)
 
 
 class Pairs:

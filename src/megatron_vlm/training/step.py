@@ -51,13 +51,15 @@ def train_step(
     goes_on: bool = False,
     step_loss: StepLoss = token_losses,
     judge: Callable[[float, float], bool] | None = None,
+    is_last: bool = True,
 ):
     """(mean loss, trained tokens, gradient norm) of one global batch, the same on every rank.
 
-    `figures` then tell of this step. `goes_on`: the next to use the parameters is a forward pass of the
-    chunks; until then the shares of other ranks may be on their way (`step_with_overlapped_gather`). If
-    loss or norm are not finite, one rank raises NotFinite and the others AnotherRankFailed; if the loss was
-    not but its gradients were, the weights are unusable then.
+    `figures` then tell of this step, and of those before it that were not the `is_last` of a run's step; the
+    learning rate, too, moves with the last alone. `goes_on`: the next to use the parameters is a forward pass
+    of the chunks; until then the shares of other ranks may be on their way (`step_with_overlapped_gather`).
+    If loss or norm are not finite, one rank raises NotFinite and the others AnotherRankFailed; if the loss
+    was not but its gradients were, the weights are unusable then.
     `judge` gets the loss and the gradient norm, for which every step then waits, and says whether the step
     may change the weights; one that may not trains no tokens.
     """
@@ -69,14 +71,15 @@ def train_step(
     if figures:
         figures.count(micro_batches, reports)
     # a judge decides by the loss too, which is otherwise read after the update, when it is there anyway
-    judged = None if judge is None else mean_loss(reports, figures)
+    read = figures if is_last else None
+    judged = None if judge is None else mean_loss(reports, read)
     takes = math.isfinite if judge is None else partial(judge, judged[0])
     step = partial(clip_and_step, optimizer, takes)
     with record_function("optimizer"):
         updated, grad_norm, _ = step_with_overlapped_gather(step, chunks) if goes_on else step()
-    if updated or judged:
+    if is_last and (updated or judged):
         scheduler.step(increment=1)
-    loss, tokens = judged or mean_loss(reports, figures)
+    loss, tokens = judged or mean_loss(reports, read)
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         problem = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
         raise_not_finite(problem, reports)

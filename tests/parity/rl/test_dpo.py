@@ -157,7 +157,7 @@ def _batches(processor: Any, description: Any) -> tuple[list[dict], list[dict]]:
     one = HFEncoderVLMTaskEncoder(processor, run.data, needs)
     pack = PackingVLMTaskEncoder(processor, replace(run.data, packing="stream"), needs)
     for encoder in (one, pack):
-        encoder.documents = objective_of(run).sample_encoder(encoder.documents, run.data)
+        encoder.documents = objective_of(run).sample_encoder(encoder.documents, run)
     single = [one.encode_batch(one.batch([one.encode_document(sample)])) for sample in samples]
     row = pack.join([pack.encode_document(sample) for sample in samples])
     return single, [pack.encode_batch(pack.batch([row]))]

@@ -34,7 +34,7 @@ def test_every_setting_has_a_rule_unless_it_is_a_switch():
     without = {key for key, hint in setting_types().items() if set(bare(hint)) - {bool, type(None)}}
     anything = {"data.chat_template_kwargs", "data.image_processor_kwargs"}  # as other programs take it
     assert without - anything == {"train.objective"}  # its rule is the registry, `objectives.OBJECTIVES`
-    assert len(CHOICES) == 9
+    assert len(CHOICES) == 11
     validate(apply_overrides(RunConfig(), GOOD))
 
 

@@ -125,6 +125,7 @@ class Record(dict):
         super().__init__(record)
         self._read_keys: set[str] = set()
         self._inside: set[tuple[str, str]] = set()  # keys in values of the record that are not read
+        self.no_reply: BadSample | None = None  # why it is a prompt alone, if it is
 
     def get(self, key: str, default: Any = None) -> Any:
         if key not in self:
@@ -145,6 +146,11 @@ class Record(dict):
         keys = {key for key in self.keys() - skipped if self.peek(key) not in (None, "", [])}
         return self._inside | {("record", str(key)) for key in keys}
 
+    def columns(self) -> dict[str, Any]:
+        """Return the fields beside the conversation and its media, as functions of rewards get them."""
+        columns = {str(key): value for key, value in self.items() if key not in fields.NO_COLUMNS}
+        return {key: value for key, value in columns.items() if not isinstance(value, bytes)}
+
     def note_unused(self, keys: tuple[str, ...]) -> None:
         """Note that these keys were looked at, and that nothing in the conversation comes from them."""
         self._read_keys.difference_update(keys)
@@ -163,6 +169,8 @@ class Conversation:
     objects    what the record has under this name, see `extras.grounding`
     rejected   the messages with the other answer of a preference record, or why they cannot be read, or None
     unread     the keys that nothing reads, each with where it stands: record, turn, part, ...
+    columns    the record's fields beside conversation and media: rewards are computed from them
+    no_reply   why there is nothing to train on: the record is a prompt alone, or its replies are empty
     """
 
     messages: list[dict]
@@ -172,6 +180,8 @@ class Conversation:
     objects: Any = None
     rejected: list[dict] | BadSample | None = None
     unread: set[tuple[str, str]] = field(default_factory=set)
+    columns: dict[str, Any] = field(default_factory=dict)
+    no_reply: BadSample | None = None
 
     def stored(self) -> dict:
         """Return the record without its media, as shards hold it.
@@ -243,6 +253,8 @@ def parse_record(record: Any) -> Conversation:
         objects=record.get("objects"),
         rejected=rejected,
         unread=unread | record.unread(),
+        columns=record.columns(),
+        no_reply=record.no_reply or without_reply(messages),
     )
 
 
@@ -531,11 +543,16 @@ def _exchanges(record: Record) -> list[dict]:
         detail = f"{lacks}{names}; data.columns can name them"
         if empty := [name for name in fields.TURNS if name in record]:
             detail = f"{empty[0]} is empty"
-        raise BadSample("bad_conversation", f"no turns: {detail}")
+        record.no_reply = BadSample("bad_conversation", f"no turns: {detail}")
+    if prompt is None:
+        raise record.no_reply
+    # the earlier turns, and then this exchange
     pairs = record.get("history") or []
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
         raise BadSample("bad_conversation", "history is not a list of [prompt, response] pairs")
     earlier = [turn for pair in pairs for turn in _exchange(pair[0], pair[1])]
+    if reply is None:
+        return earlier + _turns(prompt, "user")
     if isinstance(prompt, str) and isinstance(reply, str) and prompt.rstrip().endswith("Assistant:"):
         if transcript := _transcript(prompt):
             prompt, reply = transcript, reply.strip()
@@ -1020,12 +1037,13 @@ def is_trained(message: dict) -> bool:
     return message["role"] in TRAINED and message.get("loss", 1) > 0
 
 
-def check_trained(messages: list[dict]) -> None:
-    """Raise BadSample for messages without anything to learn, before their media are decoded."""
+def without_reply(messages: list[dict]) -> BadSample | None:
+    """Return why there is nothing to learn in these messages; None if there is."""
     replies = [message for message in messages if is_trained(message)]
-    if not any(map(has_content, replies)):
-        detail = f"{len(replies)} replies, all without content" if replies else "no reply to train on"
-        raise BadSample("no_trained_tokens", f"{detail}; roles are {[m['role'] for m in messages]}")
+    if any(map(has_content, replies)):
+        return None
+    detail = f"{len(replies)} replies, all without content" if replies else "no reply to train on"
+    return BadSample("no_trained_tokens", f"{detail}; roles are {[m['role'] for m in messages]}")
 
 
 def has_content(message: dict) -> bool:

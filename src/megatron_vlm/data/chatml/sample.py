@@ -10,7 +10,7 @@ from typing import Any
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Conversation, check_trained, decoded, join_texts, limits_of_media
+from megatron_vlm.data.chatml.record import Conversation, decoded, join_texts, limits_of_media
 
 # How data for other models writes where an image or a video stands. A group is a spelling.
 _NUMBERED = r"(<\|?(?i:{0})[_ -]?\d{{1,9}}\|?>)"
@@ -58,6 +58,8 @@ class ChatMLSample(Sample):
                why they cannot be read; only one objective reads it
     sizes      what the sizes of its images are drawn from, if they are
     problem    why the record cannot be trained on, so that the encoder counts it with all other drops
+    no_reply   the same of a prompt alone, which the encoder of prompts takes
+    columns    the record's other fields, for functions of rewards
     """
 
     messages: list[dict] | None = None
@@ -69,6 +71,8 @@ class ChatMLSample(Sample):
     rejected: list[dict] | BadSample | None = None
     sizes: str | None = None
     problem: BadSample | None = None
+    no_reply: BadSample | None = None
+    columns: dict[str, Any] | None = None
 
 
 def make_sample(
@@ -76,12 +80,10 @@ def make_sample(
 ) -> ChatMLSample:
     """Return the sample of a conversation and its media; `keys` are fields of Energon's `Sample`.
 
-    Raises BadSample for media without places, limits and objects that cannot be, and `no_trained_tokens` when
-    no trained reply has content.
+    Raises BadSample for media without places, limits and objects that cannot be.
     """
     messages = place_media(conversation.messages, len(images), len(videos))
     limits = limits_of_media(messages, conversation.limits)
-    check_trained(messages)
     # Boxes are checked where the images and the messages are known
     objects = None
     if conversation.objects is not None:
@@ -95,6 +97,8 @@ def make_sample(
         limits=limits,
         objects=objects,
         rejected=conversation.rejected,
+        no_reply=conversation.no_reply,
+        columns=conversation.columns,
         **keys,
     )
 

@@ -57,6 +57,7 @@ class HFEncoderTaskSample(Sample):
     attention_mask: Tensor  # (T,) int32: document number, from 1
     visual_inputs: GenericVisualInputs | None
     document_keys: list[str]
+    asked: dict[str, Any] | None = None  # of a prompt: what rewards are computed from
 
 
 @dataclass
@@ -75,8 +76,10 @@ class DocumentEncoder:
     `why_hf_processor` says why samples go through the HF processor, which is slower; None if they do not.
     """
 
+    needs_reply = True
+
     def __init__(self, processor: ProcessorMixin, data: DataConfig, needs: DataNeeds, fast: bool = True):
-        self._processor, self._data, self._needs = processor, data, needs
+        self.processor, self._data, self.needs = processor, data, needs
         self.per_sample = 1  # documents; a pair of `data.preferences` has two
         self.boxes = grounding().Boxes(processor, data, needs.box_format)
         self.chat = ChatTemplate(processor, data.thinking == "mask", self.boxes.tokens)
@@ -123,12 +126,12 @@ class DocumentEncoder:
             call_with_timeout(seconds, decode_video, video, rules) for video, rules in self._videos(sample)
         ]
         text, visual = self.processing(prompt, self._images(sample), videos, measured and measured.text)
-        if misfit := self._needs.misfit(text.input_ids, visual):
+        if misfit := self.needs.misfit(text.input_ids, visual):
             raise BadSample("model_refuses", misfit)
         length, *_ = self._kept_counts(text)
         if length < len(text.input_ids):
             text = EncodedText(text.input_ids[:length], text.weights[:length], [], [])
-            visual = self._needs.first_items(text.input_ids, visual)
+            visual = self.needs.first_items(text.input_ids, visual)
         loss_mask = np.append(text.weights[1:], np.float32(0))  # the last position predicts nothing
         labels = np.where(loss_mask > 0, np.roll(text.input_ids, -1), IGNORE_INDEX)
         if not loss_mask.any():
@@ -139,7 +142,7 @@ class DocumentEncoder:
             input_ids=input_ids,
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(loss_mask),
-            position_ids=self._needs.position_ids(input_ids, visual),
+            position_ids=self.needs.position_ids(input_ids, visual),
             attention_mask=torch.from_numpy(np.ones(length, np.int32)),
             visual_inputs=visual,
             document_keys=[sample.__key__],
@@ -148,14 +151,14 @@ class DocumentEncoder:
     @functools.cached_property
     def video_rules(self) -> VideoRules | None:
         """Which frames of a video to take; None if the model takes no videos."""
-        if not self._needs.videos:
+        if not self.needs.videos:
             return None
         data = self._data
         return VideoRules(
             fps=data.video_fps,
             max_frames=data.video_max_frames,
             max_pixels=data.video_max_pixels,
-            multiple=getattr(self._processor.video_processor, "temporal_patch_size", None) or 1,
+            multiple=getattr(self.processor.video_processor, "temporal_patch_size", None) or 1,
         )
 
     def _images(self, sample: ChatMLSample) -> list[SizedImage]:
@@ -174,7 +177,7 @@ class DocumentEncoder:
                 detail = (
                     f"makes all images one size: {', '.join(limits)} of an image has no effect; remove it"
                 )
-                raise BadSample("processor_error", f"{type(self._processor).__name__} {detail}")
+                raise BadSample("processor_error", f"{type(self.processor).__name__} {detail}")
             if "resized_width" in limits:
                 size = (limits["resized_width"], limits["resized_height"])
                 images.append((image, Scaling(size=target_size(size, max_pixels, min_pixels))))
@@ -200,10 +203,12 @@ class DocumentEncoder:
         does not take."""
         if sample.problem is not None:
             raise sample.problem
+        if sample.no_reply is not None and self.needs_reply:
+            raise sample.no_reply
         images, videos = len(sample.imgs or []), len(sample.videos or [])
         if videos and self.video_rules is None:
             raise BadSample("video_unsupported", f"{videos} videos")
-        if images and videos and self._needs.images_or_videos:
+        if images and videos and self.needs.images_or_videos:
             raise BadSample("images_and_videos", f"{images} images and {videos} videos")
         if not sample.objects:
             return sample.messages
@@ -287,6 +292,7 @@ class HFEncoderTaskBatch(EnergonBatch):
     attention_mask: Tensor
     visual_inputs: GenericVisualInputs | None
     document_keys: list[list[str]]
+    asked: list[dict[str, Any]] | None = None
 
 
 @edataclass
@@ -344,6 +350,8 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(HFEncoderTaskBatch)}
         for energon_only in ("__subflavors__", "__sources__"):
             del fields[energon_only]
+        if fields["asked"] is None:
+            del fields["asked"]
         return check(fields | {"__key__": fields.pop("document_keys"), DROPPED: self.pop_drop_counts()})
 
     def make_batch(self, samples: list[HFEncoderTaskSample]) -> Batch:
@@ -384,6 +392,7 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
             },
             visual_inputs=cat_visual(samples),
             document_keys=[sample.document_keys for sample in samples],
+            asked=[sample.asked for sample in samples] if samples[0].asked else None,
         )
 
 

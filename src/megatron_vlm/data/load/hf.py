@@ -355,11 +355,16 @@ class EncodedRows(Dataset):
             record, root = self.table.record(index)
             conversation = parse_record(record)
             images, videos = load_media(conversation, root)
-            return make_sample(conversation, images, videos, **keys)
+            sample = make_sample(conversation, images, videos, **keys)
         except BadSample as bad:
-            source, number = self.table.origin(index)
-            problem = BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
-        return ChatMLSample(problem=problem, **keys)
+            return ChatMLSample(problem=self._with_place(bad, index), **keys)
+        if sample.no_reply is not None:
+            sample.no_reply = self._with_place(sample.no_reply, index)
+        return sample
+
+    def _with_place(self, bad: BadSample, index: int) -> BadSample:
+        source, number = self.table.origin(index)
+        return BadSample(bad.reason, f"{source}, record {number}: {bad.detail}")
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -53,8 +53,11 @@ def read_sample(name: str, source: Any, rows: Iterable) -> SourceSample:
     return sample
 
 
-def first_notes(samples: list[SourceSample]) -> Iterator[str]:
-    """Yield lines about each source: the keys that are not read, and placeholders in another form."""
+def first_notes(samples: list[SourceSample], takes_columns: bool = False) -> Iterator[str]:
+    """Yield lines about each source: the keys that are not read, and placeholders in another form.
+
+    `takes_columns`: all keys of a record are given to functions of rewards.
+    """
     for sample in samples:
         placeholders: Counter[str] = Counter()
         for conversation in sample.conversations:
@@ -62,6 +65,8 @@ def first_notes(samples: list[SourceSample]) -> Iterator[str]:
         for note, number in placeholders.items():
             yield f"data: {sample.name}: {number} of {len(sample.conversations)} records looked at {note}"
         unread = {key for conversation in sample.conversations for key in conversation.unread}
+        if takes_columns:
+            unread = {(place, key) for place, key in unread if place != "record"}
         has_media = any(any(conversation.media.values()) for conversation in sample.conversations)
         for place in sorted({place for place, _ in unread}):
             names = sorted(key for where, key in unread if where == place)
@@ -86,7 +91,7 @@ MOST_TOKENS = 3  # that a line names
 
 def start_notes(samples: list[SourceSample], encoder) -> list[str]:
     """Return the lines about each source; those about its media stand beside its drops, too."""
-    encoder.drops.hints[:] = first_notes(samples)
+    encoder.drops.hints[:] = first_notes(samples, takes_columns=not encoder.documents.needs_reply)
     return [*encoder.drops.hints, *template_notes(samples, encoder)]
 
 

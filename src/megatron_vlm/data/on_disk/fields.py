@@ -19,6 +19,9 @@ MEDIA = {"image": ("images", "image"), "video": ("videos", "video")}
 MAY_BE_TURNS = {*TURNS, "conversation", *PROMPTS, *REPLIES, CHOSEN, *REJECTIONS}  # also in JSON text
 AUDIO = ("audios", "audio")  # no model is trained on it
 TOOLS = ("tools", "functions")  # OpenAI's name, and its older one
+# What rewards do not get of a record: they get prompts and answers, and all its other fields
+NO_COLUMNS = {*TURNS, "conversation", "prompt", "completion", "history", "texts", "system", *TOOLS, "objects"}
+NO_COLUMNS |= {CHOSEN, *REJECTIONS, *MEDIA["image"], *MEDIA["video"], *AUDIO}
 # Names of one kind; a column that is mapped to one of them hides the others
 WHOLE = (*TURNS, "texts", "caption", "text")  # each is a conversation without any of EXCHANGE
 GROUPS = (WHOLE, ("history",), PROMPTS, QUERIES, REPLIES, *MEDIA.values(), ("system",), TOOLS, ("objects",))

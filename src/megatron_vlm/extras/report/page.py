@@ -8,6 +8,7 @@ from itertools import batched
 from operator import itemgetter
 from typing import Any
 
+from megatron_vlm.callbacks.completions import last_answers
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.accounts.drops import REASONS
 from megatron_vlm.extras.pages import render
@@ -23,7 +24,10 @@ REFRESH = 15  # seconds after which the page of a run that goes on is loaded aga
 CHARTS = (
     ("Loss", "nats per trained token", r"(valid_)?loss(/.*)?"),
     ("Scores", "", r"(valid_)?(score|accuracy)\b.*|on_export/.*"),
-    ("Rewards", "nats", r"margin|reward_.*"),
+    ("Rewards of DPO", "nats", r"margin|reward_(chosen|rejected)"),
+    ("Rewards", "", r"(valid_)?reward|reward_std|rewards/.*/mean"),
+    ("Deviation of each reward", "", r"rewards/.*/std"),
+    ("Answers", "tokens", r"completions/(mean|max)_length"),
     ("Learning rate", "", r"lr(_.*)?"),
     ("Gradient norm", "before clipping", r"grad_norm"),
     ("Throughput", "tokens/s", r"tokens_per_second(_per_device)?"),
@@ -33,6 +37,7 @@ CHARTS = (
     ("Balance of experts", "busiest over mean", r"expert_balance.*"),
 )
 NO_CURVE = re.compile(r"step|epoch|(valid_)?trained_tokens(/.*)?|(valid_)?samples/.*")
+LAST_ANSWERS = 6  # prompts whose answers are shown
 MOST_POINTS = 500  # of a curve: the lowest and the highest value of each stretch of steps
 
 Points = list[tuple[float, float]]
@@ -103,6 +108,7 @@ def _details(run: History) -> dict[str, Any]:
         "checkpoints": complete_checkpoints(run.folder),
         "best": read_text(best).strip() if best.is_file() else None,
         "exports": [path.name for path in exports],
+        "answers": last_answers(run.folder, LAST_ANSWERS),
     }
 
 

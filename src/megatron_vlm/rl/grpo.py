@@ -1,0 +1,374 @@
+"""`train.objective=grpo`: a step answers its prompts, gets rewards for the answers, and trains on them.
+
+GRPO (arXiv 2402.03300), with the losses of DAPO (arXiv 2503.14476) and Dr. GRPO (arXiv 2503.20783); settings
+are called as in TRL's GRPOConfig. A data-parallel rank answers the prompts of its own micro batches, and
+trains on these answers. A checkpoint lies between steps, so it holds no answers, and a run that goes on from
+it draws the same ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+from transformers import TrainerState
+
+from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
+from megatron_vlm.callbacks import Callback, Run
+from megatron_vlm.callbacks.completions import CompletionsLog
+from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.generation.generate import generate, reply_text
+from megatron_vlm.generation.prompt import stop_tokens
+from megatron_vlm.imports import calling, load_function
+from megatron_vlm.job import watchdog
+from megatron_vlm.models.head import of_all_context_ranks
+from megatron_vlm.models.hf import Source
+from megatron_vlm.models.stream import Stream
+from megatron_vlm.models.vlm import run_schedule, streams_of
+from megatron_vlm.objectives import GRPO
+from megatron_vlm.parallel import setup
+from megatron_vlm.rl import losses
+from megatron_vlm.rl.agreement import gather
+from megatron_vlm.rl.policy import Scorer, scores_head
+from megatron_vlm.rl.rewards import AnswerRewards, Rewards
+from megatron_vlm.rl.rollouts import Answered, RolloutPrompt, Sample, samples_of
+from megatron_vlm.training.figures import counts_data
+from megatron_vlm.training.losses import Loss, Reports, StartingWeights
+
+ENGINE = "grpo.engine"
+
+
+@dataclass(frozen=True)
+class AskedPrompt(RolloutPrompt):
+    """A row of a batch, by its sample's key, with what its rewards are computed from."""
+
+    key: str
+    facts: dict[str, Any]
+
+
+def prompts_of(micro_batches: list[Batch]) -> list[AskedPrompt]:
+    """The rows of micro batches of prompts, on every pipeline stage with their images. Collective."""
+    prompts = []
+    for batch in micro_batches:
+        visual = batch["visual_inputs"]
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # later stages were given none
+            visual = setup.from_all_ranks(visual, parallel_state.get_pipeline_model_parallel_group())[0]
+        items = visual.items() if visual is not None else []
+        images = iter(item for item in items if item.pixel_values_videos is None)
+        videos = iter(item for item in items if item.pixel_values_videos is not None)
+        lengths = (batch["attention_mask"] > 0).sum(1).tolist()
+        for row, (length, keys, asked) in enumerate(
+            zip(lengths, batch["__key__"], batch["asked"], strict=True)
+        ):
+            image_count, video_count = asked["items"]
+            own_items = [*islice(images, image_count), *islice(videos, video_count)]
+            inputs: Prompt = {
+                "input_ids": batch["input_ids"][row, :length],
+                "position_ids": batch["position_ids"][..., row, :length],
+                "visual_inputs": GenericVisualInputs.cat(own_items),
+            }
+            key = keys[0] if keys else ""
+            prompts.append(AskedPrompt(asked["prompt"], asked["images"], inputs, key, asked))
+    return prompts
+
+
+class Grpo(Callback):
+    """The run's first callback, which makes the micro batches of a step from its prompts, and its `StepLoss`.
+
+    Reports are as `token_loss`'s, with the figures of `objectives.GRPO` in `logs`. Validation answers each
+    prompt greedily: `valid_reward` is the mean reward, and `valid_loss` is that, negated.
+    """
+
+    def __init__(self, config: RunConfig, chunks: list[nn.Module]):
+        self._config, self._grpo = config, config.grpo
+        self._start = StartingWeights(chunks) if config.grpo.beta else None
+        self._metrics: dict[str, float] = {}
+        self._log: CompletionsLog | None = None  # on the first rank
+
+    def take_model(self, source: Source, chunks: list[nn.Module]) -> None:
+        """Take the model that answers and is trained."""
+        self._scorer = Scorer(self._config, source, chunks, self._config.data.seq_length)
+        self._stop = stop_tokens(source.folder, source.description.hf_config)
+
+    def on_train_begin(self, run: Run) -> None:
+        grpo = self._grpo
+        self.take_model(run.source, run.model)
+        self._rewards = Rewards(self._config.train.reward_names)
+        self._state = TrainerState(global_step=run.step, max_steps=run.milestones.steps)
+        self._engine = None
+        if grpo.engine is not None:
+            place = f"{ENGINE}: {grpo.engine}"
+            with calling(place, grpo.engine):
+                self._engine = load_function(place, grpo.engine)(grpo)
+        if run.is_first_rank:
+            self._log = CompletionsLog(run.config.run_dir, run.step + 1)
+
+    def on_step_begin(self, run: Run) -> None:
+        """Answer the prompts of `run.micro_batches`, and make `run.parts` of the answers."""
+        began = time.monotonic()
+        watchdog.beat(f"answering the prompts of step {run.step}")
+        self._state.global_step = run.step
+        prompts = prompts_of(run.micro_batches)
+        samples = self._answer(prompts)
+        scores, everywhere = self._score(prompts, samples)
+        self._metrics = self._figures(everywhere, samples)
+        groups = [sample["prompt"] for sample in samples]
+        advantages = self._advantages(self._total(scores), self._total(everywhere), groups)
+        for sample, advantage in zip(samples, advantages.tolist(), strict=True):
+            sample |= {"key": prompts[sample["prompt"]].key, "advantage": advantage}
+        if self._log is not None:
+            rewards = dict(zip(self._rewards.names, scores.rewards.T.tolist(), strict=True))
+            texts = [self._text(sample) for sample in samples]
+            self._log.write(run.step, prompts, samples, texts, rewards, scores.extra)
+        watchdog.beat(f"scoring the answers of step {run.step}")
+        count = self._grpo.steps_per_generation
+        parts = [self.micro_batches_of(samples[index::count]) for index in range(count)]
+        run.parts = parts * self._grpo.num_iterations
+        self._metrics["rollout_seconds"] = time.monotonic() - began
+
+    def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        metrics |= self._metrics
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    # -- answers and their rewards
+
+    def _answer(self, prompts: list[AskedPrompt], greedy: bool = False) -> list[Sample]:
+        """The answers to this rank's prompts: `num_generations` for each, or one greedy one."""
+        grpo, step = self._grpo, self._state.global_step
+        count = 1 if greedy else grpo.num_generations
+        if self._engine is not None and not greedy:
+            return self._ask_engine(prompts)
+        answers = generate(
+            self._scorer.chunks,
+            [prompt.inputs for prompt in prompts],
+            grpo.max_completion_length,
+            temperature=0.0 if greedy else grpo.temperature,
+            top_p=1.0 if greedy else grpo.top_p,
+            answers=count,
+            seed=(self._config.train.seed << 32) + step,
+            stop=self._stop,
+            numbers=[crc32(prompt.key.encode()) for prompt in prompts],  # whichever rank has the prompt
+            own_prompts=True,
+        )
+        answered = [
+            [Answered(answer.tokens, answer.logprobs, answer.finish_reason == "stop") for answer in of_prompt]
+            for of_prompt in answers
+        ]
+        return samples_of(self._scorer, prompts, answered)
+
+    def _ask_engine(self, prompts: list[AskedPrompt]) -> list[Sample]:
+        """The same from an engine, which every rank asks for the answers to all prompts of the step."""
+        rank, ranks = setup.data_parallel_place()
+        of_rank = dict(setup.from_all_ranks((rank, prompts)))
+        everyone = [prompt for other in range(ranks) for prompt in of_rank[other]]
+        with calling(f"{ENGINE}: {self._grpo.engine}", self._grpo.engine):
+            samples = self._engine(self._scorer, everyone)
+        count, first = self._grpo.num_generations, rank * len(prompts)
+        if [sample["prompt"] for sample in samples] != [
+            n for n in range(len(everyone)) for _ in range(count)
+        ]:
+            raise ConfigError(
+                f"{ENGINE}: {len(samples)} answers to {len(everyone)} prompts; give {count} (num_generations)"
+                " for each, those to a prompt one after another."
+            )
+        answers = samples[first * count : (first + len(prompts)) * count]  # to the prompts of this rank
+        return [sample | {"prompt": sample["prompt"] - first} for sample in answers]
+
+    def _text(self, sample: Sample) -> str:
+        ids = sample["input_ids"][sample["loss_mask"]].tolist()
+        ids = ids[:-1] if sample["ended"] else ids
+        return reply_text(self._scorer.source.processor, ids)
+
+    def _score(
+        self, prompts: list[AskedPrompt], samples: list[Sample]
+    ) -> tuple[AnswerRewards, AnswerRewards]:
+        """Rewards of the answers of this rank, and of all ranks. The functions run once for ranks that have the
+        same prompts."""
+        rank, ranks = setup.data_parallel_place()
+        scored = error = None
+        if counts_data():
+            try:
+                scored = self._rewards(
+                    [prompts[sample["prompt"]].facts for sample in samples],
+                    [self._text(sample) for sample in samples],
+                    [sample["input_ids"][sample["loss_mask"]].tolist() for sample in samples],
+                    self._state,
+                )
+            except Exception as problem:  # noqa: BLE001 - all ranks raise it; now they wait for this one
+                error = problem
+        of_rank = dict(filter(None, gather(scored and (rank, scored), error)))
+        return of_rank[rank], AnswerRewards.join([of_rank[other] for other in range(ranks)])
+
+    def _total(self, scored: AnswerRewards) -> np.ndarray:
+        """(answers,) the weighted sum of each one's rewards; NaN for one that no function judged."""
+        weights = self._grpo.reward_weights or [1.0] * len(self._rewards.names)
+        total = np.nansum(scored.rewards * weights, axis=1)
+        return np.where(np.isnan(scored.rewards).all(1), np.nan, total)
+
+    def _advantages(self, rewards: np.ndarray, everywhere: np.ndarray, groups: Sequence[int]) -> Tensor:
+        """(answers,) fp32; 0 for an answer without a reward."""
+        judged = torch.from_numpy(~np.isnan(rewards))
+        rewards_B, groups_B = torch.from_numpy(rewards)[judged], torch.tensor(groups)[judged]
+        if self._grpo.scale_rewards == "group":
+            values = losses.grpo_advantages(rewards_B, groups_B)
+        else:
+            values = losses.dr_grpo_advantages(rewards_B, groups_B)
+        if self._grpo.scale_rewards == "batch":
+            values = values / (_deviation(everywhere) + losses.SMALLEST_DEVIATION)
+        return torch.zeros(len(rewards)).masked_scatter(judged, values.float())
+
+    def _figures(self, scored: AnswerRewards, samples: list[Sample]) -> dict[str, float]:
+        """The figures of a step's answers, over all ranks, called as TRL calls them. Collective."""
+        of_ranks = setup.from_all_ranks([(int(s["loss_mask"].sum()), s["ended"]) for s in samples])
+        tokens, ended = zip(*(pair for of_rank in of_ranks for pair in of_rank), strict=True)
+        total = self._total(scored)
+        groups = total.reshape(-1, self._grpo.num_generations)
+        figures = {"reward": _mean(total), "reward_std": _deviation(total)}
+        for name, values in zip(self._rewards.names, scored.rewards.T, strict=True):
+            figures |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _deviation(values)}
+        figures |= {
+            "frac_reward_zero_std": float(np.mean([_deviation(group) == 0 for group in groups])),
+            "completions/mean_length": float(np.mean(tokens)),
+            "completions/max_length": float(np.max(tokens)),
+            "completions/clipped_ratio": 1 - float(np.mean(ended)),
+        }
+        return figures | {name: float(np.mean(values)) for name, values in scored.metrics.items()}
+
+    # -- training
+
+    def micro_batches_of(self, samples: list[Sample]) -> list[Batch]:
+        """The micro batches of one optimizer step: the answers that have a gradient, packed into rows.
+
+        A sample has its `key` and `advantage`. Collective; each data-parallel rank gives its own.
+        """
+        grpo = self._grpo
+        is_left_out = grpo.mask_truncated_completions
+        kept = [s for s in samples if s["loss_mask"].any() and (s["ended"] or not is_left_out)]
+        trained = [s for s in kept if s["advantage"] != 0 or grpo.beta]
+        fields = ["advantage", "weight"]
+        for sample in trained:
+            tokens = int(sample["loss_mask"].sum())
+            sample["weight"] = 1 / tokens if grpo.loss_type == "grpo" else 1.0
+        # in rows of the same documents, so that ratios are exactly 1 before the first of the updates
+        if grpo.steps_per_generation * grpo.num_iterations > 1:
+            self._add_scores("old", trained)
+            fields.append("old")
+        if self._start is not None:
+            with self._start.in_place():
+                self._add_scores("reference", trained)
+            fields.append("reference")
+        rows = self._scorer.rows(trained, fields)
+        batches = []
+        for row in rows:
+            keys = [[document.sample["key"] for document in row.documents]]
+            batches.append(row.batch | {"__key__": keys, "fields": row.given, "divisor": 0.0})
+        tokens = sum(int(sample["loss_mask"].sum()) for sample in kept)
+        divisors = {
+            "grpo": len(samples),
+            "dapo": tokens,
+            "dr_grpo": len(samples) * grpo.max_completion_length,
+        }
+        batches[0]["divisor"] = max(1.0, divisors[grpo.loss_type])  # all of them may be left out
+        return batches
+
+    def _add_scores(self, name: str, samples: list[Sample]) -> None:
+        scores = self._scorer.logprobs(samples, self._grpo.temperature).log_probs
+        for sample, log_probs in zip(samples, scores, strict=True):
+            sample[name] = log_probs
+
+    def __call__(
+        self, chunks: list[nn.Module], micro_batches: list[Batch], forward_only: bool = False
+    ) -> tuple[Reports, float]:
+        """Reports on the last stage; the gradients are there unless `forward_only`, for prompts."""
+        if forward_only:
+            return self._validate(micro_batches)
+        streams = streams_of(chunks, micro_batches)
+        loss = partial(self._loss, iter(micro_batches))  # the last stage asks in their order
+        head = scores_head(self._grpo.temperature, entropy=True)
+        reports = run_schedule(chunks, streams, loss, head)
+        return reports, sum(batch.get("divisor", 1.0) for batch in micro_batches)
+
+    def _loss(
+        self, batches: Iterator[Batch], stream: Stream, output: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """A sum over tokens and its report, like `token_loss`."""
+        batch, grpo = next(batches), self._grpo
+        log_probs, entropies = of_all_context_ranks(output, stream, dim=1)
+        # a rehearsal has batches of conversations, without rewards
+        fields = batch.get("fields", {})
+        advantages = fields.get("advantage", torch.zeros_like(log_probs))
+        weights = fields.get("weight", torch.ones_like(log_probs))
+        old = fields.get("old", log_probs.detach())
+        bounds = grpo.epsilon, grpo.epsilon_high, grpo.delta
+        loss = losses.ppo_clip(log_probs, old, advantages, weights, *bounds)
+        if grpo.beta:
+            reference = fields.get("reference", log_probs.detach())
+            loss += losses.kl_penalty(log_probs, reference, grpo.beta, weights)
+        return loss.total, self._report(stream, batch, loss, output, entropies.detach())
+
+    def _report(
+        self, stream: Stream, batch: Batch, loss: Loss, output: Tensor, entropies: Tensor
+    ) -> dict[str, Any]:
+        first = parallel_state.get_context_parallel_rank() == 0  # all of these ranks have the same tokens
+        total = loss.total.detach().double()
+        count = torch.full_like(total, entropies.numel())
+        logs = {
+            "ratio": loss.logs["ratio"],
+            "clip_ratio/region_mean": loss.logs["clip_share"],
+            "entropy": torch.stack([entropies.double().sum(), count]),
+            "kl": loss.logs.get("kl", torch.zeros_like(loss.logs["ratio"])),
+        }
+        logs["reward"] = torch.zeros_like(logs["entropy"])
+        sums = torch.stack([total, torch.full_like(total, batch.get("divisor", 1.0)), count])
+        return {
+            "sums": sums * first,
+            "logs": {name: value.double() * first for name, value in logs.items()},
+            "losses": -output[0].detach(),
+            "places": stream.output_places,
+        }
+
+    # -- validation
+
+    def _validate(self, micro_batches: list[Batch]) -> tuple[Reports, float]:
+        """Reports of the rewards of greedy answers; a row without a sample's key does not count."""
+        watchdog.beat("answering the prompts of the validation")
+        prompts = prompts_of(micro_batches)
+        samples = self._answer(prompts, greedy=True)
+        total = self._total(self._score(prompts, samples)[0])
+        keys = [bool(keys) for batch in micro_batches for keys in batch["__key__"]]
+        rewards = np.where(keys, total, np.nan)
+        reports = []
+        device = setup.device()
+        for of_batch in np.split(rewards, np.cumsum([len(batch["__key__"]) for batch in micro_batches])[:-1]):
+            reward, count = np.nansum(of_batch), float((~np.isnan(of_batch)).sum())
+            if parallel_state.get_context_parallel_rank():
+                reward = count = 0.0
+            logs = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in GRPO.figures}
+            logs["reward"] = torch.tensor([reward, count], dtype=torch.float64, device=device)
+            sums = torch.tensor([-reward, count, count], dtype=torch.float64, device=device)
+            nothing = torch.zeros(0, dtype=torch.int64, device=device)
+            reports.append({"sums": sums, "logs": logs, "losses": nothing.double(), "places": nothing})
+        return (reports if parallel_state.is_pipeline_last_stage() else []), float(len(prompts))
+
+
+def _mean(values: np.ndarray) -> float:
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _deviation(values: np.ndarray) -> float:
+    """The deviation of a sample (n - 1), as in TRL; 0 for one value."""
+    values = values[~np.isnan(values)]
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
