@@ -22,7 +22,7 @@ from megatron_vlm.data.chatml.record import Columns, Conversation, decoded, pars
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.media.images import call_with_timeout, decode_image
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
-from megatron_vlm.data.on_disk.fields import MEDIA
+from megatron_vlm.data.on_disk.fields import COLUMNS, MEDIA
 from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.shard_types import RULE, SampleRule, media_of, pickled_media, record_of
 
@@ -148,9 +148,19 @@ def sample_parts(
     make_sample(conversation, images, videos, __key__="", __restore_key__=())
     files = {f"img{index:03d}.{_extension(image)}": image for index, image in enumerate(images)}
     described = conversation.stored() | ({"images": list(files)} if files else {})
+    if columns := {name: value for name, value in conversation.columns.items() if _is_json(value)}:
+        described[COLUMNS] = columns
     if videos:
         described["videos"] = [_store_video(f"vid{i:03d}", video, files) for i, video in enumerate(videos)]
     return {"json": _json(described), **files}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _json(document: dict) -> bytes:

@@ -194,8 +194,8 @@ class Grpo(Callback):
     def _score(
         self, prompts: list[AskedPrompt], samples: list[Sample]
     ) -> tuple[AnswerRewards, AnswerRewards]:
-        """Rewards of the answers of this rank, and of all ranks. The functions run once for ranks that have the
-        same prompts."""
+        """Rewards of the answers of this rank, and of all ranks. The functions run once for ranks that share
+        their prompts."""
         rank, ranks = setup.data_parallel_place()
         scored = error = None
         if counts_data():

@@ -1,6 +1,7 @@
 """Records as prompts for GRPO: what is asked, what rewards get, and that other runs still drop them."""
 
 import json
+from datetime import datetime
 
 import pytest
 from samples import sample_of
@@ -10,7 +11,9 @@ from transformers import AutoProcessor
 from megatron_vlm.batch import IGNORE_INDEX
 from megatron_vlm.config import ConfigError, DataConfig, RunConfig
 from megatron_vlm.data.accounts.drops import BadSample
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
+from megatron_vlm.data.shard_format import cook_record, sample_parts
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.validate import validate
 
@@ -55,6 +58,16 @@ def test_a_record_is_asked_up_to_its_reply(encoder, name):
     json.dumps(asked)
     batch = encoder.make_batch([document, document])
     assert batch["asked"] == [asked, asked]
+
+
+def test_shards_hold_the_columns_of_records(encoder):
+    conversation = parse_record(RECORDS["verl"] | {"level": [1, {"a": None}], "taken": datetime.now()})
+    parts = sample_parts(conversation, [image_bytes(1)], [])
+    keys = {"__key__": "0", "__restore_key__": (), "__subflavors__": None}
+    columns = encoder.documents.encode(cook_record(parts | keys)).asked["columns"]
+    assert columns == {"solution": "7", "level": [1, {"a": None}]} | {
+        "reward_model": RECORDS["verl"]["reward_model"]
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDS if name not in WITH_REPLY])

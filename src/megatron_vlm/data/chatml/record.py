@@ -148,6 +148,8 @@ class Record(dict):
 
     def columns(self) -> dict[str, Any]:
         """Return the fields beside the conversation and its media, as functions of rewards get them."""
+        if isinstance(stored := self.get(fields.COLUMNS), dict):
+            return stored
         columns = {str(key): value for key, value in self.items() if key not in fields.NO_COLUMNS}
         return {key: value for key, value in columns.items() if not isinstance(value, bytes)}
 
@@ -252,8 +254,8 @@ def parse_record(record: Any) -> Conversation:
         limits=limits,
         objects=record.get("objects"),
         rejected=rejected,
-        unread=unread | record.unread(),
         columns=record.columns(),
+        unread=unread | record.unread(),
         no_reply=record.no_reply or without_reply(messages),
     )
 
