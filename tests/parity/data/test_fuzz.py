@@ -38,7 +38,7 @@ from megatron_vlm.data.load.energon import EnergonProvider, _raise_with_key
 from megatron_vlm.data.load.hf import HFProvider
 from megatron_vlm.data.load.lengths import MEASURED_AT_ONCE
 from megatron_vlm.data.load.workers import close_loader
-from megatron_vlm.data.prepare import _write_index
+from megatron_vlm.data.prepare import META, _write_index
 
 # ---- records of any kind, good and bad
 
@@ -345,7 +345,7 @@ def write_energon(folder: Path, records: list[Wild]) -> Path:
             for number in numbers:
                 for part, content in _parts(records[number]).items():
                     add_part(tar, f"{number:06d}.{part}", content)
-    _write_index(folder, {"val": list(shards)})
+    _write_index(folder, folder / META, {"val": list(shards)})
     return folder
 
 

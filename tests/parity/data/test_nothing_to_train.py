@@ -14,7 +14,7 @@ from prepared_shards import add_part
 from sources import write_sharegpt
 
 from megatron_vlm.data.accounts.drops import TooManyDrops
-from megatron_vlm.data.prepare import _write_index
+from megatron_vlm.data.prepare import META, _write_index
 
 ROWS = 30
 SMALL = {"packing_buffer_size": 8, "shuffle_buffer_size": 8}
@@ -67,7 +67,7 @@ def write(folder, how: str, good: Sequence[int] = (), rows: int = ROWS):
             add_part(tar, f"{number:06d}.json", json.dumps(record | {"images": names}).encode())
             for name, image in zip(names, record["images"], strict=True):
                 add_part(tar, f"{number:06d}.{name}", (folder / image).read_bytes())
-    _write_index(shards, {"train": ["train-0.tar"]})
+    _write_index(shards, shards / META, {"train": ["train-0.tar"]})
     return folder
 
 
