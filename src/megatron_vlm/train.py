@@ -112,7 +112,8 @@ def train_one_step(run: Run) -> None:
     try:
         run.callbacks.on_step_begin(run)
         for number, part in enumerate(run.parts, start=1):
-            run.micro_batches, is_last = part, number == len(run.parts)
+            run.micro_batches = part
+            is_last = number == len(run.parts)
             result = train_step(
                 run.model,
                 run.optimizer,

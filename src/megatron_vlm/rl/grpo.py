@@ -146,7 +146,7 @@ class Grpo(Callback):
 
     def _answer(self, prompts: list[AskedPrompt], greedy: bool = False) -> list[Sample]:
         """The answers to this rank's prompts: `num_generations` for each, or one greedy one."""
-        grpo, step = self._grpo, self._state.global_step
+        grpo = self._grpo
         count = 1 if greedy else grpo.num_generations
         if self._engine is not None and not greedy:
             return self._ask_engine(prompts)
@@ -157,7 +157,7 @@ class Grpo(Callback):
             temperature=0.0 if greedy else grpo.temperature,
             top_p=1.0 if greedy else grpo.top_p,
             answers=count,
-            seed=(self._config.train.seed << 32) + step,
+            seed=(self._config.train.seed << 32) + self._state.global_step,
             stop=self._stop,
             numbers=[crc32(prompt.key.encode()) for prompt in prompts],  # whichever rank has the prompt
             own_prompts=True,
@@ -304,7 +304,8 @@ class Grpo(Callback):
         self, batches: Iterator[Batch], stream: Stream, output: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         """A sum over tokens and its report, like `token_loss`."""
-        batch, grpo = next(batches), self._grpo
+        batch = next(batches)
+        grpo = self._grpo
         log_probs, entropies = of_all_context_ranks(output, stream, dim=1)
         # a rehearsal has batches of conversations, without rewards
         fields = batch.get("fields", {})
