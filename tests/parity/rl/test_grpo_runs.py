@@ -14,6 +14,7 @@ from places import ROOT
 from safetensors.torch import load_file
 from sources import image_bytes
 
+from megatron_vlm import run_folder
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.overrides import apply_overrides
 from tiny.checkpoints import build_tiny_checkpoint
@@ -121,6 +122,7 @@ def test_runs_in_layouts_and_after_a_resume_are_the_same(tmp_path, tiny_gemma3, 
     assert {drop["reason"] for drop in drops} <= {"over_length"}
     answers = [json.loads(line) for line in (whole / "completions.jsonl").read_text().splitlines()]
     assert all(len(row["answers"]) == 4 and "letter" in row["answers"][0] for row in answers)
+    assert {path.name for path in whole.iterdir()} <= {*run_folder.FILES, *run_folder.FOLDERS}
     page = (whole / "report.html").read_text()
     assert "Answers of the last steps" in page and "with_letter" in page
 

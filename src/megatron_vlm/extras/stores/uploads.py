@@ -21,7 +21,7 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import STATE, checksum_problems, read_state, size_problems
 
 STARTS = "starts.jsonl"
-RUN_FILES = ("config.yaml", "metrics.jsonl", STARTS, "checkpoints/adapter_start/*")
+RUN_FILES = ("config.yaml", "metrics.jsonl", "completions.jsonl", STARTS, "checkpoints/adapter_start/*")
 CONFIGS = ("config.json", "adapter_config.json")  # the file of an export that is written last
 FILE_NAME = re.compile(r"[\w.-]*\w")
 
