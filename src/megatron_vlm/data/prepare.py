@@ -355,6 +355,7 @@ def _write_index(
     shards that cannot be read.
     """
     names = [name for of_split in splits.values() for name in of_split]
+    # all shards are read before an error is raised, so that it names each that is damaged
     jobs = ((folder, name, number) for number, name in enumerate(names))
     counts, errors = {}, []
     meta.mkdir(exist_ok=True)
@@ -433,7 +434,7 @@ def index_shards(
     seed: int = 1234,
     progress: bool = True,
 ) -> PrepareSummary:
-    """Make an Energon dataset of plain WebDataset shards, none of which is copied or changed.
+    """Make an Energon dataset of plain WebDataset shards, without copying or changing them.
 
     `sources` are folders of .tar shards, shards, or patterns of their names. Their index is written beside
     them if `output` is None, and else to that folder, with links to them. `splits` are relative sizes, in
@@ -448,6 +449,7 @@ def index_shards(
     names = sorted({str(file.relative_to(folder)) for of_source in files for file in of_source})
     if patterns := [name for name in names if re.search(r"[{}\\]", name)]:
         raise ValueError(f"prepare: {folder / patterns[0]}: to Energon this is a pattern; rename it.")
+    # whole shards go to a split, in the order of their names
     drawn = _draw_splits(len(names), splits or {"train": 1.0}, seed)
     shards = {split: [names[number] for number in numbers] for split, numbers in drawn.items()}
     workers = workers or (1 if len(names) < FEW_SHARDS else os.cpu_count() or 1)

@@ -343,7 +343,7 @@ def _overrides(
 
 
 def _key(name: str, parameters: list[Parameter]) -> ParamKey:
-    """Megatron's key of these parameters; keys are told apart by `name`."""
+    """Megatron's key for a group of parameters; `name` tells keys apart."""
     ids = frozenset(map(id, parameters))
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name, lambda param, _: id(param) in ids))
 

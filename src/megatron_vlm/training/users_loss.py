@@ -88,10 +88,9 @@ class UsersLoss:
         tokens = dict(zip(self._statistics, output, strict=True))
         log_probs = tokens["log_probs"]
         weights = torch.ones_like(log_probs) if stream.weights is None else stream.weights
-        total, metrics = (
-            output.sum(),
-            dict.fromkeys(self.metrics, log_probs.new_zeros((), dtype=torch.float64)),
-        )
+        # a micro batch without trained tokens has a loss of 0, with a gradient of 0
+        total = output.sum()
+        metrics = dict.fromkeys(self.metrics, log_probs.new_zeros((), dtype=torch.float64))
         if len(log_probs):
             trained = np.flatnonzero(batch["labels"].numpy() != IGNORE_INDEX)
             places = on_device(trained, log_probs.device)[stream.output_places]
