@@ -17,6 +17,7 @@ from sources import image_bytes
 from megatron_vlm import run_folder
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.rl.rewards import Rewards
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -175,9 +176,14 @@ def test_a_server_answers_with_the_weights_of_each_step(tmp_path, tiny_gemma3, r
     assert steps[3]["kl"] > 0
 
 
-def test_a_wrong_reward_is_named_with_its_remedy(rows):
-    from megatron_vlm.rl.rewards import Rewards
+def test_functions_of_trl_work_unchanged():
+    names = ["trl.rewards:think_format_reward"]
+    asked = [{"prompt": [], "columns": {"solution": "4"}, "reference": None}] * 2
+    rewards = Rewards(names)(asked, ["<think>2 + 2</think>4", "4"], [[1], [2]], None).rewards
+    assert rewards.tolist() == [[1.0], [0.0]]
 
+
+def test_a_wrong_reward_is_named_with_its_remedy(rows):
     own = rows.parent / "own_rewards.py"
     asked = [{"prompt": [], "columns": {}, "reference": None}] * 2
     with pytest.raises(ConfigError, match=r"own_rewards.py:wrong: returned 1 rewards for 2 answers"):
