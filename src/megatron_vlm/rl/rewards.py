@@ -51,6 +51,7 @@ class Rewards:
     def __init__(self, names: Sequence[str]):
         self._functions = [(name, load_function(f"{PLACE}: {name}", name)) for name in names]
         short = [name.rpartition(":")[2] for name in names]
+        self._columns: dict[str, None] = {}  # of all records so far: those of a few may lack some
         self.names = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
 
     def __call__(
@@ -67,10 +68,10 @@ class Rewards:
         """
         # what TRL's trainer passes: columns first, so that none takes the place of what follows
         scored = AnswerRewards(np.full((len(answers), len(self._functions)), np.nan))
-        columns = dict.fromkeys(name for prompt in prompts for name in prompt["columns"])
+        self._columns |= dict.fromkeys(name for prompt in prompts for name in prompt["columns"])
         arguments = {
             "reference": [prompt["reference"] for prompt in prompts],
-            **{name: [prompt["columns"].get(name) for prompt in prompts] for name in columns},
+            **{name: [prompt["columns"].get(name) for prompt in prompts] for name in self._columns},
             "prompts": [[_plain(turn) for turn in prompt["prompt"]] for prompt in prompts],
             "completions": [[{"role": "assistant", "content": answer}] for answer in answers],
             "completion_ids": list(answer_ids),

@@ -47,7 +47,7 @@ def settings_of(path: str, rows: Path, folder: Path, **changes: Any) -> dict[str
     run = {"run_dir": str(folder), "model.hf_path": path, "model.dtype": "fp32", "data.num_workers": 1}
     run |= {"data.dataset_type": "hf", "data.train_data_path": str(rows), "data.seq_length": 256}
     run |= {"data.max_drop_share": 1.0, "optimizer.lr": 1e-3, "train.objective": "grpo", "train.steps": 4}
-    run |= {"data.valid_data_path": str(rows), "train.eval_steps": 1, "logging.tensorboard": False}
+    run |= {"data.valid_data_path": str(rows), "logging.tensorboard": False}
     run |= {"train.global_batch_size": 4, "train.micro_batch_size": 2, "grpo.num_generations": 4}
     run |= {"grpo.max_completion_length": 12, "grpo.beta": 0.02, "grpo.steps_per_generation": 2}
     run |= {"train.save_every": 2, "train.eval_every": 2, "train.export_every": 4}

@@ -216,6 +216,7 @@ def parse_record(record: Any) -> Conversation:
     except RecursionError as error:
         raise BadSample("bad_conversation", "the record is nested too deeply") from error
     record = _as_object(record)
+    empty = [str(key) for key, value in record.items() if _is_null(value)]
     record = Record({k: _decoded_cell(k, value) for k, value in record.items() if not _is_null(value)})
     media = {
         kind: _listed(kind, record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()
@@ -254,7 +255,7 @@ def parse_record(record: Any) -> Conversation:
         limits=limits,
         objects=record.get("objects"),
         rejected=rejected,
-        columns=record.columns(),
+        columns={key: None for key in empty if key not in fields.NO_COLUMNS} | record.columns(),
         unread=unread | record.unread(),
         no_reply=record.no_reply or without_reply(messages),
     )
