@@ -460,7 +460,8 @@ def index_shards(
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             (aside / name).symlink_to(folder / name)
         place, meta = (folder, aside) if is_in_place else (aside, aside / META)
-        counts = _write_index(place, meta, shards, workers, progress)
+        # in other processes: Energon takes an interrupt of its reading for a damaged shard
+        counts = _write_index(place, meta, shards, max(2, workers), progress)
     return PrepareSummary(
         output=output,
         samples={split: sum(map(counts.get, names)) for split, names in shards.items()},

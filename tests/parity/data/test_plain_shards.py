@@ -158,7 +158,7 @@ def test_all_bad_shards_are_named_and_nothing_is_indexed(tmp_path):
 def test_a_key_that_comes_twice_is_named(tmp_path):
     folder = write_shards(tmp_path / "shards", 1)
     shutil.copy(folder / "00000.tar", folder / "copy.tar")
-    with pytest.raises(ValueError, match=r"copy.tar: the key 000000000 comes twice, here or in another"):
+    with pytest.raises(ValueError, match=r"(copy|00000)\.tar: the key 000000000 comes twice"):
         index(folder)
 
 
