@@ -108,6 +108,7 @@ def train_one_step(run: Run) -> None:
     run.micro_batches = run.feed.train(run.step, read_ahead=goes_on)
     waited = time.monotonic() - began
     run.parts = [run.micro_batches]
+    judge = partial(run.callbacks.before_optimizer_step, run) if run.callbacks.judge_steps else None
     results = []
     try:
         run.callbacks.on_step_begin(run)
@@ -123,9 +124,7 @@ def train_one_step(run: Run) -> None:
                 figures=run.figures,
                 is_last=is_last,
                 goes_on=goes_on or not is_last,
-                judge=partial(run.callbacks.before_optimizer_step, run)
-                if run.callbacks.judge_steps
-                else None,
+                judge=judge,
             )
             results.append(result)
     except Exception as error:

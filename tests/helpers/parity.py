@@ -685,6 +685,24 @@ def gradients_of(chunks: list, rules: list) -> Iterator[tuple[str, torch.Tensor]
     return adapter_tensors(chunks, lambda weight: getattr(weight, "main_grad", torch.zeros_like(weight)))
 
 
+def compare_gradients(
+    ddp: list, rules: list, expected: dict[str, torch.Tensor | None]
+) -> tuple[tuple[float, str], list[str]]:
+    """The worst difference over all ranks with its HF key, and the keys of gradients that no rank has. Those
+    that the distributed optimizer shards are gathered before (`gather_sharded_grads`)."""
+    worst, seen, scales = (0.0, ""), set(), gradient_scales(expected)
+    for key, grad in gradients_of([chunk.module for chunk in ddp], rules):
+        seen.add(key)
+        theirs = expected.get(key)
+        theirs = torch.zeros_like(grad) if theirs is None else theirs
+        worst = max(worst, ((grad - theirs).abs().max().item() / scales(key), key))
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, (worst, seen))
+    found = set().union(*(each[1] for each in every))
+    missing = {key for key, grad in expected.items() if grad is not None and grad.any()} - found
+    return max(each[0] for each in every), sorted(missing)
+
+
 def on_device(batch: dict) -> dict:
     """The batch as the feed delivers it: its pixels on the device."""
     from megatron_vlm.parallel import setup

@@ -42,7 +42,7 @@ class Run:
     is_first_rank: bool = True
     step: int = 0  # the one that is trained, or was trained last
     micro_batches: list[Batch] = field(default_factory=list)  # of the step, on this rank
-    # those of each optimizer step of it: one, unless `on_step_begin` makes more
+    # the micro batches of each optimizer step: one part, unless `on_step_begin` makes more
     parts: list[list[Batch]] = field(default_factory=list)
     # The ways (`stops.WAYS`) in which the run was asked to stop, when that has ended it.
     stopped_by: list[str] = field(default_factory=list)

@@ -32,7 +32,6 @@ class CompletionsLog:
         step: int,
         prompts: Sequence[Any],
         samples: Sequence[Mapping[str, Any]],
-        texts: Sequence[str],
         rewards: Mapping[str, Sequence[float]],
         extra: Mapping[str, Sequence[Any]],
     ) -> None:
@@ -41,7 +40,7 @@ class CompletionsLog:
         for number, prompt in enumerate(prompts[:PROMPTS_LOGGED]):
             answers = [
                 {
-                    "text": texts[index],
+                    "text": sample["text"],
                     "rewards": {name: _number(values[index]) for name, values in rewards.items()},
                     "advantage": sample["advantage"],
                     "tokens": int(sample["loss_mask"].sum()),

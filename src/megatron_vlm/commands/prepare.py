@@ -56,7 +56,9 @@ def prepare(
     """
     sizes = _parse(split or [], "prepare: --split {}; write NAME=SIZE, such as train=0.9.", float)
     is_source = not sources or output.suffix == ".tar"  # shards alone, or the last that a pattern names
-    sources = [*(sources or []), *([str(output)] if is_source else [])]
+    sources = list(sources or [])
+    if is_source:
+        sources.append(str(output))
     if format == "auto" and not any(map(stores.is_store, sources)) and all(tar_shards(s)[1] for s in sources):
         if any(map(is_prepared, sources)):
             raise ConfigError(f"prepare: {sources[0]} has an index of Energon; train from it as it is.")

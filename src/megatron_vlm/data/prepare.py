@@ -64,7 +64,7 @@ from megatron_vlm.messages import join_lines
 
 DEFAULT_SPLITS = {"train": 0.9, "val": 0.1}
 FEW_RECORDS = 3000  # for fewer, worker processes cost more to start than they save
-FEW_SHARDS = 16  # to index without worker processes
+FEW_SHARDS = 16  # for fewer, more than two processes cost more to start than they save
 FORMATS = {"auto": None, "json": "json", "jsonl": "json", "hf": "hf", "meta": "meta"}
 MOST_NAMED = 10  # bad shards, or kinds of bad samples, that a message names
 SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -438,10 +438,11 @@ def index_shards(
 
     `sources` are folders of .tar shards, shards, or patterns of their names. Their index is written beside
     them if `output` is None, and else to that folder, with links to them. `splits` are relative sizes, in
-    whole shards; by default all are for training. `energon prepare` writes the same files.
+    whole shards; by default all are for training. At least two processes read them. `energon prepare`
+    writes the same files.
 
     Raises FileExistsError if `output` holds anything or the shards have an index, ValueError for shards that
-    cannot be read and keys that are not unique. Then there is no index.
+    cannot be read and keys that are not unique. Then there is no `.nv-meta`; `.idx` files may be there.
     """
     started = time.monotonic()
     folders, files = zip(*map(tar_shards, sources), strict=True)
@@ -449,10 +450,11 @@ def index_shards(
     names = sorted({str(file.relative_to(folder)) for of_source in files for file in of_source})
     if patterns := [name for name in names if re.search(r"[{}\\]", name)]:
         raise ValueError(f"prepare: {folder / patterns[0]}: to Energon this is a pattern; rename it.")
-    # whole shards go to a split, in the order of their names
+    # whole shards are drawn for each split
     drawn = _draw_splits(len(names), splits or {"train": 1.0}, seed)
     shards = {split: [names[number] for number in numbers] for split, numbers in drawn.items()}
-    workers = workers or (1 if len(names) < FEW_SHARDS else os.cpu_count() or 1)
+    # shards are read in other processes: Energon's reading catches every exception, an interrupt, too
+    workers = max(2, workers or (1 if len(names) < FEW_SHARDS else os.cpu_count() or 1))
     output = folder if output is None else Path(output).resolve()
     is_in_place = output.resolve() == folder.resolve()
     with atomic_directory(output / META if is_in_place else output, "give a folder as OUTPUT") as aside:
@@ -460,8 +462,7 @@ def index_shards(
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             (aside / name).symlink_to(folder / name)
         place, meta = (folder, aside) if is_in_place else (aside, aside / META)
-        # in other processes: Energon takes an interrupt of its reading for a damaged shard
-        counts = _write_index(place, meta, shards, max(2, workers), progress)
+        counts = _write_index(place, meta, shards, workers, progress)
     return PrepareSummary(
         output=output,
         samples={split: sum(map(counts.get, names)) for split, names in shards.items()},

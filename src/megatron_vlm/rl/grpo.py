@@ -26,7 +26,7 @@ from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.callbacks.completions import CompletionsLog
 from megatron_vlm.config import ConfigError, RunConfig
-from megatron_vlm.generation.generate import generate, reply_text
+from megatron_vlm.generation.generate import reply_text
 from megatron_vlm.generation.prompt import stop_tokens
 from megatron_vlm.imports import calling, load_function
 from megatron_vlm.job import watchdog
@@ -40,7 +40,7 @@ from megatron_vlm.rl import losses
 from megatron_vlm.rl.agreement import gather
 from megatron_vlm.rl.policy import Scorer, scores_head
 from megatron_vlm.rl.rewards import AnswerRewards, Rewards
-from megatron_vlm.rl.rollouts import Answered, RolloutPrompt, Sample, samples_of
+from megatron_vlm.rl.rollouts import RolloutPrompt, Sample, own_answers
 from megatron_vlm.training.figures import counts_data
 from megatron_vlm.training.losses import Loss, Reports, StartingWeights
 
@@ -127,8 +127,7 @@ class Grpo(Callback):
             sample |= {"key": prompts[sample["prompt"]].key, "advantage": advantage}
         if self._log is not None:
             rewards = dict(zip(self._rewards.names, scores.rewards.T.tolist(), strict=True))
-            texts = [self._text(sample) for sample in samples]
-            self._log.write(run.step, prompts, samples, texts, rewards, scores.extra)
+            self._log.write(run.step, prompts, samples, rewards, scores.extra)
         watchdog.beat(f"scoring the answers of step {run.step}")
         count = self._grpo.steps_per_generation
         parts = [self.micro_batches_of(samples[index::count]) for index in range(count)]
@@ -147,26 +146,20 @@ class Grpo(Callback):
     def _answer(self, prompts: list[AskedPrompt], greedy: bool = False) -> list[Sample]:
         """The answers to this rank's prompts: `num_generations` for each, or one greedy one."""
         grpo = self._grpo
-        count = 1 if greedy else grpo.num_generations
         if self._engine is not None and not greedy:
             return self._ask_engine(prompts)
-        answers = generate(
-            self._scorer.chunks,
-            [prompt.inputs for prompt in prompts],
-            grpo.max_completion_length,
+        return own_answers(
+            self._scorer,
+            prompts,
+            max_new_tokens=grpo.max_completion_length,
             temperature=0.0 if greedy else grpo.temperature,
             top_p=1.0 if greedy else grpo.top_p,
-            answers=count,
+            answers=1 if greedy else grpo.num_generations,
             seed=(self._config.train.seed << 32) + self._state.global_step,
             stop=self._stop,
             numbers=[crc32(prompt.key.encode()) for prompt in prompts],  # whichever rank has the prompt
             own_prompts=True,
         )
-        answered = [
-            [Answered(answer.tokens, answer.logprobs, answer.finish_reason == "stop") for answer in of_prompt]
-            for of_prompt in answers
-        ]
-        return samples_of(self._scorer, prompts, answered)
 
     def _ask_engine(self, prompts: list[AskedPrompt]) -> list[Sample]:
         """The same from an engine, which every rank asks for the answers to all prompts of the step."""
@@ -176,9 +169,7 @@ class Grpo(Callback):
         with calling(f"{ENGINE}: {self._grpo.engine}", self._grpo.engine):
             samples = self._engine(self._scorer, everyone)
         count, first = self._grpo.num_generations, rank * len(prompts)
-        if [sample["prompt"] for sample in samples] != [
-            n for n in range(len(everyone)) for _ in range(count)
-        ]:
+        if [sample["prompt"] for sample in samples] != np.arange(len(everyone)).repeat(count).tolist():
             raise ConfigError(
                 f"{ENGINE}: {len(samples)} answers to {len(everyone)} prompts; give {count} (num_generations)"
                 " for each, those to a prompt one after another."
@@ -199,10 +190,12 @@ class Grpo(Callback):
         rank, ranks = setup.data_parallel_place()
         scored = error = None
         if counts_data():
+            for sample in samples:
+                sample["text"] = self._text(sample)
             try:
                 scored = self._rewards(
                     [prompts[sample["prompt"]].facts for sample in samples],
-                    [self._text(sample) for sample in samples],
+                    [sample["text"] for sample in samples],
                     [sample["input_ids"][sample["loss_mask"]].tolist() for sample in samples],
                     self._state,
                 )
@@ -232,7 +225,8 @@ class Grpo(Callback):
     def _figures(self, scored: AnswerRewards, samples: list[Sample]) -> dict[str, float]:
         """The figures of a step's answers, over all ranks, called as TRL calls them. Collective."""
         of_ranks = setup.from_all_ranks([(int(s["loss_mask"].sum()), s["ended"]) for s in samples])
-        tokens, ended = zip(*(pair for of_rank in of_ranks for pair in of_rank), strict=True)
+        tokens = [count for of_rank in of_ranks for count, _ in of_rank]
+        ended = [has_ended for of_rank in of_ranks for _, has_ended in of_rank]
         total = self._total(scored)
         groups = total.reshape(-1, self._grpo.num_generations)
         figures = {"reward": _mean(total), "reward_std": _deviation(total)}

@@ -51,7 +51,7 @@ class Rewards:
     def __init__(self, names: Sequence[str]):
         self._functions = [(name, load_function(f"{PLACE}: {name}", name)) for name in names]
         short = [name.rpartition(":")[2] for name in names]
-        self._columns: dict[str, None] = {}  # of all records so far: those of a few may lack some
+        self._columns: dict[str, None] = {}  # of all records so far; a few records may lack some
         self.names = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
 
     def __call__(

@@ -90,10 +90,10 @@ class OwnEngine:
 
     def __call__(self, policy: Scorer, prompts: Sequence[RolloutPrompt]) -> list[Sample]:
         policy.need("OwnEngine", MODEL)
-        generated = generate(
-            policy.chunks,
-            [prompt.inputs for prompt in prompts],
-            self.max_new_tokens,
+        samples = own_answers(
+            policy,
+            prompts,
+            max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             answers=self.answers,
@@ -102,14 +102,17 @@ class OwnEngine:
             cache_bytes=self.cache_bytes,
         )
         self.seed += 1
-        answered = [
-            [
-                Answered(generation.tokens, generation.logprobs, generation.finish_reason == "stop")
-                for generation in of_prompt
-            ]
-            for of_prompt in generated
-        ]
-        return samples_of(policy, prompts, answered)
+        return samples
+
+
+def own_answers(policy: Scorer, prompts: Sequence[RolloutPrompt], **settings: Any) -> list[Sample]:
+    """The answers of the policy itself as samples; `generate` takes the `settings`."""
+    generated = generate(policy.chunks, [prompt.inputs for prompt in prompts], **settings)
+    answered = [
+        [Answered(answer.tokens, answer.logprobs, answer.finish_reason == "stop") for answer in of_prompt]
+        for of_prompt in generated
+    ]
+    return samples_of(policy, prompts, answered)
 
 
 def samples_of(

@@ -219,23 +219,14 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     torch.distributed.all_reduce(sums)
     if layout.distributed_optimizer:
         parity.gather_sharded_grads(ddp)
-    difference, seen, scales = (0.0, ""), set(), parity.gradient_scales(case["grads"])
-    for key, grad in parity.gradients_of(chunks, source.weight_map.rules):
-        seen.add(key)
-        theirs = case["grads"].get(key)
-        theirs = torch.zeros_like(grad) if theirs is None else theirs
-        difference = max(difference, ((grad - theirs).abs().max().item() / scales(key), key))
+    worst, missing = parity.compare_gradients(ddp, source.weight_map.rules, case["grads"])
     with torch.no_grad():
         valid, _ = mean_loss(step_loss(ddp, mine, forward_only=True)[0])
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, (difference, seen))
-    found = set().union(*(each[1] for each in every))
-    missing = {key for key, grad in case["grads"].items() if grad is not None and grad.any()} - found
     return {
         "loss": abs(loss - case["loss"]),
         "valid": abs(valid - case["loss"]),
-        "gradient": max(each[0] for each in every),
-        "without a gradient": sorted(missing),
+        "gradient": worst,
+        "without a gradient": missing,
         "figures": logged.figures(sums.cpu().numpy()),
         "expected": {"margin": case["margins"]},
     }

@@ -208,20 +208,11 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     if layout.distributed_optimizer:
         parity.gather_sharded_grads(ddp)
     expected = case["expected"][kind]
-    difference, seen, scales = (0.0, ""), set(), parity.gradient_scales(expected["grads"])
-    for key, grad in parity.gradients_of(chunks, source.weight_map.rules):
-        seen.add(key)
-        theirs = expected["grads"].get(key)
-        theirs = torch.zeros_like(grad) if theirs is None else theirs
-        difference = max(difference, ((grad - theirs).abs().max().item() / scales(key), key))
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, (difference, seen))
-    found = set().union(*(each[1] for each in every))
-    missing = {key for key, grad in expected["grads"].items() if grad.any()} - found
+    worst, missing = parity.compare_gradients(ddp, source.weight_map.rules, expected["grads"])
     return {
         "loss": abs(loss - expected["loss"]),
-        "gradient": max(each[0] for each in every),
-        "without a gradient": sorted(missing),
+        "gradient": worst,
+        "without a gradient": missing,
         "figures": logged.figures(sums.cpu().numpy()),
     }
 

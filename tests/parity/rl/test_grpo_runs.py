@@ -113,7 +113,7 @@ def test_runs_in_layouts_and_after_a_resume_are_the_same(tmp_path, tiny_gemma3, 
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     for name in ("PP2", "DP2"):
         for mine, theirs in zip(metrics(tmp_path / name), metrics(whole), strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4), name
+            assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6), name
     # the sum of the rewards, each over the answers that it judges
     names = [f"rewards/{name}/mean" for name in ("few", "with_letter", "length_of_reference")]
     assert all(name in row and np.isfinite(row[name]) for row in steps for name in names)
@@ -159,7 +159,7 @@ def test_experts_and_interleaved_stages_answer_and_train(tmp_path, rows):
     assert all(row["ratio"] == 1 for row in expected if "ratio" in row)
     for name in ("EP2", "VPP2"):
         for mine, theirs in zip(metrics(tmp_path / name), expected, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4), name
+            assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6), name
 
 
 @pytest.mark.long
@@ -188,5 +188,5 @@ def test_a_wrong_reward_is_named_with_its_remedy(rows):
     asked = [{"prompt": [], "columns": {}, "reference": None}] * 2
     with pytest.raises(ConfigError, match=r"own_rewards.py:wrong: returned 1 rewards for 2 answers"):
         Rewards([f"{own}:wrong"])(asked, ["a", "b"], [[1], [2]], None)
-    with pytest.raises(ConfigError, match=r"with_letter: .*letter.* in line|with_letter: TypeError"):
+    with pytest.raises(ConfigError, match="with_letter: TypeError: .*argument: 'letter'"):
         Rewards([f"{own}:with_letter"])(asked, ["a", "b"], [[1], [2]], None)

@@ -46,9 +46,8 @@ def test_a_record_is_asked_up_to_its_reply(encoder, name):
     content = [{"type": "image"}, {"type": "text", "text": "How many?"}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert (
-        document.input_ids.tolist()[-8:] == ids[-8:]
-    )  # behind the image, whose tokens the text does not have
+    # behind the image, whose tokens the text does not have
+    assert document.input_ids.tolist()[-8:] == ids[-8:]
     assert (document.labels == IGNORE_INDEX).all() and not document.loss_mask.any()
     asked = document.asked
     assert asked["columns"]["solution"] == "7" and asked["items"] == (1, 0) and len(asked["pictures"]) == 1
