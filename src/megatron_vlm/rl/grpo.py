@@ -274,7 +274,10 @@ class Grpo(Callback):
             "dapo": tokens,
             "dr_grpo": len(samples) * grpo.max_completion_length,
         }
-        batches[0]["divisor"] = max(1.0, divisors[grpo.loss_type])  # all of them may be left out
+        divisor = float(divisors[grpo.loss_type])
+        if not any(setup.from_all_ranks(divisor)):  # all answers are left out, and the loss is 0
+            divisor = 1.0
+        batches[0]["divisor"] = divisor
         return batches
 
     def _add_scores(self, name: str, samples: list[Sample]) -> None:

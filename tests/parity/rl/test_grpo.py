@@ -25,7 +25,7 @@ from megatron_vlm.data.image_processors import get_image_spec
 PROMPTS = ("t", "it", "itit")  # a letter for each part: i image, t a few words
 ADVANTAGES = (1.5, 0.0, -0.7, 0.3, -1.1, 0.2)  # of two answers to each prompt
 LENGTHS = (9, 4, 12, 1, 6, 8)
-CUT = 4  # the answer that did not end
+CUT = {"dr_grpo, without cut answers": (4,), "dapo, without a rank's answers": (1, 3, 5)}  # which did not end
 SEQ_LENGTH = 1024
 SETTINGS = {
     "grpo, with KL": GRPOConfig(loss_type="grpo", beta=0.1, epsilon=0.1),
@@ -33,6 +33,7 @@ SETTINGS = {
     "dr_grpo, without cut answers": GRPOConfig(
         loss_type="dr_grpo", epsilon=0.1, mask_truncated_completions=True
     ),
+    "dapo, without a rank's answers": GRPOConfig(epsilon=0.1, mask_truncated_completions=True),
 }
 # so that the old log-probabilities are those of before the model moves
 SETTINGS = {
@@ -92,7 +93,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
             mask = torch.arange(len(ids)) >= len(prompt.input_ids)
             visual = prompt.visual_inputs.as_model_kwargs() if prompt.visual_inputs else {}
             samples.append(
-                {"input_ids": ids, "loss_mask": mask, "prompt": n, "ended": answer != CUT, "key": str(n)}
+                {"input_ids": ids, "loss_mask": mask, "prompt": n, "number": answer, "key": str(n)}
                 | {"advantage": ADVANTAGES[answer], **visual}
             )
             inputs = _with_answer(processor, dict(theirs), tokens, description)
@@ -100,7 +101,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
     expected = {}
     for name, grpo in SETTINGS.items():
         model.zero_grad()
-        loss = _loss_of_trl(grpo, scores)
+        loss = _loss_of_trl(grpo, scores, CUT.get(name, ()))
         loss.backward(retain_graph=True)
         grads = {
             hub_name(key, description.renames): param.grad.clone()
@@ -136,9 +137,9 @@ def _log_probs(model: torch.nn.Module, inputs: dict, tokens: torch.Tensor) -> to
     return logits[-len(tokens) - 1 : -1].log_softmax(-1).gather(1, tokens[:, None])[:, 0].double()
 
 
-def _loss_of_trl(grpo: GRPOConfig, scores: list) -> torch.Tensor:
+def _loss_of_trl(grpo: GRPOConfig, scores: list, cut: tuple[int, ...]) -> torch.Tensor:
     """`GRPOTrainer._compute_loss` of TRL 1.16, by hand: padded rows, and the model's log-probabilities."""
-    keeps = [not (grpo.mask_truncated_completions and answer == CUT) for answer in range(len(scores))]
+    keeps = [answer not in cut for answer in range(len(scores))]
     longest = max(LENGTHS)
 
     def padded(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -194,7 +195,9 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     grpo = objective_of(run).step_loss(run, ddp)
     grpo.take_model(source, ddp)
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    micro_batches = grpo.micro_batches_of([dict(sample) for sample in case["samples"][rank::ranks]])
+    cut = CUT.get(kind, ())
+    samples = [sample | {"ended": sample["number"] not in cut} for sample in case["samples"][rank::ranks]]
+    micro_batches = grpo.micro_batches_of(samples)
     chunks = [chunk.module for chunk in ddp]
     import_hf(chunks, Path(case["moved"]), source.weight_map)
 
