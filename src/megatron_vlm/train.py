@@ -16,6 +16,7 @@ from megatron_vlm.job.errors import closing
 from megatron_vlm.job.stops import Stopped
 from megatron_vlm.models.adapters.files import notes_of_start
 from megatron_vlm.models.hf import Source, open_source
+from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.models.opened import open_model
 from megatron_vlm.models.weights.by_part import parameters_by_part
 from megatron_vlm.objectives import objective_of
@@ -57,6 +58,7 @@ def open_run(config: RunConfig, callbacks: Callbacks) -> Run:
     """Open the model, its optimizer and the data, where the newest checkpoint of the run folder left them."""
     saved = checkpoint.saved(config.run_dir)
     threads_note = cpu.resume_threads(saved.threads)
+    kernel_checks.chosen.update(saved.kernels)  # so that bits stay the same
     config = setup.on_first_rank(with_own_start, config)  # a resumed run keeps the adapter that it began with
     source = open_source(config.model.hf_path, saved.tied, config.data)
     feed = Feed(config, source, saved)

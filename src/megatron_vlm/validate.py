@@ -65,6 +65,8 @@ def _relation_problems(config: RunConfig) -> Iterator[str]:
         yield f"optimizer.warmup_steps: {optimizer.warmup_steps} is not within the run's {steps} steps."
     if optimizer.offload and not config.parallel.distributed_optimizer:
         yield "optimizer.offload: needs parallel.distributed_optimizer; drop one of the two."
+    if config.train.deterministic and config.model.attention == "cudnn":
+        yield "model.attention: cudnn adds in no fixed order; with train.deterministic, take auto or flash."
     if not optimizer.min_lr <= optimizer.lr:
         yield f"optimizer.min_lr: {optimizer.min_lr} is not between 0 and lr {optimizer.lr}."
 

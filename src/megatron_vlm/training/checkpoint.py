@@ -30,6 +30,7 @@ from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig, all_setti
 from megatron_vlm.files import read_text
 from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.job import watchdog
+from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.overrides import load_yaml
 from megatron_vlm.parallel.setup import from_all_ranks, on_first_rank
 from megatron_vlm.training.tensor_files import (
@@ -58,6 +59,7 @@ class CheckpointInfo:
     loader_states: list[Any] = field(default_factory=list)
     # of each rank, with which bits stay the same; empty if the layout differs now, or it was not saved
     threads: list[int] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)  # `kernel_checks.chosen` of all ranks
 
 
 def claim(run_dir: str | Path, hf_path: str) -> BinaryIO:
@@ -214,7 +216,8 @@ def _saved(path: Path, state: dict[str, Any]) -> CheckpointInfo:
     in_order = [loaders[rank] for rank in sorted(loaders)]
     is_same_layout = state["layout"] == layout()
     threads = [rank["threads"] for rank in state["ranks"] if is_same_layout and "threads" in rank]
-    return CheckpointInfo(state["step"], path, state["tied"], state["extra"], in_order, threads)
+    kernels = {part: name for rank in state["ranks"] for part, name in rank.get("kernels", {}).items()}
+    return CheckpointInfo(state["step"], path, state["tied"], state["extra"], in_order, threads, kernels)
 
 
 def _config_values(model_chunks: list) -> dict[str, Any] | None:
@@ -280,6 +283,7 @@ def _rank_state(loader_state: Any) -> dict[str, Any]:
         "dp_rank": parallel_state.get_data_parallel_rank(),
         "rng": _generator_states(),
         "threads": torch.get_num_threads(),
+        "kernels": kernel_checks.chosen,
         "loader": loader_state,
     }
 

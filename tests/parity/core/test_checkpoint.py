@@ -20,6 +20,7 @@ def _runs_in_folders(root: str) -> dict:
     """Everything below that needs a process of its own, in one."""
     import tiny_gpt
 
+    from megatron_vlm.models.layers import kernel_checks
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import checkpoint
     from megatron_vlm.training.optimizer import build_optimizer
@@ -53,7 +54,9 @@ def _runs_in_folders(root: str) -> dict:
 
     out = {"none": checkpoint.load_latest(os.path.join(root, "empty"), *run) is None}
 
+    kernel_checks.chosen["attention, heads of 16"] = "flash"
     saved("pruned", 1, 2, 3, 3)
+    out["kernels"] = checkpoint.saved(os.path.join(root, "pruned")).kernels
     out["pruned"] = listing("pruned")
     state = Path(root, "pruned/checkpoints/step_00000003/state.json")
     before = state.stat().st_ino
@@ -120,6 +123,10 @@ def folders(tmp_path_factory):
 
 def test_a_folder_without_checkpoints_loads_nothing(folders):
     assert folders[1]["none"]
+
+
+def test_the_kernels_of_a_run_are_saved(folders):
+    assert folders[1]["kernels"] == {"attention, heads of 16": "flash"}
 
 
 def test_old_checkpoints_are_pruned(folders):

@@ -119,6 +119,7 @@ def _facts(layouts: list[ParallelConfig]) -> list[dict]:
         }
         draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
         facts.append({**ranks, "draws": draws, "device": str(setup.device())})
+        facts[-1]["cudnn_sdp"] = torch.backends.cuda.cudnn_sdp_enabled()
     setup.shutdown()
     return facts
 
@@ -131,6 +132,8 @@ def test_layouts_follow_one_another_in_the_same_processes():
     assert [fact["pp"] for fact in pp] == [0, 1]
     assert dp[0]["draws"] == dp[1]["draws"] == tp[0]["draws"] == tp[1]["draws"]
     assert pp[0]["draws"] != pp[1]["draws"]  # stages hold other weights
+    # else PyTorch's attention plans each token of an answer anew on a Hopper card
+    assert not any(fact["cudnn_sdp"] for rank in ranks for fact in rank)
 
 
 def test_a_single_process_needs_no_torchrun(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from pairs import pairs
 from places import ROOT
 
-from megatron_vlm.config import ConfigError, ModelConfig
+from megatron_vlm.config import ConfigError, DataConfig, ModelConfig, RunConfig, TrainConfig
 from megatron_vlm.models.layers import attention_kernels as kernels
 from megatron_vlm.models.layers import kernel_checks, tower_attention
 from megatron_vlm.models.layers.attention import Attend, dense, mask
@@ -25,6 +25,7 @@ from megatron_vlm.models.layers.kernel_checks import (
     tower_views,
 )
 from megatron_vlm.models.layers.tower_attention import view_of
+from megatron_vlm.validate import validate
 
 CPU = torch.device("cpu")
 DOCUMENTS = {
@@ -320,6 +321,11 @@ def as_on_cuda(with_stand_ins):
     with_stand_ins.setattr(torch.cuda, "synchronize", lambda: None)
     with_stand_ins.setattr(tower_attention, "kernels", {})
     with_stand_ins.setattr(kernel_checks, "kernels", tower_attention.kernels)
+    with_stand_ins.setattr(kernel_checks, "chosen", {})
+    with_stand_ins.setattr(kernel_checks, "from_all_ranks", lambda value, _: [value])
+    with_stand_ins.setattr(
+        kernel_checks.parallel_state, "get_tensor_and_data_parallel_group", lambda **_: None
+    )
     return with_stand_ins
 
 
@@ -357,11 +363,44 @@ class Tower(torch.nn.Module):
 )
 def test_the_faster_kernel_is_taken_or_the_one_that_is_named(as_on_cuda, recwarn, slow, fast):
     as_on_cuda.setitem(KERNELS, slow, slowed(slow, as_on_cuda))
-    assert taken() == {16: fast} and taken(attention=slow) == {16: slow}
+    assert taken() == {16: fast}
     check_towers(Tower(), CUDA, torch.bfloat16, ModelConfig())
     assert tower_attention.kernels == {(4, 16): fast}
+    kernel_checks.chosen.clear()  # as another process does
+    assert taken(attention=slow) == {16: slow}
     check_towers(Tower(), CUDA, torch.bfloat16, ModelConfig(attention=slow))
     assert tower_attention.kernels == {(4, 16): slow} and not recwarn.list
+
+
+def test_all_ranks_take_the_kernel_that_is_fastest_on_all_together(as_on_cuda):
+    """Here flash is the faster one, by less than on another rank cuDNN's."""
+    as_on_cuda.setitem(KERNELS, "cudnn", slowed("cudnn", as_on_cuda))
+    as_on_cuda.setattr(
+        kernel_checks, "from_all_ranks", lambda value, _: [value, {"flash": 99.0, "cudnn": 1.0}]
+    )
+    assert taken() == {16: "cudnn"}
+
+
+def test_a_resumed_run_keeps_its_kernels(as_on_cuda):
+    as_on_cuda.setitem(KERNELS, "flash", slowed("flash", as_on_cuda))
+    kernel_checks.chosen |= {"attention, heads of 16": "flash", "towers, heads of 16": "flash"}
+    assert taken() == {16: "flash"}
+    check_towers(Tower(), CUDA, torch.bfloat16, ModelConfig())
+    assert tower_attention.kernels == {(4, 16): "flash"}
+    with pytest.warns(UserWarning, match="attention, heads of 16: flash so far, cudnn from here on"):
+        assert taken(attention="cudnn") == {16: "cudnn"}
+
+
+def test_a_deterministic_run_does_without_cudnn(as_on_cuda):
+    as_on_cuda.setitem(KERNELS, "flash", slowed("flash", as_on_cuda))
+    as_on_cuda.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert taken() == {16: "flash"}
+    check_towers(Tower(), CUDA, torch.bfloat16, ModelConfig())
+    assert tower_attention.kernels == {(4, 16): "flash"}
+    model, train = ModelConfig(hf_path="x", attention="cudnn"), TrainConfig(deterministic=True)
+    config = RunConfig(run_dir="x", model=model, train=train, data=DataConfig(train_data_path="x"))
+    with pytest.raises(ConfigError, match="model.attention: cudnn adds in no fixed order"):
+        validate(config)
 
 
 def test_a_run_ends_if_no_kernel_agrees_unless_the_slower_way_is_named(as_on_cuda, recwarn):

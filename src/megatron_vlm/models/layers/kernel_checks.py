@@ -30,6 +30,7 @@ from megatron_vlm.models.layers.fused import Fused, compiled_on, gated, norm, of
 from megatron_vlm.models.layers.tower_attention import heads, kernels, use_sdpa, view_of
 from megatron_vlm.parallel import linears
 from megatron_vlm.parallel.linears import GatheredProduct, ScatteredProduct, wgrad_gemm_accum_fp32
+from megatron_vlm.parallel.setup import from_all_ranks
 
 FOR_CUDA = ("flash", "cudnn")  # in 16 bits
 ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, OSError, subprocess.SubprocessError)
@@ -47,6 +48,7 @@ SLOWER = {
 }
 OVERLAP = "parallel.tp_comm_overlap: products that exchange rows"
 WITHOUT = "parallel.tp_comm_overlap=false trains with exchanges before and after them."
+chosen: dict[str, str] = {}  # the kernel of each part and width of heads; checkpoints keep it
 
 
 def attention_backends(
@@ -74,11 +76,12 @@ def attention_backends(
     dtype = megatron_config.params_dtype
     for (channels, groups), of_layers in windows_of_heads.items():
         sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
-        names = FOR_CUDA if backend == "auto" else (backend,)
+        names = names_for_cuda() if backend == "auto" else (backend,)
         plan = AttentionPlan(Placement(DOCUMENTS, BLOCKS, 1), 0, sum(DOCUMENTS), of_layers, device)
         problems = {name: disagreement(name, sizes, dtype, plan, plan.views) for name in names}
         measured = AttentionPlan(Placement(MEASURED, [], 1), 0, sum(MEASURED), of_layers, device)
-        fastest = _fastest("attention", model, problems, sizes, dtype, list(measured.views.values()))
+        views = list(measured.views.values())
+        fastest = _fastest("attention", model, problems, sizes, dtype, views, dist.group.WORLD)
         backends[channels] = fastest or "dense"
     return backends
 
@@ -91,16 +94,22 @@ def check_towers(vision: nn.Module, device: torch.device, dtype: torch.dtype, mo
     """
     if dtype == torch.float32:
         return use_sdpa(vision)
-    names = (model.attention,) if model.attention in FOR_CUDA else FOR_CUDA
+    names = (model.attention,) if model.attention in FOR_CUDA else names_for_cuda()
+    stage_ranks = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     plan, views = tower_views(device)
     for number, width in heads(vision):
         sizes = (number, number, width)
         problems = {name: disagreement(name, sizes, dtype, plan, views) for name in names}
         measured = [view_of(np.full(16, 1024), device)]
-        fastest = _fastest("towers", model, problems, sizes, dtype, measured)
+        fastest = _fastest("towers", model, problems, sizes, dtype, measured, stage_ranks)
         if fastest is None:
             return use_sdpa(vision)
         kernels[number, width] = fastest
+
+
+def names_for_cuda() -> tuple[str, ...]:
+    """The kernels to choose from. Torch cannot tell cuDNN's backward pass to add in a fixed order."""
+    return FOR_CUDA[:1] if torch.are_deterministic_algorithms_enabled() else FOR_CUDA
 
 
 def _fastest(
@@ -110,17 +119,28 @@ def _fastest(
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     views: list[View],
+    ranks: dist.ProcessGroup,
 ) -> str | None:
-    """The kernel without a problem that takes the fewest seconds, forward and backward, over all views; None,
-    or as `fall_back` raises, if there is none. The first takes the place of one that is at most 5 % faster,
-    so that a run has the same after each start."""
+    """The kernel without a problem that takes the fewest seconds over all views, on all `ranks` together.
+
+    Forward and backward count; the first takes the place of one that is at most 5 % faster. A kernel in
+    `chosen` stays. None, or as `fall_back` raises, if all have a problem. Collective over `ranks`.
+    """
+    heads = f"{part}, heads of {sizes[2]}"
     agreeing = [name for name, problem in problems.items() if problem is None]
     if not agreeing:
         return fall_back(part, model, f"heads of {sizes[2]}: {'; '.join(problems.values())}")
-    if len(agreeing) == 1:
-        return agreeing[0]
-    times = {name: sum(_seconds(name, sizes, dtype, view) for view in views) for name in agreeing}
-    return min(times, key=lambda name: times[name] * (0.95 if name == agreeing[0] else 1))
+    before = chosen.get(heads)
+    if before not in agreeing:
+        times = dict.fromkeys(agreeing, 0.0)
+        if len(agreeing) > 1:
+            times = {name: sum(_seconds(name, sizes, dtype, view) for view in views) for name in agreeing}
+        of_ranks = from_all_ranks(times, ranks)
+        totals = {name: sum(of_rank[name] for of_rank in of_ranks) for name in agreeing}
+        chosen[heads] = min(totals, key=lambda name: totals[name] * (0.95 if name == agreeing[0] else 1))
+        if before is not None:
+            warnings.warn(f"{heads}: {before} so far, {chosen[heads]} from here on", stacklevel=2)
+    return chosen[heads]
 
 
 def fall_back(part: str, model: ModelConfig, problem: str) -> None:
