@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,14 +17,15 @@ from places import ROOT
 from megatron_vlm.config import ConfigError, DataConfig, ModelConfig, RunConfig, TrainConfig
 from megatron_vlm.models.layers import attention_kernels as kernels
 from megatron_vlm.models.layers import kernel_checks, tower_attention
-from megatron_vlm.models.layers.attention import Attend, dense, mask
+from megatron_vlm.models.layers.attention import Attend, RotarySelfAttention, dense, mask
 from megatron_vlm.models.layers.attention_kernels import KERNELS, Kernel, Segments
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
 from megatron_vlm.models.layers.kernel_checks import (
     attention_backends,
     check_towers,
     disagreement,
-    tower_views,
+    layer_cases,
+    tower_cases,
 )
 from megatron_vlm.models.layers.tower_attention import view_of
 from megatron_vlm.validate import validate
@@ -191,13 +194,13 @@ def cudnn_segments(cu_q, cu_k, longest, is_causal) -> Segments:
     """The segments that cuDNN's arguments describe; for causal attention it takes one tensor of bounds."""
     assert cu_q is cu_k or not is_causal
     lengths = [bounds.diff().numpy() for bounds in (cu_q, cu_k)]
-    planned.add((*map(len, lengths), *longest))
+    planned.append((*map(len, lengths), *longest))
     assert all(limit >= n.max() for limit, n in zip(longest, lengths, strict=True))
     is_there = lengths[0] > 0
     return Segments(*(n[is_there] for n in lengths), None, 0 if is_causal else None, CPU)
 
 
-planned: set[tuple[int, ...]] = set()  # what cuDNN makes a graph for
+planned: list[tuple[int, ...]] = []  # what cuDNN was called for
 
 
 def cudnn_stand_in(q, k, v, bias, cu_q, cu_k, max_q, max_k, with_sum, dropout, is_causal, debug, *, scale):
@@ -241,12 +244,13 @@ def with_stand_ins(monkeypatch):
     return monkeypatch
 
 
+@pytest.mark.parametrize("lengths", [[700, 3, 90, 1, 8], [509, 400]], ids=["uneven", "even"])
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 @pytest.mark.parametrize("window", [None, 50])
-def test_kernels_for_cuda_get_the_same_lists(with_stand_ins, name, window):
-    lengths = [700, 3, 90, 1, 8]
+def test_kernels_for_cuda_get_the_same_lists(with_stand_ins, name, window, lengths):
+    planned.clear()
     q, k, v = (torch.randn(sum(lengths) + 3, n, 16, requires_grad=True) for n in (4, 2, 2))
-    [plan] = plans(lengths, [(0, 5, 60), (2, 1, 30)], 1, [window])
+    [plan] = plans(lengths, [(0, 5, 60), (1, 1, 3)], 1, [window])
     all_of_each = view_of(np.array([*lengths, 3]), CPU)  # as in a tower
     for view in (plan.views[window], all_of_each):
         found = []
@@ -254,6 +258,88 @@ def test_kernels_for_cuda_get_the_same_lists(with_stand_ins, name, window):
             out = Attend.apply(q, k, v, view, kernel, 0.3)
             found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
         assert all(map(torch.equal, *found))
+    # in both views, forward and backward; a window goes to flash
+    assert len(planned) == (len(lengths) == 2 and name == "cudnn") * (4 if window is None else 2)
+
+
+def packed_rows(mean: float, spread: float, tokens: int = 8192) -> Iterator[list[int]]:
+    """A thousand rows of log-normal documents; the largest of 200 that fits is taken."""
+    rng = np.random.default_rng(0)
+    drawn = iter(lambda: min(tokens, max(16, int(rng.lognormal(np.log(mean), spread)))), None)
+    buffer = list(islice(drawn, 200))
+    for _ in range(1000):
+        row = []
+        while fitting := [length for length in buffer if sum(row) + length <= tokens]:
+            row.append(max(fitting) if row else buffer[0])
+            buffer.remove(row[-1])
+            buffer.append(next(drawn))
+        yield row
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "most"),
+    [(600, 1.0, 8), (1500, 1.2, 6), (4000, 0.8, 7), (9000, 0.7, 7), (1000, 0.3, 8)],
+)
+def test_cudnn_makes_few_plans_and_holds_at_most_twice_what_flash_does(mean, spread, most):
+    keys, heads = set(), (32, 128)
+    for row in packed_rows(mean, spread):
+        segments = Segments(np.array(row), np.array(row), None, 0, CPU)
+        query = kernels._rounded(torch.empty(sum(row), *heads, device="meta"))
+        shape = (query.shape, (sum(row), 8, 128), len(row))
+        if segments.is_even:
+            keys.add((*query.shape, *query.stride(), len(row), *segments.limits))
+            flash = kernels.flash_workspace(*shape)
+            assert kernels.cudnn_workspace(*shape, segments.limits) <= 2.05 * flash
+    assert len(keys) == most
+
+
+def test_workspaces_are_those_of_the_kernels_sources():
+    """One document of 12k and 60 short ones, whose query heads share keys."""
+    row = Segments(np.array([12000] + [346] * 60), np.array([12000] + [346] * 60), None, 0, CPU)
+    tokens, heads = 32760, 32
+    query, key = (tokens, heads, 128), (tokens, 8, 128)
+    by_cudnn = kernels.cudnn_workspace(query, key, 61, row.limits)
+    assert by_cudnn == 61 * 16384 * heads * (4 * 129 + 4 * 128) and round(by_cudnn / 2**30) == 31
+    by_flash = kernels.flash_workspace(query, key, 61)
+    assert by_flash == heads * ((tokens + 128 * 61) * 4 * 129 + tokens * 4 * 128)
+    assert round(by_flash / 2**30, 1) == 1.1 and not row.is_even
+    alone = (100, 4, 72)
+    assert kernels.flash_workspace(alone, alone, 1) == 228 * 4 * 4 * 97  # 72 channels are padded to 96
+
+
+def test_cudnn_gets_tensors_without_gaps(with_stand_ins):
+    """Each way to lie in memory would be a plan of its own."""
+    seen = []
+    for name in ("cudnn_kernel", "cudnn_kernel_backward"):
+        kernel = STAND_INS[name]
+        with_stand_ins.setattr(
+            kernels, name, lambda *given, kernel=kernel, **more: seen.append(given) or kernel(*given, **more)
+        )
+    q, k = torch.randn(512, 4, 16), torch.randn(512, 2, 16)
+    inputs = [x.requires_grad_() for x in (q, k, torch.randn(512, 6, 16)[:, 4:])]
+    Attend.apply(*inputs, view_of(np.array([512]), CPU), KERNELS["cudnn"], 0.3).sum().backward()
+    tensors = [x for given in seen for x in given if isinstance(x, torch.Tensor)]
+    assert len(seen) == 2 and all(x.is_contiguous() for x in tensors)
+
+
+def test_two_passes_are_joined_in_fp32():
+    """Of contexts in bf16, the sum by their shares is rounded once."""
+    [plan] = plans([64], [(0, 0, 60)], 1, [None])
+    q = torch.randn(plan.length, 2, 16).bfloat16()
+    [(queries, keys, segments)] = plan.views[None].more
+    passes = []
+
+    def forward(*given):
+        passes.append(documents.forward(*given))
+        return tuple(x.clone() for x in passes[-1])
+
+    documents = KERNELS["documents"]
+    joined = Attend.apply(q, q, q, plan.views[None], Kernel(forward, documents.backward), 0.3)[queries]
+    (first, first_sum), (other, other_sum) = passes
+    sums = torch.stack((first_sum[:, queries], other_sum)).double().softmax(0).mT[..., None]
+    expected = first[queries].double() * sums[0] + other.double() * sums[1]
+    # half of the last of 8 bits, and what fp32 is off
+    assert ((joined.double() - expected).abs() <= expected.abs() * 2**-8 * 1.001 + 1e-7).all()
 
 
 def test_every_private_operator_is_compared():
@@ -268,11 +354,8 @@ def test_every_private_operator_is_compared():
 
 def check(backend: str, dtype: torch.dtype = torch.float32) -> tuple[str | None, str | None]:
     """What is wrong in the language model, and in towers."""
-    lengths = kernel_checks.DOCUMENTS
-    placement = Placement(lengths, kernel_checks.BLOCKS, 1)
-    plan = AttentionPlan(placement, 0, sum(lengths), {None, 50}, CPU)
-    of_towers = disagreement(backend, (4, 4, 16), dtype, *tower_views(CPU))
-    return disagreement(backend, (4, 2, 16), dtype, plan, plan.views), of_towers
+    of_towers = disagreement(backend, (4, 4, 16), dtype, tower_cases(CPU))
+    return disagreement(backend, (4, 2, 16), dtype, layer_cases({None, 50}, CPU)), of_towers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -292,6 +375,38 @@ def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
     of_layers, of_towers = check("documents")
     assert of_towers == "documents differs by 1.0e-03 in its gradient 2"
     assert of_layers in (of_towers, f"{of_towers} in layers of window 50")  # of a set's first
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_the_check_gets_values_as_they_lie_in_a_step(groups):
+    """As a view into the linear's output, whose rows have queries and keys, too."""
+    config = SimpleNamespace(attention_output_gate=False, qk_layernorm=False)
+    rows = torch.randn(5, 1, (4 + 2 * groups) * 16)
+    layer = SimpleNamespace(config=config, linear_qkv=lambda x: (x, None), hidden_size_per_attention_head=16)
+    layer.num_query_groups_per_partition = groups
+    _, _, value = RotarySelfAttention.get_query_key_value_tensors(layer, rows)
+    seen = []
+    inputs = kernel_checks._attention_inputs((4, groups, 16), 5, CPU, torch.float32)
+    kernel_checks._with_gradients(inputs, lambda q, k, v: seen.append(v.stride()) or q + k.sum() + v.sum())
+    assert seen == [value.squeeze(1).stride()] and not value.squeeze(1).is_contiguous()
+    assert any(sum(lengths) % 128 for lengths in kernel_checks.DOCUMENTS)  # see `_rounded`
+
+
+def test_a_kernel_that_breaks_the_device_ends_the_run_by_its_name(as_on_cuda):
+    """After an illegal address, all that the device is asked for fails; so no other kernel is tried."""
+
+    def break_device(*_):
+        as_on_cuda.setattr(torch, "ones", fail)
+        fail()
+
+    def fail(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    as_on_cuda.setitem(KERNELS, "cudnn", Kernel(break_device, fail))
+    with pytest.raises(
+        ConfigError, match=r"^cudnn broke the device .*illegal.*; model.attention=flash trains"
+    ):
+        taken()
 
 
 # -- which kernel a GPU takes
@@ -316,7 +431,7 @@ def as_on_cuda(with_stand_ins):
     with_stand_ins.setattr(kernel_checks, "AttentionPlan", lambda *given: AttentionPlan(*given[:-1], CPU))
     with_stand_ins.setattr(kernel_checks, "MEASURED", [40, 24])
     with_stand_ins.setattr(
-        kernel_checks, "view_of", lambda lengths, _: view_of(np.minimum(lengths, 300), CPU)
+        kernel_checks, "view_of", lambda lengths, _: view_of(np.minimum(lengths, 512), CPU)
     )
     with_stand_ins.setattr(torch.cuda, "synchronize", lambda: None)
     with_stand_ins.setattr(tower_attention, "kernels", {})

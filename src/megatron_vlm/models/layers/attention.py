@@ -70,9 +70,10 @@ class Attend(torch.autograd.Function):
             sum_so_far = log_sum[:, queries]
             both_sum = torch.logaddexp(sum_so_far, other_sum)
             share_so_far, other_share = (
-                (part - both_sum).exp().t()[..., None].to(context.dtype) for part in (sum_so_far, other_sum)
+                (part - both_sum).exp().t()[..., None] for part in (sum_so_far, other_sum)
             )
-            context[queries] = context[queries] * share_so_far + other * other_share
+            joined = context[queries] * share_so_far + other * other_share  # fp32, to round once
+            context[queries] = joined.to(context.dtype)
             log_sum[:, queries] = both_sum
         ctx.save_for_backward(query, key, value, context, log_sum)
         ctx.view, ctx.kernel, ctx.scale = view, kernel, scale

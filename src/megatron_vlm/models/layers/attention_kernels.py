@@ -11,8 +11,8 @@ A kernel is a pair of functions on tensors (tokens, heads, K), keys and values w
 and each call's backward gives its part of the gradients.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -98,16 +98,15 @@ class Segments:
         return int(self.query_lengths.max(initial=0)), int(self.key_lengths.max(initial=0))
 
     @cached_property
-    def rounded(self) -> tuple[Tensor, Tensor, int, int]:
-        """`bounds` with empty segments at the end, and limits of `longest`, of powers of two."""
-        more = _power_of_two(len(self.query_lengths)) - len(self.query_lengths)
-        queries, keys = (np.pad(lengths, (0, more)) for lengths in (self.query_lengths, self.key_lengths))
-        padded = replace(self, query_lengths=queries, key_lengths=keys)
-        return *padded.bounds, *(max(256, _power_of_two(length)) for length in self.longest)
+    def limits(self) -> tuple[int, int]:
+        """Powers of two that `longest` do not exceed."""
+        return tuple(max(256, 1 << (length - 1).bit_length()) for length in self.longest)
 
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all segments, were they as long as `limits`, had at most twice the queries and keys."""
+        both = zip(self.limits, (self.query_lengths, self.key_lengths), strict=True)
+        return all(len(lengths) * limit <= 2 * lengths.sum() for limit, lengths in both)
 
 
 def _bounds(lengths: np.ndarray) -> np.ndarray:
@@ -217,18 +216,46 @@ def _options(segments: Segments, scale: float) -> dict[str, Any]:
     return {"scale": scale} | {side: -1 if limit is None else limit for side, limit in window.items()}
 
 
-def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
-    """cuDNN's attention through torch, for CUDA, in 16 bits; windows, unknown to it, go to `flash_forward`.
-    It has not run on a GPU yet.
+def flash_workspace(query: Sequence[int], key: Sequence[int], segments: int) -> int:
+    """Return the bytes that FlashAttention 2's backward pass holds besides what it gets and gives.
 
-    cuDNN plans a call for its numbers of tokens and segments and for the longest segment, so all are rounded.
+    These are the query's gradient and a sum in fp32, with 128 rows more for each segment. Where query heads
+    share keys, each has gradients of keys and values besides (`mha_varlen_bwd` in torch 2.11 and 2.15).
+
+    Args:
+        query: The shape (tokens, heads, K).
+        key: The shape (tokens, heads, K).
+        segments: Their number.
+    """
+    tokens, heads, width = query
+    padded_width = -(-width // 32) * 32 if width <= 192 else 256
+    shared = 4 * key[0] * heads * width if key[1] != heads else 0
+    return (tokens + 128 * segments) * heads * (4 * padded_width + 4) + shared
+
+
+def cudnn_workspace(query: Sequence[int], key: Sequence[int], segments: int, limits: tuple[int, int]) -> int:
+    """Return what `flash_workspace` does, for cuDNN.
+
+    It has rows for `limits` queries and keys in every segment: cudnn-frontend's backward node would need the
+    number of all tokens, which torch 2.15 does not hand on.
+    """
+    _, heads, width = query
+    shared = 4 * limits[1] * heads * width if key[1] != heads else 0
+    return segments * (limits[0] * heads * (4 * width + 4) + shared)
+
+
+def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
+    """cuDNN's attention through torch, for CUDA, in 16 bits. It has not run on a GPU yet.
+
+    Windows, unknown to it, go to `flash_forward`, and so do uneven segments (`cudnn_workspace`). cuDNN plans
+    a call for its number of tokens, the longest segment and strides, so these are rounded or always the same.
     """
     if NO_CUDNN:
         raise NotImplementedError(NO_CUDNN)
-    if not segments.is_plain:
+    if not (segments.is_plain and segments.is_even):
         return flash_forward(query, key, value, segments, scale)
     outputs = cudnn_kernel(
-        *(_rounded(query), _rounded(key), _rounded(value), None, *segments.rounded),
+        *(_rounded(query), _rounded(key), _rounded(value), None, *segments.bounds, *segments.limits),
         *(True, 0.0, segments.is_causal, False),
         scale=scale,
     )
@@ -239,23 +266,23 @@ def cudnn_backward(
     gradient: Tensor, inputs: Inputs, outputs: Outputs, segments: Segments, scale: float
 ) -> Inputs:
     """See the module and `cudnn_forward`."""
-    if not segments.is_plain:
+    if not (segments.is_plain and segments.is_even):
         return flash_backward(gradient, inputs, outputs, segments, scale)
-    gradient, query, key, value, context = map(_rounded, (gradient.contiguous(), *inputs, outputs[0]))
+    gradient, query, key, value, context = map(_rounded, (gradient, *inputs, outputs[0]))
     log_sum_exp = pad(outputs[1], (0, len(query) - len(inputs[0])))
     state = torch.empty(2, dtype=torch.uint64, device=gradient.device)
     grads = cudnn_kernel_backward(
-        *(gradient, query, key, value, context, log_sum_exp, state, state, None, *segments.rounded),
-        *(0.0, segments.is_causal),
+        *(gradient, query, key, value, context, log_sum_exp, state, state, None),
+        *(*segments.bounds, *segments.limits, 0.0, segments.is_causal),
         scale=scale,
     )
     return tuple(grad[: len(x)] for grad, x in zip(grads, inputs, strict=True))
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """With more rows, at most an eighth, which no segment has."""
+    """Without gaps, with more rows, at most an eighth, which no segment has."""
     step = 1 << max(7, len(x).bit_length() - 4)
-    return pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % step)) if len(x) % step else x
+    return pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % step)) if len(x) % step else x.contiguous()
 
 
 KERNELS = {

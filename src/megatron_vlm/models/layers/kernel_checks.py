@@ -35,10 +35,12 @@ from megatron_vlm.parallel.setup import from_all_ranks
 FOR_CUDA = ("flash", "cudnn")  # in 16 bits
 ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, OSError, subprocess.SubprocessError)
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of the largest number
-DOCUMENTS, BLOCKS = [300, 1, 192, 12, 7], [(0, 20, 150), (2, 181, 192)]
-MEASURED = [8192, 4096, 2048, 1024, 1024]
+# Lengths of documents with blocks in them: cuDNN leaves the first to FlashAttention (`Segments.is_even`), and
+# of the second the number of tokens is no multiple.
+DOCUMENTS, BLOCKS = ([300, 1, 192, 12, 7], [509, 400, 300, 1]), [(0, 20, 150), (2, 181, 192)]
+MEASURED = [8192, 4096, 4096]
 # of a real size, as flash-linear-attention tunes its kernels in their first call
-DELTA_LENGTHS = [*MEASURED, *DOCUMENTS]
+DELTA_LENGTHS = [*MEASURED, *DOCUMENTS[0]]
 SLOWER = {
     "attention": "dense attention: slow, with memory that grows as the square of a row",
     "towers": "Transformers' own attention: slower, with a call for each image or a mask of all patches",
@@ -48,6 +50,11 @@ SLOWER = {
 }
 OVERLAP = "parallel.tp_comm_overlap: products that exchange rows"
 WITHOUT = "parallel.tp_comm_overlap=false trains with exchanges before and after them."
+WITHOUT_KERNEL = {
+    "cudnn": "model.attention=flash trains without it.",
+    "flash": "model.attention=dense trains without it, slowly.",
+    "flash-linear-attention": "a run trains without it if the package is not installed.",
+}
 chosen: dict[str, str] = {}  # the kernel of each part and width of heads; checkpoints keep it
 
 
@@ -77,8 +84,8 @@ def attention_backends(
     for (channels, groups), of_layers in windows_of_heads.items():
         sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
         names = names_for_cuda() if backend == "auto" else (backend,)
-        plan = AttentionPlan(Placement(DOCUMENTS, BLOCKS, 1), 0, sum(DOCUMENTS), of_layers, device)
-        problems = {name: disagreement(name, sizes, dtype, plan, plan.views) for name in names}
+        cases = layer_cases(of_layers, device)
+        problems = {name: disagreement(name, sizes, dtype, cases) for name in names}
         measured = AttentionPlan(Placement(MEASURED, [], 1), 0, sum(MEASURED), of_layers, device)
         views = list(measured.views.values())
         fastest = _fastest("attention", model, problems, sizes, dtype, views, dist.group.WORLD)
@@ -96,10 +103,10 @@ def check_towers(vision: nn.Module, device: torch.device, dtype: torch.dtype, mo
         return use_sdpa(vision)
     names = (model.attention,) if model.attention in FOR_CUDA else names_for_cuda()
     stage_ranks = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    plan, views = tower_views(device)
+    cases = tower_cases(device)
     for number, width in heads(vision):
         sizes = (number, number, width)
-        problems = {name: disagreement(name, sizes, dtype, plan, views) for name in names}
+        problems = {name: disagreement(name, sizes, dtype, cases) for name in names}
         measured = [view_of(np.full(16, 1024), device)]
         fastest = _fastest("towers", model, problems, sizes, dtype, measured, stage_ranks)
         if fastest is None:
@@ -168,44 +175,57 @@ def check(part: str, problem: str | None, model: ModelConfig) -> None:
         linears.in_product = False
 
 
-def tower_views(device: torch.device) -> tuple[AttentionPlan, dict[int | None, View]]:
-    """A plan for dense attention in which all patches of a segment see each other, and the towers' view."""
-    blocks = [(document, 0, length) for document, length in enumerate(DOCUMENTS)]
-    plan = AttentionPlan(Placement(DOCUMENTS, blocks, 1), 0, sum(DOCUMENTS), {None}, device)
-    return plan, {None: view_of(np.array(DOCUMENTS), device)}
+Case = tuple[AttentionPlan, dict[int | None, View]]  # a plan for dense attention, and what kernels get
 
 
-def disagreement(
-    name: str,
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    plan: AttentionPlan,
-    views: dict[int | None, View],
-) -> str | None:
-    """Says to the user what is wrong with the backend on the plan's device; None if nothing is.
+def layer_cases(windows: set[int | None], device: torch.device) -> list[Case]:
+    """Cases of layers with these windows."""
+    plans = [AttentionPlan(Placement(n, BLOCKS, 1), 0, sum(n), windows, device) for n in DOCUMENTS]
+    return [(plan, plan.views) for plan in plans]
 
-    `sizes` are the numbers of query heads, of key heads and of channels. Context and gradients on each of the
-    `views`, by window, are compared with dense attention in fp32 with the mask of the plan's own.
+
+def tower_cases(device: torch.device) -> list[Case]:
+    """Cases in which all patches of a segment see each other."""
+    cases = []
+    for lengths in DOCUMENTS:
+        blocks = [(document, 0, length) for document, length in enumerate(lengths)]
+        plan = AttentionPlan(Placement(lengths, blocks, 1), 0, sum(lengths), {None}, device)
+        cases.append((plan, {None: view_of(np.array(lengths), device)}))
+    return cases
+
+
+def disagreement(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, cases: list[Case]) -> str | None:
+    """Says to the user what is wrong with the backend on the cases' device; None if nothing is.
+
+    `sizes` are the numbers of query heads, of key heads and of channels. Context and gradients on each view
+    are compared with dense attention in fp32 with the mask of the plan's own.
     """
-    tensors = _attention_inputs(sizes, plan.length, plan.device, dtype)
-    scale = sizes[2] ** -0.5
-    for window, view in views.items():
-        expected = _with_gradients(
-            _widened(tensors), partial(dense, plan=plan, view=plan.views[window], scale=scale)
-        )
-        problem = problem_of(partial(_attended, name=name, view=view, scale=scale), tensors, expected)
-        if problem is not None:
-            return f"{name} {problem}" + (f" in layers of window {window}" if window else "")
+    for plan, views in cases:
+        tensors = _attention_inputs(sizes, plan.length, plan.device, dtype)
+        scale = sizes[2] ** -0.5
+        for window, view in views.items():
+            seen = partial(dense, plan=plan, view=plan.views[window], scale=scale)
+            expected = _with_gradients(_widened(tensors), seen)
+            attended = partial(_attended, name=name, view=view, scale=scale)
+            if problem := problem_of(name, attended, tensors, expected):
+                return f"{name} {problem}" + (f" in layers of window {window}" if window else "")
     return None
 
 
 def _attention_inputs(
     sizes: tuple[int, int, int], tokens: int, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Query, key, value and the gradient of the context."""
+    """Query, key, value and the gradient of the context. The value is a part of a linear's output, as in
+    `RotarySelfAttention.get_query_key_value_tensors`."""
     queries, keys, width = sizes
     random = _random(device, dtype)
-    return [random(tokens, heads, width) for heads in (queries, keys, keys, queries)]
+    value = random(tokens, keys, queries // keys + 2, width)[:, :, -1]
+    return [
+        random(tokens, queries, width),
+        random(tokens, keys, width),
+        value,
+        random(tokens, queries, width),
+    ]
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, name: str, view: View, scale: float) -> Tensor:
@@ -231,6 +251,7 @@ def _seconds(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, view: V
 
 
 def problem_of(
+    name: str,
     function: Callable[..., Tensor],
     tensors: list[Tensor],
     expected: list[Tensor],
@@ -238,16 +259,32 @@ def problem_of(
 ) -> str | None:
     """Says how a function's result and gradients differ from the expected ones; None if they agree.
 
-    `tensors` are the function's, and last the gradient of its result.
+    `tensors` are the function's, and last the gradient of its result. Raises as `touch`.
     """
     try:
         results = _with_gradients(tensors, function)
+        differences = [_difference(*both) for both in zip(results, expected, strict=True)]
     except errors as error:
+        touch(tensors[0].device, name, error)
         return f"does not run here ({_in_one_line(error)})"
-    for number, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
-        if not (error := _difference(ours, theirs)) <= LARGEST[tensors[-1].dtype]:
-            return f"differs by {error:.1e} in its {f'gradient {number}' if number else 'result'}"
+    for number, difference in enumerate(differences):
+        if not difference <= LARGEST[tensors[-1].dtype]:
+            return f"differs by {difference:.1e} in its {f'gradient {number}' if number else 'result'}"
     return None
+
+
+def touch(device: torch.device, name: str, error: Exception) -> None:
+    """Raise ConfigError if a device does not compute any more since `error`, such as an illegal address.
+
+    All that came after it would fail, too, and name something else.
+    """
+    try:
+        torch.ones(1, device=device).sum().item()
+    except RuntimeError as broken:
+        remedy = WITHOUT_KERNEL.get(name, "report this, with the versions of torch and of the driver.")
+        raise ConfigError(
+            f"{name} broke the device in its check before the run ({_in_one_line(error)}); {remedy}"
+        ) from broken
 
 
 def _in_one_line(error: Exception) -> str:
@@ -267,7 +304,7 @@ def _widened(tensors: list[Tensor]) -> list[Tensor]:
 def _with_gradients(tensors: list[Tensor], function: Callable[..., Tensor]) -> list[Tensor]:
     """The function's result and gradients; the last tensor is the gradient of its result."""
     *inputs, gradient = tensors
-    inputs = [x.clone().requires_grad_() for x in inputs]
+    inputs = [x.detach().requires_grad_() for x in inputs]  # with their strides
     output = function(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
 
@@ -286,7 +323,7 @@ def fused_disagreement(megatron_config: TransformerConfig, device: torch.device)
         for name, (function, tensors) in fused_cases(megatron_config, tokens, device).items():
             with compiled_on(None):
                 expected = _with_gradients(_widened(tensors), function)
-            if problem := problem_of(function, tensors, expected):
+            if problem := problem_of(name, function, tensors, expected):
                 return f"{name} of {tokens} tokens, compiled, {problem}"
     return None
 
@@ -353,6 +390,7 @@ def weight_gradient_disagreement(device: torch.device, dtype: torch.dtype) -> st
         try:
             wgrad_gemm_accum_fp32(x, grad, gradient_sum)
         except (RuntimeError, NotImplementedError, TypeError) as error:
+            touch(device, "the product that adds", error)
             return f"torch has no product that adds here ({_in_one_line(error)})"
         expected += grad.t().double() @ x.double()
     error = _difference(gradient_sum, expected)
@@ -454,7 +492,8 @@ def delta_disagreement(
         plain = partial(function, documents=documents, by=None)
         expected = _with_gradients(_widened(tensors), plain)
         by_kernel = partial(function, documents=documents, by=by)
-        if problem := problem_of(by_kernel, tensors, expected, (*ERRORS, TritonError)):
+        errors = (*ERRORS, TritonError)
+        if problem := problem_of("flash-linear-attention", by_kernel, tensors, expected, errors):
             return f"the {name} of flash-linear-attention {problem}"
     return None
 
