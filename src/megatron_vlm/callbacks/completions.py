@@ -1,7 +1,8 @@
 """Some of the answers of each step of GRPO, with their rewards: `<run_dir>/completions.jsonl`.
 
 A line holds `step`, the `key` and `prompt` of a sample, its `reference` and `pictures`, and `answers`: of
-each its `text`, the `rewards` by function, the `advantage`, its number of `tokens`, and whether it `ended`.
+each its `text`, the `rewards` by function, the `advantage`, its number of `tokens`, whether it `ended`, and
+what functions gave to `log_extra`, as texts (`extra`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class CompletionsLog:
         prompts: Sequence[Any],
         samples: Sequence[Mapping[str, Any]],
         rewards: Mapping[str, Sequence[float]],
-        extra: Mapping[str, Sequence[Any]],
+        extra: Mapping[str, Sequence[str]],
     ) -> None:
         """Log the first prompts of a step; lists have an entry for each sample."""
         # a line for each prompt, with all answers to it
@@ -45,7 +46,7 @@ class CompletionsLog:
                     "advantage": sample["advantage"],
                     "tokens": int(sample["loss_mask"].sum()),
                     "ended": sample["ended"],
-                    **{name: str(values[index]) for name, values in extra.items()},
+                    "extra": {name: values[index] for name, values in extra.items()},
                 }
                 for index, sample in enumerate(samples)
                 if sample["prompt"] == number

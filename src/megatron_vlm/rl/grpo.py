@@ -9,6 +9,7 @@ it draws the same ones.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ from megatron_vlm.parallel import setup
 from megatron_vlm.rl import losses
 from megatron_vlm.rl.agreement import gather
 from megatron_vlm.rl.policy import Scorer, scores_head
-from megatron_vlm.rl.rewards import AnswerRewards, Rewards
+from megatron_vlm.rl.rewards import PLACE, AnswerRewards, Rewards
 from megatron_vlm.rl.rollouts import RolloutPrompt, Sample, own_answers
 from megatron_vlm.training.figures import counts_data
 from megatron_vlm.training.losses import Loss, Reports, StartingWeights
@@ -81,6 +82,14 @@ def prompts_of(micro_batches: list[Batch]) -> list[AskedPrompt]:
     return prompts
 
 
+def of_data_ranks(values: list[Any]) -> tuple[list[Any], int]:
+    """The values of all data-parallel ranks, and where this rank's begin among them. Collective."""
+    rank, ranks = setup.data_parallel_place()
+    of_rank = dict(setup.from_all_ranks((rank, values)))
+    first = sum(len(of_rank[other]) for other in range(rank))
+    return [value for other in range(ranks) for value in of_rank[other]], first
+
+
 class Grpo(Callback):
     """The run's first callback, which makes the micro batches of a step from its prompts, and its `StepLoss`.
 
@@ -91,7 +100,8 @@ class Grpo(Callback):
     def __init__(self, config: RunConfig, chunks: list[nn.Module]):
         self._config, self._grpo = config, config.grpo
         self._start = StartingWeights(chunks) if config.grpo.beta else None
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}  # of the step
+        self._users_metrics: dict[str, float] = {}
         self._log: CompletionsLog | None = None  # on the first rank
 
     def take_model(self, source: Source, chunks: list[nn.Module]) -> None:
@@ -121,6 +131,7 @@ class Grpo(Callback):
         samples = self._answer(prompts)
         scores, everywhere = self._score(prompts, samples)
         self._metrics = self._figures(everywhere, samples)
+        self._users_metrics = {name: float(np.mean(values)) for name, values in everywhere.metrics.items()}
         groups = [sample["prompt"] for sample in samples]
         advantages = self._advantages(self._total(scores), self._total(everywhere), groups)
         for sample, advantage in zip(samples, advantages.tolist(), strict=True):
@@ -136,6 +147,9 @@ class Grpo(Callback):
 
     def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
         metrics |= self._metrics
+        if taken := sorted(metrics.keys() & self._users_metrics.keys()):
+            raise ConfigError(f"{PLACE}: log_metric({taken[0]!r}) is a figure of the run; give another name.")
+        metrics |= self._users_metrics
 
     def close(self) -> None:
         if self._log is not None:
@@ -148,6 +162,7 @@ class Grpo(Callback):
         grpo = self._grpo
         if self._engine is not None and not greedy:
             return self._ask_engine(prompts)
+        keys, first = of_data_ranks([prompt.key for prompt in prompts])
         return own_answers(
             self._scorer,
             prompts,
@@ -157,18 +172,16 @@ class Grpo(Callback):
             answers=1 if greedy else grpo.num_generations,
             seed=(self._config.train.seed << 32) + self._state.global_step,
             stop=self._stop,
-            numbers=[crc32(prompt.key.encode()) for prompt in prompts],  # whichever rank has the prompt
+            numbers=draw_numbers(keys)[first : first + len(prompts)],
             own_prompts=True,
         )
 
     def _ask_engine(self, prompts: list[AskedPrompt]) -> list[Sample]:
         """The same from an engine, which every rank asks for the answers to all prompts of the step."""
-        rank, ranks = setup.data_parallel_place()
-        of_rank = dict(setup.from_all_ranks((rank, prompts)))
-        everyone = [prompt for other in range(ranks) for prompt in of_rank[other]]
+        everyone, first = of_data_ranks(prompts)
         with calling(f"{ENGINE}: {self._grpo.engine}", self._grpo.engine):
             samples = self._engine(self._scorer, everyone)
-        count, first = self._grpo.num_generations, rank * len(prompts)
+        count = self._grpo.num_generations
         if [sample["prompt"] for sample in samples] != np.arange(len(everyone)).repeat(count).tolist():
             raise ConfigError(
                 f"{ENGINE}: {len(samples)} answers to {len(everyone)} prompts; give {count} (num_generations)"
@@ -188,6 +201,7 @@ class Grpo(Callback):
         """Rewards of the answers of this rank, and of all ranks. The functions run once for ranks that share
         their prompts."""
         rank, ranks = setup.data_parallel_place()
+        columns, _ = of_data_ranks([name for prompt in prompts for name in prompt.facts["columns"]])
         scored = error = None
         if counts_data():
             for sample in samples:
@@ -198,6 +212,7 @@ class Grpo(Callback):
                     [sample["text"] for sample in samples],
                     [sample["input_ids"][sample["loss_mask"]].tolist() for sample in samples],
                     self._state,
+                    set(columns),
                 )
             except Exception as problem:  # noqa: BLE001 - all ranks raise it; now they wait for this one
                 error = problem
@@ -232,13 +247,12 @@ class Grpo(Callback):
         figures = {"reward": _mean(total), "reward_std": _deviation(total)}
         for name, values in zip(self._rewards.names, scored.rewards.T, strict=True):
             figures |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _deviation(values)}
-        figures |= {
-            "frac_reward_zero_std": float(np.mean([_deviation(group) == 0 for group in groups])),
+        return figures | {
+            "frac_reward_zero_std": float(np.mean(np.isclose([_deviation(group) for group in groups], 0))),
             "completions/mean_length": float(np.mean(tokens)),
             "completions/max_length": float(np.max(tokens)),
             "completions/clipped_ratio": 1 - float(np.mean(ended)),
         }
-        return figures | {name: float(np.mean(values)) for name, values in scored.metrics.items()}
 
     # -- training
 
@@ -359,6 +373,19 @@ class Grpo(Callback):
             nothing = torch.zeros(0, dtype=torch.int64, device=device)
             reports.append({"sums": sums, "logs": logs, "losses": nothing.double(), "places": nothing})
         return (reports if parallel_state.is_pipeline_last_stage() else []), float(len(prompts))
+
+
+def draw_numbers(keys: Sequence[str]) -> list[int]:
+    """A number for each prompt of a step, from its key alone, whichever rank has it: answers are drawn by it.
+
+    A key that comes again has other answers.
+    """
+    times = Counter()
+    numbers = []
+    for key in keys:
+        numbers.append(crc32(f"{key} {times[key]}".encode() if times[key] else key.encode()))
+        times[key] += 1
+    return numbers
 
 
 def _mean(values: np.ndarray) -> float:

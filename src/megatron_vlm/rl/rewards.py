@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import TrainerState
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.encode.chat_template import text_of
 from megatron_vlm.imports import calling, load_function
+from megatron_vlm.job import watchdog
 
 PLACE = "train.rewards"
 
@@ -24,12 +25,12 @@ class AnswerRewards:
 
     rewards  (answers, functions) fp64, NaN where a function returned None
     metrics  what they gave to `log_metric`, by name
-    extra    what they gave to `log_extra`: name -> a value for each answer
+    extra    what they gave to `log_extra`: name -> a text for each answer
     """
 
     rewards: np.ndarray
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    extra: dict[str, list[Any]] = field(default_factory=dict)
+    extra: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def join(cls, parts: Sequence[AnswerRewards]) -> AnswerRewards:
@@ -38,20 +39,31 @@ class AnswerRewards:
         metrics = {name: [v for part in parts for v in part.metrics.get(name, [])] for name in names}
         return cls(np.concatenate([part.rewards for part in parts]), metrics)
 
+    def log_metric(self, name: str, value: float) -> None:
+        """Add to the mean of a figure of the step, as TRL's `log_metric`."""
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, name: str, values: Sequence[Any]) -> None:
+        """Log a value for each answer, as TRL's `log_extra`. Raises ValueError for more or fewer."""
+        values = [str(value) for value in values]
+        if len(values) != len(self.rewards):
+            counts = f"{len(values)} values for {len(self.rewards)} answers"
+            raise ValueError(f"log_extra({name!r}): {counts}; give one for each")
+        self.extra[name] = values
+
 
 class Rewards:
     """The functions that `train.rewards` names; `names` are what figures call them.
 
-    Each is called with lists of one length: `prompts` and `completions` as messages, `completion_ids`, a list
-    for each column of the records, `reference` (the reply that a record ends with) unless there is such a
-    column, and with `trainer_state`, `log_extra` and `log_metric`. It returns a number for each answer, or
-    None for one that it does not judge; a coroutine function may.
+    Each is called with lists of one length: `prompts` and `completions` as messages, `completion_ids`,
+    `reference` and `references` (the reply that a record ends with, and all right ones), a list for each
+    column of the records, and with `trainer_state`, `log_extra` and `log_metric`. It returns a number for
+    each answer, or None for one that it does not judge; a coroutine function may.
     """
 
     def __init__(self, names: Sequence[str]):
         self._functions = [(name, load_function(f"{PLACE}: {name}", name)) for name in names]
         short = [name.rpartition(":")[2] for name in names]
-        self._columns: dict[str, None] = {}  # of all records so far; a few records may lack some
         self.names = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
 
     def __call__(
@@ -60,32 +72,46 @@ class Rewards:
         answers: Sequence[str],
         answer_ids: Sequence[list[int]],
         state: TrainerState,
+        columns: Collection[str],
     ) -> AnswerRewards:
         """The rewards of answers, each to its prompt, which is a row's `asked` (`megatron_vlm.batch`).
 
+        `columns` names the columns of a step's records, on any rank. A record without one has None there.
+
         Raises:
-            ConfigError: A function fails, or returns something else; the message names its line.
+            ConfigError: A function fails, returns something else, or needs a column that no record of the
+                first step has; the message names its line.
         """
-        # what TRL's trainer passes: columns first, so that none takes the place of what follows
         scored = AnswerRewards(np.full((len(answers), len(self._functions)), np.nan))
-        self._columns |= dict.fromkeys(name for prompt in prompts for name in prompt["columns"])
+        rows = [_facts(prompt) for prompt in prompts]
+        # what TRL's trainer passes: columns first, so that none takes the place of what follows
         arguments = {
-            "reference": [prompt["reference"] for prompt in prompts],
-            **{name: [prompt["columns"].get(name) for prompt in prompts] for name in self._columns},
+            **{name: [row.get(name) for row in rows] for name in {"reference", "references", *columns}},
             "prompts": [[_plain(turn) for turn in prompt["prompt"]] for prompt in prompts],
             "completions": [[{"role": "assistant", "content": answer}] for answer in answers],
             "completion_ids": list(answer_ids),
             "trainer_state": state,
-            "log_extra": lambda name, values: scored.extra.update({name: list(values)}),
-            "log_metric": lambda name, value: scored.metrics.setdefault(name, []).append(float(value)),
+            "log_extra": scored.log_extra,
+            "log_metric": scored.log_metric,
         }
-        for column, (name, function) in enumerate(self._functions):
+        for index, (name, function) in enumerate(self._functions):
             place = f"{PLACE}: {name}"
+            watchdog.beat(f"{place}: rewards of step {state.global_step}")
+            given = _arguments_of(function, arguments)
+            # a column of few records may be in none of a later step; which steps, no restart changes
+            if state.global_step > 1:
+                given |= {lacking: [None] * len(answers) for lacking in _lacking(function, given)}
             with calling(place, name):
-                returned = function(**_arguments_of(function, arguments))
+                returned = function(**given)
                 returned = asyncio.run(returned) if inspect.isawaitable(returned) else returned
-            scored.rewards[:, column] = _numbers(place, returned, len(answers))
+            scored.rewards[:, index] = _numbers(place, returned, len(answers))
         return scored
+
+
+def _facts(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of the prompt's record, and the right answers unless these are columns."""
+    own = {name: value for name, value in prompt["columns"].items() if value is not None}
+    return {"reference": prompt["reference"], "references": prompt["references"]} | own
 
 
 def _plain(turn: dict) -> dict:
@@ -105,9 +131,20 @@ def _arguments_of(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _lacking(function: Any, given: Collection[str]) -> list[str]:
+    """The parameters without a default that are not given."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.name not in given
+    ]
+
+
 def _numbers(place: str, returned: Any, count: int) -> np.ndarray:
     try:
-        numbers = np.array([np.nan if value is None else float(value) for value in returned])
+        numbers = np.array([_number(value) for value in returned])
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{place}: {error}; return a list with a number, or None, for each answer."
@@ -121,3 +158,9 @@ def _numbers(place: str, returned: Any, count: int) -> np.ndarray:
             f"{place}: the reward of answer {np.isinf(numbers).argmax()} is infinite; return a number."
         )
     return numbers
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError(f"a reward is the text {value!r:.40}")
+    return np.nan if value is None else float(value)

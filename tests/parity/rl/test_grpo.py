@@ -76,6 +76,8 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
     encoder = HFEncoderVLMTaskEncoder(processor, run.data, description.data_needs)
     encoder.documents = objective_of(run).sample_encoder(encoder.documents, run)
     numbers, samples, scores = np.random.default_rng(3), [], []
+    ids = torch.arange(3, 100)
+    of_texts = ids[torch.as_tensor(description.visual_kinds(ids)) == 0].numpy()  # an answer has no images
     for n, parts in enumerate(PROMPTS):
         user, _ = parity.conversation(numbers, parts)
         images = [part["image"] for part in user["content"] if part["type"] == "image"]
@@ -88,7 +90,7 @@ def cases_of(family: str, path: Path | str) -> dict[str, Any]:
         )
         assert theirs["input_ids"][0].tolist() == prompt.input_ids.tolist()
         for answer in (2 * n, 2 * n + 1):
-            tokens = torch.from_numpy(numbers.integers(3, 100, LENGTHS[answer]))
+            tokens = torch.from_numpy(numbers.choice(of_texts, LENGTHS[answer]))
             ids = torch.cat([prompt.input_ids, tokens])
             mask = torch.arange(len(ids)) >= len(prompt.input_ids)
             visual = prompt.visual_inputs.as_model_kwargs() if prompt.visual_inputs else {}

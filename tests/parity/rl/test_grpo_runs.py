@@ -13,11 +13,13 @@ from engine_server import Answerer, serving
 from places import ROOT
 from safetensors.torch import load_file
 from sources import image_bytes
+from transformers import TrainerState
 
 from megatron_vlm import run_folder
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.overrides import apply_overrides
-from megatron_vlm.rl.rewards import Rewards
+from megatron_vlm.rl.grpo import draw_numbers
+from megatron_vlm.rl.rewards import AnswerRewards, Rewards
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -39,6 +41,25 @@ async def length_of_reference(reference):
 
 def wrong(completions):
     return [1.0]
+
+def as_texts(completions):
+    return ["1.0" for _ in completions]
+
+def infinite(completions):
+    return [1.0, float("inf")]
+
+def too_few_extras(completions, log_extra):
+    log_extra("level", [1])
+
+def lengths(reference, references):
+    return [float(len(text) + len(all_right)) for text, all_right in zip(reference, references)]
+
+def judged(solution):
+    return [float(one is not None) for one in solution]
+
+def of_the_run(completions, log_metric):
+    log_metric("grad_norm", 1.0)
+    return [1.0 for _ in completions]
 '''
 
 
@@ -60,6 +81,11 @@ def train_runs(runs: list[dict[str, Any]]) -> None:
 
     for run in runs:
         train(apply_overrides(RunConfig(), run))
+
+
+def train_refused(run: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"log_metric\('grad_norm'\) is a figure of the run"):
+        train_runs([run])
 
 
 # ---- the tests
@@ -122,7 +148,7 @@ def test_runs_in_layouts_and_after_a_resume_are_the_same(tmp_path, tiny_gemma3, 
     drops = [json.loads(line) for line in (whole / "drops/rank0.jsonl").read_text().splitlines()]
     assert {drop["reason"] for drop in drops} <= {"over_length"}
     answers = [json.loads(line) for line in (whole / "completions.jsonl").read_text().splitlines()]
-    assert all(len(row["answers"]) == 4 and "letter" in row["answers"][0] for row in answers)
+    assert all(len(row["answers"]) == 4 and "letter" in row["answers"][0]["extra"] for row in answers)
     assert {path.name for path in whole.iterdir()} <= {*run_folder.FILES, *run_folder.FOLDERS}
     page = (whole / "report.html").read_text()
     assert "Answers of the last steps" in page and "with_letter" in page
@@ -176,17 +202,53 @@ def test_a_server_answers_with_the_weights_of_each_step(tmp_path, tiny_gemma3, r
     assert steps[3]["kl"] > 0
 
 
+@pytest.mark.long
+def test_a_function_replaces_no_figure_of_the_run(tmp_path, tiny_gemma3, rows):
+    reward = f"{rows.parent / 'own_rewards.py'}:of_the_run"
+    run = settings_of(str(tiny_gemma3), rows, tmp_path / "run", grpo__beta=0.0, train__eval_every=0)
+    run_distributed(1, train_refused, run | {"train.rewards": [reward]})
+
+
+def test_a_sample_that_comes_twice_in_a_step_has_other_answers():
+    once, twice = draw_numbers(["a", "b"]), draw_numbers(["a", "b", "a"])
+    assert twice[:2] == once and len(set(twice)) == 3
+
+
+def rewards_of(
+    names: list[str], *columns: dict[str, Any], step: int = 1, reply: str | None = None
+) -> AnswerRewards:
+    """Of an answer for each record, whose step has the columns of the others, too."""
+    right = {"reference": reply, "references": [reply, reply.upper()] if reply else None}
+    asked = [{"prompt": [], "columns": own, **right} for own in columns]
+    texts = ["<think>2 + 2</think>4", "4"][: len(columns)]
+    everywhere = {name for own in columns for name in own}
+    return Rewards(names)(asked, texts, [[1]] * len(texts), TrainerState(global_step=step), everywhere)
+
+
 def test_functions_of_trl_work_unchanged():
-    names = ["trl.rewards:think_format_reward"]
-    asked = [{"prompt": [], "columns": {"solution": "4"}, "reference": None}] * 2
-    rewards = Rewards(names)(asked, ["<think>2 + 2</think>4", "4"], [[1], [2]], None).rewards
+    rewards = rewards_of(["trl.rewards:think_format_reward"], {"solution": "4"}, {"solution": "4"}).rewards
     assert rewards.tolist() == [[1.0], [0.0]]
 
 
-def test_a_wrong_reward_is_named_with_its_remedy(rows):
-    own = rows.parent / "own_rewards.py"
-    asked = [{"prompt": [], "columns": {}, "reference": None}] * 2
-    with pytest.raises(ConfigError, match=r"own_rewards.py:wrong: returned 1 rewards for 2 answers"):
-        Rewards([f"{own}:wrong"])(asked, ["a", "b"], [[1], [2]], None)
-    with pytest.raises(ConfigError, match="with_letter: TypeError: .*argument: 'letter'"):
-        Rewards([f"{own}:with_letter"])(asked, ["a", "b"], [[1], [2]], None)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wrong", "wrong: returned 1 rewards for 2 answers"),
+        ("with_letter", "with_letter: TypeError: .*argument: 'letter'"),
+        ("as_texts", "as_texts: a reward is the text '1.0'"),
+        ("infinite", "the reward of answer 1 is infinite"),
+        ("too_few_extras", r"log_extra\('level'\): 1 values for 2 answers.* in line \d+"),
+    ],
+)
+def test_a_wrong_reward_is_named_with_its_remedy(rows, name, message):
+    with pytest.raises(ConfigError, match=message):
+        rewards_of([f"{rows.parent / 'own_rewards.py'}:{name}"], {}, {})
+
+
+def test_a_column_of_some_records_is_none_for_the_others(rows):
+    own = f"{rows.parent / 'own_rewards.py'}:"
+    given = rewards_of([own + "lengths"], {"reference": "of the record"}, {}, reply="ok").rewards
+    assert given.tolist() == [[13.0 + 2], [2.0 + 2]]  # and all right answers
+    assert rewards_of([own + "judged"], {"solution": 1}, {}).rewards.tolist() == [[1.0], [0.0]]
+    # which a restart does not change: a later step needs no record that has the column
+    assert rewards_of([own + "judged"], {}, {}, step=2).rewards.tolist() == [[0.0], [0.0]]

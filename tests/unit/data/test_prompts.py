@@ -59,6 +59,16 @@ def test_a_record_is_asked_up_to_its_reply(encoder, name):
     assert batch["asked"] == [asked, asked]
 
 
+def test_right_answers_are_those_of_evaluation(encoder):
+    thought = "<think>Three and four.</think>\n\n7"
+    record = {"messages": [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": thought}]}
+    asked = encoder.documents.encode(sample_of(record)).asked
+    assert (asked["reference"], asked["references"]) == ("7", ["7"])
+    record = {"question": "3 + 4?", "answers": ["7", "seven", "7"]}
+    asked = encoder.documents.encode(sample_of(record)).asked
+    assert (asked["reference"], asked["references"]) == ("7", ["7", "seven", "7"])
+
+
 def test_shards_hold_the_columns_of_records(encoder):
     conversation = parse_record(RECORDS["verl"] | {"level": [1, {"a": None}], "taken": datetime.now()})
     parts = sample_parts(conversation, [image_bytes(1)], [])

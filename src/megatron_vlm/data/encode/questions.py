@@ -70,8 +70,8 @@ class PromptEncoder(QuestionEncoder):
     """Encodes samples as prompts alone, for answers that get rewards; no token of such a row is trained.
 
     A sample's `asked` has its prompt as messages and the number of their media, the text of the reply that it
-    ends with (`reference`; None without), the record's other columns, and small pictures of its images; for
-    an engine, their files, too.
+    ends with and all right answers (`reference`, `references`; None without), the record's other columns, and
+    small pictures of its images; for an engine, their files, too.
     """
 
     needs_reply = False
@@ -105,7 +105,8 @@ class PromptEncoder(QuestionEncoder):
             asked={
                 "prompt": turns,
                 "items": _items(prompt["visual_inputs"]),
-                "reference": text_of(messages[-1]) if ends_with_reply else None,
+                "reference": text_of(without_thinking(messages[-1])) if ends_with_reply else None,
+                "references": references_of(messages[-1]) if ends_with_reply else None,
                 "columns": sample.columns or {},
                 "images": prompt_sample.imgs if self._with_images else [],
                 "pictures": [_thumbnail(image) for image in prompt_sample.imgs[:MOST_PICTURES]],
