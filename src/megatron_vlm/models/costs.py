@@ -28,6 +28,7 @@ from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
+from megatron_vlm.models.layers.attention_kernels import most_workspace
 from megatron_vlm.models.layers.attention_sizes import (
     DeltaHeads,
     feed_forward_width,
@@ -54,6 +55,7 @@ class ImageCost:
     saved_bytes: float  # for the backward pass of what is trained
     saved_outside: float  # of these, by what is not recomputed: projector, patches, features
     layer_inputs: tuple[float, ...]  # bytes that each trained layer keeps when it is recomputed
+    workspace: float  # bytes of attention's backward pass on a GPU, of one layer; 0 of a frozen tower
     passes: int  # the cost of the tower in a training step without recomputation, in forward passes
 
     def kept(self, recompute: bool) -> float:
@@ -160,7 +162,7 @@ def image_cost(config: RunConfig, description: Description) -> ImageCost:
             module.register_forward_hook(leave)
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: now[-1].append(t), lambda nothing: nothing),
-        counted() as operations,
+        counted() as (operations, attention),
     ):
         vision(**visual.as_model_kwargs())
     weights = {p.untyped_storage()._cdata for p in vision.parameters()}
@@ -174,6 +176,7 @@ def image_cost(config: RunConfig, description: Description) -> ImageCost:
         saved_bytes=sum(_storages(inside + outside, weights).values()),
         saved_outside=sum(_storages(outside, weights | _storages(inputs, set()).keys()).values()),
         layer_inputs=tuple(float(t.nbytes) for t in inputs),
+        workspace=attention.workspace,
         passes=passes,
     )
     for tensors in (inside, outside, inputs):  # the graph holds the hook, which holds these, which hold it
@@ -182,14 +185,14 @@ def image_cost(config: RunConfig, description: Description) -> ImageCost:
 
 
 @contextmanager
-def counted() -> Iterator[Callable[[], tuple[int, int]]]:
+def counted() -> Iterator[tuple[Callable[[], tuple[int, int]], "AttentionOfShapes"]]:
     """Counts operations on shapes: gives a function for how many products have, and how many attention."""
     with (
         torch.device("cpu"),
         FlopCounterMode(display=False) as products,
         AttentionOfShapes() as attention,
     ):
-        yield lambda: (products.get_total_flops(), attention.flops)
+        yield lambda: (products.get_total_flops(), attention.flops), attention
 
 
 def adapted(config: RunConfig, description: Description, part: str) -> bool:
@@ -230,19 +233,24 @@ def tower_of_shapes(
 
 
 class AttentionOfShapes(TorchFunctionMode):
-    """Attention as devices run it, without storing its matrix; `flops` counts its operations.
+    """Attention as devices run it, without storing its matrix; `flops` counts its operations, and `workspace`
+    is what a backward pass holds besides in 16 bits.
 
     A backward pass has twice as many as the forward pass: scores that a kernel computes again do not count.
     """
 
     def __init__(self):
         super().__init__()
-        self.flops = 0
+        self.flops = self.workspace = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value = args
+        if query.requires_grad and query.dtype.itemsize == 2:
+            shape = query.shape[0] * query.shape[2], query.shape[1], query.shape[3]
+            workspace = most_workspace(shape, shape, query.shape[0], query.shape[2:3] * 2)
+            self.workspace = max(self.workspace, workspace)
         return _AttentionShapes.apply(query, key, value, self)
 
 
@@ -384,7 +392,7 @@ def tower_flops(config: RunConfig, description: Description) -> tuple[float, flo
     image, vision, visual = tower_of_shapes(config, description, 0)
 
     def operations_of(visual: GenericVisualInputs) -> tuple[int, int]:
-        with counted() as operations:
+        with counted() as (operations, _):
             features = vision(**visual.as_model_kwargs())
             if features.requires_grad:
                 features.sum().backward()

@@ -152,6 +152,46 @@ def test_what_adam_keeps_and_short_gradients_are_counted_where_they_are():
     assert 2 * short.gradients == plain.gradients
 
 
+def test_a_rehearsal_holds_what_attention_does_in_its_backward_pass():
+    """One document of 4,096 tokens, whose 32 query heads share 8 of keys."""
+    from megatron_vlm.extras.plan.recorder import META, Recorder
+    from megatron_vlm.models.layers.attention import Attend
+    from megatron_vlm.models.layers.attention_kernels import KERNELS, most_workspace
+    from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
+    from megatron_vlm.parallel import setup
+
+    tokens, held = 4096, []
+    with setup.pretend_rank(ParallelConfig(), 1), Recorder() as recorder:
+        view = AttentionPlan(Placement([tokens], [], 1), 0, tokens, [None], META).views[None]
+        shapes = [(tokens, heads, 128) for heads in (32, 8, 8)]
+        inputs = [torch.empty(shape, dtype=torch.bfloat16, device=META).requires_grad_() for shape in shapes]
+        context = Attend.apply(*inputs, view, KERNELS["flash"], 0.1)
+        held.append(recorder.alive)
+        torch.autograd.grad(context, inputs, context)
+    gradients = sum(x.nbytes for x in inputs)
+    workspace = most_workspace(*shapes[:2], 1, (tokens, tokens))
+    assert workspace > 1.5 * gradients
+    assert recorder.peak - held[0] == pytest.approx(gradients + workspace, rel=1e-3)
+
+
+def test_a_plan_has_the_workspace_of_attention_where_it_is_the_most(monkeypatch):
+    """Of one layer of the language model or of the tower, whichever is more."""
+    from megatron_vlm.extras.plan import plan
+    from megatron_vlm.models import costs
+    from megatron_vlm.models.families import describe
+
+    run = run_of(ParallelConfig())
+    run.model.dtype, run.model.attention = "bf16", "auto"
+    for module in (plan, costs):
+        planned = {}
+        for nbytes in (10**10, 2 * 10**10):
+            monkeypatch.setattr(module, "most_workspace", lambda *_, nbytes=nbytes: nbytes)
+            planned[nbytes] = plan.make_plan(run, describe(config_of("gemma3")), 2).memory
+        first, second = planned.values()
+        assert second - first >= 10**10, module
+        monkeypatch.undo()
+
+
 def test_tensor_parallel_ranks_exchange_what_sequence_parallelism_needs():
     """Hidden states are gathered twice a layer in forward and backward, and again for weights' gradients, and
     scattered twice in both; the embedding and the output layer add a few."""

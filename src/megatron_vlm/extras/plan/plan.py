@@ -33,7 +33,8 @@ from megatron_vlm.models.language_model import (
     has_experts,
     language_model_config,
 )
-from megatron_vlm.models.layers.attention_sizes import heads_of
+from megatron_vlm.models.layers.attention_kernels import most_workspace
+from megatron_vlm.models.layers.attention_sizes import heads_of, is_recurrent
 from megatron_vlm.models.vlm import VLMModel, streams_of
 from megatron_vlm.parallel.layout import stage_layers
 from megatron_vlm.validate import validate
@@ -236,6 +237,7 @@ class _Ranks:
             saved += rows * costs.images_per_row(config, self.image) * self.image.pixel_bytes  # on all ranks
         # a layer's input from all tensor-parallel ranks, and the gradient that goes back to them
         besides = 2 * hidden if self.megatron_config.sequence_parallel else 0.0
+        besides += self._workspace(int(tokens), layers)
         if recompute:
             besides += max(per_layer)
             if any(has_experts(self.megatron_config, i) for i in layers):  # gradients on their way
@@ -244,8 +246,27 @@ class _Ranks:
         if stage == config.parallel.pp - 1:
             besides = max(besides, self._output_layer(tokens))
         if stage == 0:
-            besides = max(besides, images * self.image.made_again(recompute) - kept)
+            tower = self.image.made_again(recompute) + self.image.workspace
+            besides = max(besides, images * tower - kept)
         return saved + besides
+
+    def _workspace(self, tokens: int, layers: list[int]) -> int:
+        """The most bytes that attention's kernels hold of one layer, for rows of one document."""
+        if self._value > 2 or self.config.model.attention == "dense":
+            return 0
+        sizes = self.megatron_config
+        tp = self.config.parallel.tp
+        kinds = {heads_of(sizes, i)[:2] for i in layers if not is_recurrent(sizes, i)}
+        length = self.config.data.seq_length
+        return max(
+            most_workspace(
+                (tokens, sizes.num_attention_heads // tp, channels),
+                (tokens, groups // tp, channels),
+                self.config.train.micro_batch_size,
+                (length, length),
+            )
+            for channels, groups in kinds or [(0, 0)]
+        )
 
     @property
     def _cut(self) -> int:
@@ -385,7 +406,10 @@ def describe(plan: MemoryPlan, capacity: float) -> Iterator[str]:
     )
     if config.optimizer.offload:
         offloaded = max(stage.offloaded for stage in plan.stages)
-        yield f"Adam keeps {offloaded / 1e9:.1f} GB for each rank in its host's memory."
+        yield (
+            f"Adam keeps {offloaded / 1e9:.1f} GB for each rank in its host's memory, pinned; a checkpoint's "
+            "copy takes as much again."
+        )
     # the last line says whether it fits and, if not, what to change
     need = (
         f"the fullest rank, of stage {plan.fullest}, needs {plan.memory / 1e9:.0f} of {capacity / 1e9:.0f} GB"

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_vlm.models.layers.attention_kernels import flash_kernel_backward, most_workspace
 from megatron_vlm.parallel import setup
 from megatron_vlm.parallel.linears import STAND_INS, gathered_product
 
@@ -94,6 +95,11 @@ class Recorder(TensorMemory):
             return self._answer(args[0], scalar=func is aten._local_scalar_dense.default)
         if read and func is aten.copy_.default and not args[0].is_meta:
             return args[0].copy_(self._answer(args[1], scalar=False))
+        workspace = None
+        if func is flash_kernel_backward:
+            nbytes = most_workspace(args[1].shape, args[2].shape, len(args[6]) - 1, args[8:10])
+            workspace = torch.empty(nbytes, dtype=torch.uint8, device=META)
+            self.count_all(workspace)  # it is there until the results are
         # what returns nothing only changes numbers, of which there are none (a fused Adam)
         out = func(*args, **kwargs) if func._schema.returns else None
         self.count_all(out)

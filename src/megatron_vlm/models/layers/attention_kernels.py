@@ -97,16 +97,25 @@ class Segments:
     def longest(self) -> tuple[int, int]:
         return int(self.query_lengths.max(initial=0)), int(self.key_lengths.max(initial=0))
 
-    @cached_property
+    @property
     def limits(self) -> tuple[int, int]:
         """Powers of two that `longest` do not exceed."""
-        return tuple(max(256, 1 << (length - 1).bit_length()) for length in self.longest)
+        return limits(self.longest)
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all segments, were they as long as `limits`, had at most twice the queries and keys."""
-        both = zip(self.limits, (self.query_lengths, self.key_lengths), strict=True)
-        return all(len(lengths) * limit <= 2 * lengths.sum() for limit, lengths in both)
+        """See `even`."""
+        tokens = int(self.query_lengths.sum()), int(self.key_lengths.sum())
+        return even(len(self.query_lengths), self.limits, tokens)
+
+
+def limits(longest: Sequence[int]) -> tuple[int, int]:
+    return tuple(max(256, 1 << (length - 1).bit_length()) for length in longest)
+
+
+def even(segments: int, limits: tuple[int, int], tokens: tuple[int, int]) -> bool:
+    """Whether all segments, were they as long as `limits`, had at most twice the queries and keys."""
+    return all(segments * limit <= 2 * number for limit, number in zip(limits, tokens, strict=True))
 
 
 def _bounds(lengths: np.ndarray) -> np.ndarray:
@@ -242,6 +251,14 @@ def cudnn_workspace(query: Sequence[int], key: Sequence[int], segments: int, lim
     _, heads, width = query
     shared = 4 * limits[1] * heads * width if key[1] != heads else 0
     return segments * (limits[0] * heads * (4 * width + 4) + shared)
+
+
+def most_workspace(query: Sequence[int], key: Sequence[int], segments: int, longest: Sequence[int]) -> int:
+    """Return the bytes of whichever kernel takes more, of those that may take such a call."""
+    by_flash = flash_workspace(query, key, segments)
+    if not even(segments, limits(longest), (query[0], key[0])):
+        return by_flash
+    return max(by_flash, cudnn_workspace(query, key, segments, limits(longest)))
 
 
 def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
