@@ -40,6 +40,7 @@ from torch.nn import LayerNorm, Parameter
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.layers.fused import RMSNorm
+from megatron_vlm.parallel.pinned import host_tensors
 from megatron_vlm.training.step import take_norms_on_device
 
 KEPT = ("param", "exp_avg", "exp_avg_sq")
@@ -57,24 +58,22 @@ def offload(part: DistributedOptimizer) -> None:
     mains = sum(part.shard_fp32_from_float16_groups, [])
     models = sum(part.shard_float16_groups, [])
     model_of = {id(main): model for main, model in zip(mains, models, strict=True)}
-    for group in adam.param_groups:
-        for main in group["params"]:
-            state = adam.state[main]
-            state["step"] = torch.tensor(0.0, device=main.device)
-            state |= {name: _on_host(main.detach()) for name in KEPT}
-            state["exp_avg"].zero_()
-            state["exp_avg_sq"].zero_()
-            main.model = model_of.get(id(main))
-            if main.model is None:
-                del state["param"]
-            else:
-                main.data = main.new_zeros(1).expand(main.shape)
+    params = [main for group in adam.param_groups for main in group["params"]]
+    kept = [(main, name) for main in params for name in KEPT if name != "param" or id(main) in model_of]
+    for (main, name), host in zip(kept, _on_host([main for main, _ in kept]), strict=True):
+        adam.state[main][name] = host.copy_(main.detach()) if name == "param" else host.zero_()
+    for main in params:
+        adam.state[main]["step"] = torch.tensor(0.0, device=main.device)
+        main.model = model_of.get(id(main))
+        if main.model is not None:
+            main.data = main.new_zeros(1).expand(main.shape)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned beside CUDA; on `meta` another one there."""
-    host = tensor.device if tensor.is_meta else torch.device("cpu")
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=host, pin_memory=tensor.is_cuda).copy_(tensor)
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Memory of the host for such tensors, pinned beside CUDA; on `meta` more of that."""
+    if tensors and tensors[0].is_meta:
+        return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+    return host_tensors(tensors, pinned=torch.cuda.is_available())
 
 
 def offloaded_bytes(optimizer: MegatronOptimizer) -> int:

@@ -41,6 +41,7 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.files import add_path_to_errors, free_bytes, open_file
 from megatron_vlm.messages import readable_size
 from megatron_vlm.models.adapters import model as adapters
+from megatron_vlm.parallel.pinned import host_tensors
 from megatron_vlm.training.optimizer import fuse, torch_adams
 
 _OPTIMIZER_FORMAT = {
@@ -89,19 +90,22 @@ class _Copying(TorchDistSaveShardedStrategy):
         parts, *_ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, keep_only_main_replica=True
         )
-        for part in nested_values(parts):
-            if isinstance(part, ShardedTensor):
-                part.data = self._copied(part)
+        tensors = [part for part in nested_values(parts) if isinstance(part, ShardedTensor)]
+        self._make_places(tensors)
+        for part in tensors:
+            part.data = self._places[_which(part)].copy_(part.data.detach(), non_blocking=True)
         torch.cuda.synchronize()
         self.copied = parts
 
-    def _copied(self, part: ShardedTensor) -> torch.Tensor:
-        shape = part.data.shape
-        dtype = part.data.dtype
-        which = (part.key, part.global_offset, shape, dtype)
-        if which not in self._places:
-            self._places[which] = torch.empty(shape, dtype=dtype, pin_memory=part.data.is_cuda)
-        return self._places[which].copy_(part.data.detach(), non_blocking=True)
+    def _make_places(self, parts: list[ShardedTensor]) -> None:
+        """Gives each part a place of its own, if it has none."""
+        new = {_which(part): part.data for part in parts if _which(part) not in self._places}
+        pinned = any(data.is_cuda for data in new.values())
+        self._places |= zip(new, host_tensors([*new.values()], pinned), strict=True)
+
+
+def _which(part: ShardedTensor) -> tuple[Any, ...]:
+    return part.key, part.global_offset, part.data.shape, part.data.dtype
 
 
 class _Files(FileSystemWriter):
