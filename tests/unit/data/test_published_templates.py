@@ -148,6 +148,32 @@ def test_trained_tokens_are_those_of_transformers_mask(name, conversation):
     assert encoded.weights.astype(int).tolist() == mask["assistant_masks"]
 
 
+@pytest.mark.parametrize("said", ["Let me add.", ""])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_answer_of_a_tool_is_never_trained(name, said):
+    """Gemma 4's templates write the text of a call after the answer, in the same turn of the model."""
+    encoder, answer = encoder_of(name), {"role": "tool", "name": "add", "content": "{'sum': 7.5}"}
+    messages = parse_record([USER, CALLS | {"content": said}, answer, REPLY]).messages
+    try:
+        text, spans, _ = encoder.chat.render(messages, TOOLS)
+    except BadSample as bad:
+        assert not name.startswith("gemma4") or (said and "the answer of a tool stands within" in str(bad))
+        return
+    assert not any("7.5" in text[slice(*span)] for span in spans) and len(spans) > 0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_reply_before_any_question_is_trained_alone(name):
+    """Without the system prompt that a template writes of itself."""
+    encoder = encoder_of(name)
+    try:
+        text, spans, _ = encoder.chat.render(parse_record([REPLY | {"content": "Hi."}, USER, REPLY]).messages)
+    except BadSample:
+        return
+    trained = [EMPTY_THINKING.sub("", text[slice(*span)]) for span in spans]
+    assert [re.split(r"</?[|\w]+>|\\n", said.strip())[0] for said in trained] == ["Hi.", REPLY["content"]]
+
+
 TAKES_EITHER = ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "glm4moe"]
 
 

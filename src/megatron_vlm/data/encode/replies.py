@@ -65,12 +65,20 @@ class UntaggedReplies:
         """
         before, marked_reply, after = messages[:index], messages[index] | SAID, messages[index + 1 :]
         before = [*before[:-1], *map(_with_mark, before[-1:])]
+        if after[:1] and after[0]["role"] == "tool":
+            marked_answer = [messages[index] | SAID, _with_mark(after[0]), *after[1:]]
+            if re.findall(MARKS, self._render([*messages[:index], *marked_answer])) == [TURN, REPLY]:
+                detail = f"the answer of a tool stands within turn {index}, before its text"
+                remedy = "give its text a turn of its own, before the calls"
+                raise BadSample("template_error", f"{detail}; {remedy}")
         earlier, header, later = self._around([*before, marked_reply, *after], index)
         _, _, end = self._around([*before, marked_reply], index) if after else (earlier, header, later)
         prompt_text = self._render(before, add_generation_prompt=True)
         prompted = prompt_text.partition(TURN)[2] if before else prompt_text
 
-        if not text.startswith(earlier + prompted):  # this turn lacks a part of the generation prompt
+        if not before and header.endswith(prompted):  # the template opens with a system prompt of its own
+            prompted = header
+        elif not text.startswith(earlier + prompted):  # this turn lacks a part of the generation prompt
             prompted = self._common(header, prompted)
         start = len(earlier + prompted)
         text_after = later.removeprefix(self._common(later, end))
