@@ -18,7 +18,7 @@ from PIL import Image
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Columns, Conversation, decoded, parse_record
+from megatron_vlm.data.chatml.record import Columns, Conversation, decoded, listed, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.media.images import call_with_timeout, decode_image
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
@@ -82,7 +82,9 @@ def read_parts(record: dict) -> dict:
     A part `txt` without a `json` is the caption of its images, as img2dataset writes it.
     """
     if "json" not in record and "txt" in record:
-        record = record | {"json": json.dumps({"caption": record["txt"].decode(errors="replace")})}
+        caption = {"caption": record["txt"].decode(errors="replace")}
+        record = {name: part for name, part in record.items() if name != "txt"}
+        record["json"] = json.dumps(caption).encode()
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
         raise BadSample("bad_conversation", f"no part json among {parts}")
@@ -91,41 +93,57 @@ def read_parts(record: dict) -> dict:
         imgs, videos = (pickled_media(name, record.get(name)) for name in ("jpgs", "videos"))
     else:
         videos, frames = _videos(document, record)
-        imgs = [record[name] for name in _image_names(document, record, frames)]
+        names = _names_of(document, "image", [n for n in _parts_ending(record, PICTURES) if n not in frames])
+        imgs, videos = _with_files(names, record), _with_files(videos, record)
     fields = {name: value for name, value in document.items() if name not in ("image", "video")}
-    return fields | {"images": imgs, "videos": videos}
+    read_parts = {"json", "jpgs", "videos", *_parts_ending(record, (*PICTURES, *FILMS))}
+    unread = {name for name in record.keys() - read_parts if not name.startswith("__")}
+    return fields | {"images": imgs, "videos": videos} | {f"part {name}": record[name] for name in unread}
+
+
+def _names_of(document: dict, kind: str, stored: list[str]) -> list:
+    """Return the names under `images` or `videos`; else under `image` or `video`, if they are `stored` parts.
+
+    Other names there are of files that became these parts. Raises BadSample.
+    """
+    names = document.get(f"{kind}s")
+    if names is None:
+        names = listed(kind, document.get(kind))
+        return names if sorted(map(str, names)) == stored else stored
+    files = [name for name in listed(kind, names) if not _is_frames(name)]
+    if set(map(str, files)) != set(stored):
+        raise BadSample("missing_media", f"the record names {kind}s {names}, its shard holds {stored}")
+    return listed(kind, names)
+
+
+def _is_frames(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("frames"), list)
 
 
 def _videos(document: dict, record: dict) -> tuple[list, set[str]]:
-    """The videos, and the parts that are frames of videos."""
-    stored, entries = _parts_ending(record, FILMS), document.get("videos")
-    videos, files, frames = [], [], []
-    for entry in stored if entries is None else entries if isinstance(entries, list) else [entries]:
-        if isinstance(entry, dict) and isinstance(entry.get("frames"), list):
-            videos.append(entry | {"frames": [_media_part(record, name) for name in entry["frames"]]})
+    """The names of the videos or lists of frames, and the parts that are frames of videos."""
+    videos, frames = [], []
+    for entry in _names_of(document, "video", _parts_ending(record, FILMS)):
+        if _is_frames(entry):
             frames += entry["frames"]
-        else:
-            videos.append(_media_part(record, entry))
-            files.append(entry)
-    if set(files) != set(stored):
-        raise BadSample("missing_media", f"the record names videos {entries}, its shard holds {stored}")
+            entry = entry | {"frames": [_media_part(record, name) for name in entry["frames"]]}
+        videos.append(entry)
     return videos, set(frames)
+
+
+def _with_files(media: list, record: dict) -> list:
+    """Return the files of these parts; with their names if turns may say them, so that these are compared."""
+    names = [name for name in media if isinstance(name, str)]
+    has_names = len(media) > 1 and any("." in name and name.encode() in record["json"] for name in names)
+    files = [name if _is_frames(name) else _media_part(record, name) for name in media]
+    pairs = zip(media, files, strict=True)
+    return [{"path": name, "bytes": file} if has_names and file is not name else file for name, file in pairs]
 
 
 def _media_part(record: dict, name: Any) -> bytes:
     if not isinstance(name, str) or name.startswith("__") or name not in record:
         raise BadSample("missing_media", f"the record names {name}, which its shard does not hold")
     return record[name]
-
-
-def _image_names(document: dict, record: dict, frames: set[str]) -> list[str]:
-    stored = [name for name in _parts_ending(record, PICTURES) if name not in frames]
-    names = document.get("images")
-    if names is None:
-        return stored
-    if not isinstance(names, list) or set(map(str, names)) != set(stored):
-        raise BadSample("missing_media", f"the record names images {names}, its shard holds {stored}")
-    return names
 
 
 def _parts_ending(record: dict, extensions: tuple[str, ...]) -> list[str]:

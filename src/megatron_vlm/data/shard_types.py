@@ -22,6 +22,7 @@ from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import Columns, decoded, of_users_code
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.data.on_disk.paths import PICTURES
+from megatron_vlm.data.on_disk.rows_file import unique_keys
 
 RULE = "rule"  # the subflavor that holds a `SampleRule`
 TEXTS = ("txt", "text", "transcript")  # the parts that Energon decodes as text, as numbers, as JSON
@@ -122,6 +123,8 @@ def media_of(entry: Any, parts: Mapping[str, Any]) -> Any:
     """The medium that a record names: the file in that part, or what the record holds itself."""
     if isinstance(entry, Image.Image):
         return image_file(entry)
+    if isinstance(entry, dict) and "bytes" in entry:  # beside the name of its part
+        return entry["bytes"]
     if isinstance(entry, str):
         if entry not in parts:
             raise BadSample("missing_media", f"the record names {entry}, which its shard does not hold")
@@ -136,7 +139,9 @@ def _decoded(name: str, part: Any) -> Any:
         return part
     try:
         text = part.decode()
-        return json.loads(text) if kind in DOCUMENTS else int(text) if kind in NUMBERS else text
+        if kind in DOCUMENTS:
+            return json.loads(text, object_pairs_hook=unique_keys)
+        return int(text) if kind in NUMBERS else text
     except ValueError as error:
         raise BadSample("bad_json", f"part {name}: {error}") from error
 

@@ -19,9 +19,13 @@ from prepared_shards import add_part
 from sources import image_bytes
 
 from megatron_vlm.config import DataConfig
+from megatron_vlm.data.chatml.record import parse_record
 from megatron_vlm.data.load.energon import EnergonSamples
 from megatron_vlm.data.on_disk.paths import sources_of
 from megatron_vlm.data.prepare import index_shards
+from megatron_vlm.data.shard_format import cook_record, read_parts
+
+REPLY = {"role": "assistant", "content": "a"}
 
 
 def img2dataset(key: str) -> dict[str, bytes]:
@@ -184,6 +188,39 @@ def test_columns_read_what_was_named(tmp_path):
     folder = write_shards(tmp_path / "shards", 2, parts)
     assert "no part json among ['jpg', 'note.txt']" in index(folder).notes[0]
     assert samples_of(folder, columns={"images": "jpg", "caption": "note.txt"}) == expected(2)
+
+
+def image_parts(*names):
+    return [*({"type": "image", "image": name} for name in names), {"type": "text", "text": "q"}]
+
+
+REVERSED = ["img2.jpg", "img1.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("document", "trained"),
+    [
+        ({"image": REVERSED, "question": "q", "answer": "a"}, REVERSED),
+        ({"images": REVERSED, "question": "q", "answer": "a"}, REVERSED),
+        ({"image": ["o/2.jpg", "o/1.jpg"], "question": "q", "answer": "a"}, REVERSED[::-1]),  # once theirs
+        ({"messages": [{"role": "user", "content": image_parts(*REVERSED[::-1])}, REPLY]}, REVERSED[::-1]),
+        ({"messages": [{"role": "user", "content": image_parts(*REVERSED)}, REPLY]}, None),
+        ({"messages": [{"role": "user", "content": "q", "images": REVERSED}, REPLY]}, None),
+        ({"question": "<img>img2.jpg</img><img>img1.jpg</img>", "answer": "a"}, None),
+    ],
+)
+def test_images_of_a_shard_have_the_order_that_its_records_say(document, trained):
+    files = {"img1.jpg": image_bytes(1), "img2.jpg": image_bytes(2)}
+    sample = cook_record(
+        {"__key__": "a", "__restore_key__": (), "json": json.dumps(document).encode()} | files
+    )
+    assert sample.imgs == (trained and [files[name] for name in trained])
+    assert trained or "name others, or in another order" in str(sample.problem)
+
+
+def test_a_part_that_is_not_read_is_named():
+    parts = {"json": b'{"question": "q", "answer": "a"}', "wav": b"", "txt": b"words", "jpg": image_bytes(1)}
+    assert parse_record(read_parts(parts)).unread == {("record", "part txt"), ("record", "part wav")}
 
 
 def test_a_strangers_shard_leads_nowhere_and_runs_nothing(tmp_path):

@@ -81,6 +81,9 @@ def test_roles_of_other_frameworks(names):
         {"tool_calls": [CALL | {"function": CALLED | {"arguments": json.dumps(CALLED["arguments"])}}]},
         {"tool_calls": json.dumps([CALL])},
         {"tool_calls": [CALL], "function_call": None},
+        {"tool_calls": [CALLED]},
+        {"tool_calls": CALL},
+        {"tool_calls": [{"name": CALLED["name"], "parameters": CALLED["arguments"]}]},
     ],
 )
 def test_calls_as_openai_writes_them(written):
@@ -88,11 +91,25 @@ def test_calls_as_openai_writes_them(written):
     assert messages == [{"role": "assistant", "content": [], "tool_calls": [CALL]}]
 
 
+@pytest.mark.parametrize("nothing", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": {}}])
+def test_a_call_without_arguments_has_an_empty_object(nothing):
+    [message] = parse_record([{"role": "assistant", "tool_calls": [{"name": "look"} | nothing]}]).messages
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_one_name(name):
+    conversation = parse_record([{"role": "assistant", "content": None, name: "Two."}])
+    assert conversation.messages[0]["reasoning_content"] == "Two." and conversation.no_reply is None
+    assert conversation.messages[0].keys() == {"role", "content", "reasoning_content"}
+
+
 @pytest.mark.parametrize("name", ["tools", "functions"])
+@pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("write", [list, json.dumps, lambda tools: [*map(json.dumps, tools)]])
-def test_tools_in_any_form(name, write):
+def test_tools_in_any_form(name, bare, write):
     tool = {"type": "function", "function": {"name": "look"}}
-    record = {"messages": SHAREGPT, name: write([tool["function"] if name == "functions" else tool])}
+    record = {"messages": SHAREGPT, name: write([tool["function"] if bare else tool])}
     conversation = parse_record(record | {"image": "a.png", "system": "Be brief."})
     system = {"role": "system", "content": [text("Be brief.")]}
     assert (conversation.messages, conversation.tools) == ([system, *EXPECTED], [tool])
@@ -129,6 +146,29 @@ def test_placeholder_text_elsewhere_stays_text(turn):
         ([{"role": "assistant", "content": [IMAGE]}], "bad_conversation"),
         ({"messages": SHAREGPT, "tools": ["look"]}, "bad_conversation"),
         ([{"role": "tool_call", "content": '{"name": 3}'}], "bad_conversation"),
+        ('{"question": "Q", "answer": "no", "answer": "yes"}', "bad_json"),
+        ('[{"role": "user", "content": "Q", "content": "R"}]', "bad_json"),
+        ([{"role": "user", "content": "Q", "tool_calls": [CALL]}], "bad_conversation"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '"{}"'}]}], "bad_conversation"),
+        ([{"role": "assistant", "content": "A", "thinking": ["a", "b"]}], "bad_conversation"),
+        (
+            [{"role": "user", "content": [IMAGE | {"image": "a.png"}], "images": ["b.png"]}],
+            "bad_conversation",
+        ),
+        *(
+            (
+                {"messages": [{"role": "user", "content": parts}], "images": ["a.png", "b.png"]},
+                "bad_conversation",
+            )
+            for parts in (
+                [IMAGE | {"image": "b.png"}, IMAGE | {"image": "a.png"}],
+                [IMAGE | {"index": 1}, IMAGE | {"index": 0}],
+                [IMAGE | {"index": 0}, IMAGE | {"index": 0}],
+                [IMAGE | {"index": "0"}, IMAGE | {"index": "1"}],
+                [IMAGE | {"image": 1}, IMAGE | {"image": 0}],
+                "<img>b.png</img> or <img>a.png</img>?",
+            )
+        ),
     ],
 )
 def test_what_cannot_be_read_says_why(record, reason):

@@ -38,7 +38,7 @@ THOUGHTS = """{%- set content = body(message.content) -%}{%- set thoughts = '' -
 """
 CALLS = """{%- for call in message.tool_calls or [] -%}
         {%- if (loop.first and content) or not loop.first -%}{{ '\\n' }}{%- endif -%}
-        {{ '<tool_call>\\n{"name": "' + call.name + '"}\\n</tool_call>' }}
+        {{ '<tool_call>\\n{"name": "' + call.function.name + '"}\\n</tool_call>' }}
     {%- endfor -%}"""
 TOOL = """{%- elif message.role == 'tool' -%}
         {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}

@@ -69,6 +69,37 @@ def test_an_unknown_key_anywhere_is_named_or_drops_the_record(record):
         assert result is None or "novel" in result[1], changed
 
 
+@pytest.mark.parametrize(
+    ("key", "record"),
+    [
+        ("weight", {"messages": [USER | {"weight": 1}, REPLY]}),
+        ("train", {"messages": [USER | {"train": True}, REPLY]}),
+        ("references", {"messages": [USER | {"references": ["A dog."]}, REPLY]}),
+        ("timestamps", {"messages": [USER, REPLY], "videos": [{"path": "a.mp4", "timestamps": [0, 1]}]}),
+        (
+            "timestamps",
+            {
+                "messages": [
+                    USER | {"content": [{"type": "video", "video": "a.mp4", "timestamps": [0]}]},
+                    REPLY,
+                ]
+            },
+        ),
+    ],
+)
+def test_a_key_without_effect_in_its_place_is_named(key, record):
+    assert key in read(record)[1]
+
+
+def test_what_arrow_adds_is_not_there():
+    """A struct of nulls, where another row has an object."""
+    part = {"text": "What?", "image_url": {}, "image": {}}
+    expected = [[{"type": "text", "text": "What?"}], set()]
+    for parts in ([part], [part | {"type": "text"}]):
+        stored, unread = read({"messages": [USER | {"content": parts}, REPLY], "meta": {}})
+        assert [stored[0]["messages"][0]["content"], unread] == expected
+
+
 OTHERS = {
     *fields.FIELDS,
     *fields.AUDIO,

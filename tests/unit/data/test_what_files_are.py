@@ -277,6 +277,45 @@ def test_placeholders_that_stay_text_are_counted_and_said_once(tmp_path):
     assert "1 of 4 records looked at write <img> beside their images, which stays text; write <image>" in left
 
 
+def test_places_that_no_image_takes_are_said(tmp_path):
+    plain = {"question": "q", "answer": "a"}
+    tagged = [{"type": "image"}, {"type": "text", "text": "<image>q"}]
+    notes = told(
+        tmp_path,
+        [
+            plain | {"question": "![a cat](a.png) q"},
+            plain | {"question": "<img src='a.jpg'> q"},
+            plain | {"answer": "<image>", "image": "0.png"},
+            {"messages": [{"role": "user", "content": tagged}], "image": "0.png"},
+            plain | {"question": "![](…) and <img> in HTML"},
+        ],
+    )
+    said = [note.partition("looked at ")[2] for note in notes]
+    assert said == [
+        "write ![](…) and list no images, which stays text; name the files under images",
+        "write <img …> and list no images, which stays text; name the files under images",
+        "have <image> in a text beside other places of their images; it stays text",
+    ]
+    assert "2 of 5" in notes[2]
+
+
+def test_a_key_that_stands_twice_is_no_record(tmp_path):
+    record = '{"question": "q", "answer": "a", "image": "a.png", "image": "b.png"}'
+    (tmp_path / "a.jsonl").write_text(f'{{"question": "q", "answer": "a"}}\n{record}\n')
+    with pytest.raises(BadSample, match="bad_json: the key 'image' stands twice in an object"):
+        open_table(tmp_path / "a.jsonl").record(1)
+    (tmp_path / "a.json").write_text(f"[{record}]")
+    with pytest.raises(ValueError, match="the key 'image' stands twice in an object; leave one out"):
+        open_table(tmp_path / "a.json")
+
+
+def test_answers_of_a_table_with_an_empty_answer_are_read(tmp_path):
+    (tmp_path / "a.csv").write_text('question,answer,answers\nq,a,\nq,,"[""b"", ""c"", ""c""]"\n')
+    table = open_table(tmp_path / "a.csv")
+    replies = [parse_record(table.record(row)[0]).messages[1]["content"] for row in (0, 1)]
+    assert replies == [[{"type": "text", "text": "a"}], [{"type": "text", "text": "c"}]]
+
+
 # -- placeholders of other models
 
 

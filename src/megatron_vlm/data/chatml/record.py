@@ -57,6 +57,7 @@ from megatron_vlm.data.on_disk.fields import (
     WHOLE,
 )
 from megatron_vlm.data.on_disk.paths import PICTURES
+from megatron_vlm.data.on_disk.rows_file import unique_keys
 from megatron_vlm.imports import calling, file_digest, load_function
 from megatron_vlm.messages import suggestion
 
@@ -75,7 +76,7 @@ ALSO_FACTS = ("fps", "raw_fps")
 MOST = 2**53  # of any limit; NaN is not below it
 REAL = ("fps", "sample_fps", "raw_fps", "video_start", "video_end")  # the others are whole numbers
 PAIRS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
-NO_VALUES = (None, "", [])
+NO_VALUES = (None, "", [], {})  # Arrow gives a struct of nulls where another row has an object
 PLAIN = {str, bytes, int, float, bool, type(None)}  # of JSON's values
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000  # besides 0
 BESIDE_TEXT = ("tool_calls", "reasoning_content")  # what else a reply may consist of
@@ -89,7 +90,9 @@ PYTHON_PARTS = re.compile(r"\s*\[\{'type': '(?:(?:in|out)put_)?(?:text|image|vid
 # What nobody sees: whitespace, control characters, soft hyphens, zero-width and direction marks.
 INVISIBLE = r"[\s\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
 BLANK = re.compile(f"{INVISIBLE}*+")
-CALL_KEYS = {"id", "type", "index", "function", "name", "arguments", "parameters", "tool_call_id"}
+BESIDE_FUNCTION = ("id", "type", "index", "tool_call_id")  # in a call
+ARGUMENTS = ("arguments", "parameters")  # the second is Llama's name
+CALL_KEYS = {"function", "name", *ARGUMENTS, *BESIDE_FUNCTION}
 BLOCKS = {  # of Anthropic's: what is read of each
     "tool_use": ("type", "id", "name", "input"),
     "tool_result": ("type", "tool_use_id", "content"),
@@ -101,7 +104,7 @@ LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversa
 NAMELESS = {"id"}  # nothing is lost if this is not read
 # Where an entry of images or videos names its medium, the first one first
 ENTRY = ("bytes", "path", "image", "video", "image_url", "video_url", "source", "url", "data")
-ENTRY_FACTS = ("type", "media_type", "frames", *fields.TIMES)  # what else it may say
+ENTRY_FACTS = ("type", "media_type", "frames")  # what else it may say; of frames also TIMES
 FRAMES = tuple(ending for ending in PICTURES if ending not in (".gif", ".webp"))  # which may be clips
 SPEAKER = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):")  # of hh-rlhf's conversations in one text
 LISTS = ("history", fields.ANSWERS)
@@ -143,7 +146,7 @@ class Record(dict):
     def unread(self) -> set[tuple[str, str]]:
         """Return the keys that were not read and say something."""
         skipped = self._read_keys | NAMELESS
-        keys = {key for key in self.keys() - skipped if self.peek(key) not in (None, "", [])}
+        keys = {key for key in self.keys() - skipped if self.peek(key) not in NO_VALUES}
         return self._inside | {("record", str(key)) for key in keys}
 
     def columns(self) -> dict[str, Any]:
@@ -219,7 +222,7 @@ def parse_record(record: Any) -> Conversation:
     empty = [str(key) for key, value in record.items() if _is_null(value)]
     record = Record({k: _decoded_cell(k, value) for k, value in record.items() if not _is_null(value)})
     media = {
-        kind: _listed(kind, record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()
+        kind: listed(kind, record.get(get_only_alias(record, names))) for kind, names in fields.MEDIA.items()
     }
     unread = {(kind, key) for kind, entries in media.items() for key in _unread_of(entries, LIMITS[kind])}
     name = _turns_name(record)
@@ -238,7 +241,9 @@ def parse_record(record: Any) -> Conversation:
     messages = parse_turns(turns, system, in_turns)
     limits = {}
     for kind, in_parts in in_turns.named.items():
-        if not in_order(media[kind], in_parts):
+        in_text = [(name, None) for name in _names_in_text(messages)] if kind == "image" else []
+        are_places = not in_parts and len(in_text) == len(media[kind])
+        if not in_order(media[kind], in_text if are_places else in_parts):
             raise BadSample("bad_conversation", f"its {kind}s and its parts name others, or in another order")
         media[kind] = media[kind] or [medium for medium, _ in in_parts if medium is not None]
         beside = limits_beside(kind, media[kind], record) or record.get(LIMITS_FIELDS[kind])
@@ -272,9 +277,15 @@ def _as_object(record: Any) -> dict:
 def in_order(media: list, parts: list[tuple[Any, Any]]) -> bool:
     """Whether a record and its parts can name the same media in one order; the parts say a medium or None,
     and an index or None."""
-    numbers = [number for _, number in parts if isinstance(number, int)]
+    numbers = [number for _, number in parts if number is not None]
     names = ({_file_name(item), _file_name(part)} for item, (part, _) in zip(media, parts, strict=False))
-    return not media or (numbers == sorted(numbers) and all(len(pair - {None}) < 2 for pair in names))
+    return not media or (numbers == sorted({*numbers}) and all(len(pair - {None}) < 2 for pair in names))
+
+
+def _names_in_text(messages: list[dict]) -> list[str]:
+    """Return the files in `<img>a.jpg</img>` of users' text, where `place_media` puts as many images."""
+    texts = [p["text"] for m in messages if m["role"] == "user" for p in m["content"] if p["type"] == "text"]
+    return [name for text in texts for name in NAMED_IMAGE.findall(text)]
 
 
 def _file_name(medium: Any) -> str | None:
@@ -330,7 +341,7 @@ def without_numpy(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _listed(kind: str, media: Any) -> list:
+def listed(kind: str, media: Any) -> list:
     """Return the media of a field: one, a list, or an object of numbered images."""
     if isinstance(media, dict) and media and all(map(PICTURE_NUMBER.fullmatch, media)):
         media = [media[name] for name in sorted(media, key=lambda name: int(re.sub(r"\D", "", name)))]
@@ -352,7 +363,8 @@ def _unread_of(media: Any, limits: tuple[str, ...] = ()) -> set[str]:
     if not isinstance(media, dict):
         return set()
     inside = [media[key] for key in (*ENTRY, "frames") if isinstance(media.get(key), dict | list)]
-    return {*map(str, media)} - {*ENTRY, *ENTRY_FACTS, *limits} | _unread_of(inside)
+    times = TIMES if any(isinstance(item, list) for item in inside) else ()
+    return unread_keys(media, {*ENTRY, *ENTRY_FACTS, *times, *limits}) | _unread_of(inside)
 
 
 def _named(media: Any) -> Any:
@@ -603,9 +615,9 @@ def _reply(record: Record) -> tuple[Any, list[str]]:
         name = _first_name(record, fields.REPLIES[:-1], "bad_conversation")
         record.get(fields.ANSWERS)
     reply = None if name is None else record[name]
-    if reply is None and texts:
+    if reply in NO_VALUES and texts:
         reply = Counter(texts).most_common(1)[0][0]
-    if reply is None and isinstance(record.peek(fields.REWARD), dict):
+    if reply in NO_VALUES and isinstance(record.peek(fields.REWARD), dict):
         record.note_unread(fields.REWARD, record[fields.REWARD], ("ground_truth",))
         reply = record[fields.REWARD].get("ground_truth")
     return json.dumps(reply) if isinstance(reply, int | float) else reply, texts
@@ -840,11 +852,20 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
     media.unread |= {("turn", key) for key in unread_keys(message, PASSED)}
     if (weight := named_weight(turn, number)) is not None:
         message["loss"] = weight
+    if role not in (*TRAINED, CALL):  # these have an effect in a reply alone
+        media.unread |= {("turn", key) for key in (*WEIGHTS, REFERENCES) if turn.get(key)}
+    if key := get_only_alias(turn, THINKING_KEYS, place=place):
+        if not isinstance(turn[key], str):
+            raise BadSample("bad_conversation", f"{place}{key} is {type(turn[key]).__name__}, not text")
+        message = {name: value for name, value in message.items() if name not in THINKING_KEYS}
+        message["reasoning_content"] = turn[key]
     if role == CALL:
         calls = read_call_turn(content, place, media.unread)
         return message | {"role": "assistant", "content": [], "tool_calls": calls}
     if (calls := read_calls(turn, place, media.unread)) is not None:
         message["tool_calls"] = calls
+    if calls and role != "assistant":
+        raise BadSample("bad_conversation", f"{place}tool calls in a turn of role {role}")
     if role in ("user", "assistant") and isinstance(content, str) and PYTHON_PARTS.match(content):
         raise BadSample("bad_conversation", f"{place}content is a list as Python prints it; write it as JSON")
 
@@ -936,7 +957,7 @@ def _with_type(part: Any) -> Any:
     """Return the part with its type, if the name of its only text or medium is all that says it."""
     if not isinstance(part, dict) or part.get("type") is not None:
         return part
-    names = [name for name in PARTS if part.get(name) is not None]
+    names = [name for name in PARTS if part.get(name) not in (None, [], {})]
     return part | {"type": names[0]} if len(names) == 1 else part
 
 
@@ -953,7 +974,10 @@ def _with_media_of_turn(turn: dict, parts: list[Any]) -> list[Any]:
         parts = [
             piece for part in parts for piece in (_split(part, PLACEHOLDER) if _is_text(part) else [part])
         ]
-        places = [index for index, part in enumerate(parts) if part == {"type": kind}]
+        types = [part.get("type") if isinstance(part, dict) else None for part in parts]
+        places = [index for index, name in enumerate(types) if PARTS.get(str(name)) == kind]
+        if any(parts[index] != {"type": kind} for index in places):
+            raise BadSample("bad_conversation", f"a turn has {key}, and its parts name others; leave one out")
         if places and len(places) != len(items):
             text = f"a turn has {len(items)} {key} and {len(places)} places for them"
             raise BadSample("placeholder_mismatch", text)
@@ -994,7 +1018,12 @@ def _part(part: Any, number: int, media: TurnMedia) -> dict:
         return {"type": "text", "text": part["text"]}
     names = (f"{kind}_url", kind, *MEDIUM)
     medium = part.get(get_only_alias(part, names))
-    keys = {"type", "index", *names, *LIMITS[kind], *TIMES}
+    index = part.get("index")
+    if isinstance(medium, int):
+        medium, index = None, medium
+    if not isinstance(index, int | None):
+        raise BadSample("bad_conversation", f"turn {number} has a part of index {index!r}, not a number")
+    keys = {"type", "index", *names, *LIMITS[kind], *(TIMES if isinstance(medium, list | dict) else ())}
     limited = part
     if isinstance(medium, dict):  # an address of OpenAI's, or Anthropic's base64
         limited = part | medium
@@ -1003,7 +1032,7 @@ def _part(part: Any, number: int, media: TurnMedia) -> dict:
     media.unread |= {("part", key) for key in unread_keys(limited, keys)}
     if kind == "video" and isinstance(medium, list):
         medium = {"frames": medium} | frame_times(part)
-    media.named[kind].append((medium, part.get("index")))
+    media.named[kind].append((medium, index))
     return {"type": kind} | named_limits(kind, limited | medium if isinstance(medium, dict) else limited)
 
 
@@ -1073,7 +1102,7 @@ def is_blank(text: str) -> bool:
 def read_tools(name: str, tools: Any) -> list[dict] | None:
     """Return the tools that a record has under a name: objects, JSON text of them, or a list of JSON texts.
 
-    `functions` are OpenAI's older `tools`, and come out in the form of these. Raises BadSample.
+    A function alone, as in OpenAI's older `functions`, comes out in the form of a tool. Raises BadSample.
     """
     if isinstance(tools, str):
         try:
@@ -1084,41 +1113,11 @@ def read_tools(name: str, tools: Any) -> list[dict] | None:
     if not all(isinstance(tool, dict) for tool in tools):
         raise BadSample("bad_conversation", f"{name} is not a list of objects")
     for number, tool in enumerate(tools):
-        if "input_schema" in tool:  # Anthropic's
-            function = {key: value for key, value in tool.items() if key not in ("input_schema", "type")}
-            tools[number] = {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
-        elif name == "functions" and "function" not in tool:
-            tools[number] = {"type": "function", "function": tool}
+        if "function" not in tool and isinstance(tool.get("name"), str):
+            names = {"input_schema": "parameters"}  # Anthropic's
+            function = {names.get(key, key): value for key, value in tool.items() if key != "type"}
+            tools[number] = {"type": "function", "function": function}
     return tools or None
-
-
-def read_call_turn(content: Any, place: str, unread: set[tuple[str, str]]) -> list[dict]:
-    """Return the calls of a turn whose text is one call, or a list of them, as OpenAI writes them.
-
-    Raises BadSample.
-    """
-    return [_wrap(call) for call in _checked_calls(content, place, unread)]
-
-
-def _checked_calls(content: Any, place: str, unread: set[tuple[str, str]]) -> list[dict]:
-    """Return calls as they are written, but with objects for arguments that are JSON text of an object.
-
-    Templates would write that text in quotes. Keys that they do not write are added to `unread`.
-    """
-    calls = decode_json(content)
-    calls = [decode_json(call) for call in (calls if isinstance(calls, list) else [calls])]
-    for call in calls:
-        if not (isinstance(call, dict) and isinstance(call.get("function", call), dict)):
-            raise BadSample("bad_conversation", f"{place}a call is no JSON object; write name and arguments")
-        if not isinstance(call.get("function", call).get("name"), str):
-            raise BadSample("bad_conversation", f"{place}a call has no name; write name and arguments")
-        keys = {*call, *call.get("function", ())}
-        unread |= {("tool call", str(key)) for key in keys - CALL_KEYS}
-    return [_with_arguments(call) for call in calls]
-
-
-def _wrap(call: dict) -> dict:
-    return call if "function" in call else {"type": "function", "function": call}
 
 
 def read_calls(turn: dict, place: str, unread: set[tuple[str, str]]) -> list[dict] | None:
@@ -1126,16 +1125,43 @@ def read_calls(turn: dict, place: str, unread: set[tuple[str, str]]) -> list[dic
 
     Raises BadSample for two that differ.
     """
-    newer, older = decode_json(turn.get("tool_calls")), turn.get("function_call")
-    if newer and not (isinstance(newer, list) and all(isinstance(call, dict) for call in newer)):
-        raise BadSample("bad_conversation", f"{place}tool_calls is no list of objects")
-    calls = _checked_calls(newer, place, unread) if newer else newer
+    newer, older = (turn.get(key) for key in CALLS)
+    calls = read_call_turn(newer, place, unread) if newer else newer
     if not older:
         return calls
     older = read_call_turn(older, place, unread)
-    if calls and list(map(_wrap, calls)) != older:
+    if calls and calls != older:
         raise BadSample("bad_conversation", f"{place}tool_calls and function_call differ; leave one out")
     return older
+
+
+def read_call_turn(content: Any, place: str, unread: set[tuple[str, str]]) -> list[dict]:
+    """Return a call, a list of calls, or JSON text of either, as OpenAI writes them. Raises BadSample."""
+    calls = decode_json(content)
+    calls = calls if isinstance(calls, list) else [calls]
+    return [_read_call(decode_json(call), place, unread) for call in calls]
+
+
+def _read_call(call: Any, place: str, unread: set[tuple[str, str]]) -> dict:
+    """Return a call with an object for arguments that are JSON text of one: templates would quote the text.
+
+    Keys that they do not write are added to `unread`.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+        detail = f"{place}a call is no JSON object, or has no name; write name and arguments"
+        raise BadSample("bad_conversation", detail)
+    unread |= {("tool call", str(key)) for key in {*call, *function} - CALL_KEYS}
+    if "function" not in call:
+        function = {key: value for key, value in call.items() if key not in BESIDE_FUNCTION}
+        call = {key: call[key] for key in BESIDE_FUNCTION if key in call} | {"type": "function"}
+    value = function.get(get_only_alias(function, ARGUMENTS, place=place))
+    arguments = decode_json({} if value is None else value)  # of a call without any
+    if isinstance(arguments, str) and arguments.lstrip()[:1] in ("{", '"'):
+        detail = f"the arguments of a call begin like an object and are no JSON: {arguments[:80]!r}"
+        raise BadSample("bad_conversation", detail)
+    function = {key: item for key, item in function.items() if key != "parameters"}
+    return call | {"function": function | {"arguments": arguments if isinstance(arguments, dict) else value}}
 
 
 def expand_blocks(turns: list, unread: set[tuple[str, str]]) -> list:
@@ -1197,26 +1223,13 @@ def join_calls(messages: list[dict], are_calls: list[bool]) -> list[dict]:
     return joined
 
 
-def _with_arguments(call: Any) -> Any:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    arguments = decode_json(function.get("arguments")) if isinstance(function, dict) else None
-    arguments = {} if arguments == "" else arguments  # of a call without any
-    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-        detail = f"the arguments of a call begin like an object and are no JSON: {arguments[:80]!r}"
-        raise BadSample("bad_conversation", detail)
-    if not isinstance(arguments, dict):
-        return call
-    function = function | {"arguments": arguments}
-    return call | {"function": function} if "function" in call else function
-
-
 def decoded(record: Any) -> Any:
     """Return the object of JSON text; anything else as it is. Raises BadSample."""
     if not isinstance(record, str | bytes):
         return record
     try:
-        return json.loads(record)
-    except (ValueError, RecursionError) as error:
+        return json.loads(record, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:  # bad JSON, other text than UTF-8, nested beyond reason
         raise BadSample("bad_json", str(error)) from error
 
 

@@ -155,9 +155,13 @@ def foreign_placeholders(messages: list[dict], kind: str) -> list[str]:
     return [match[0] for match in matches] if len({match.lastindex for match in matches}) == 1 else []
 
 
-def spellings(messages: list[dict], kind: str) -> list[str]:
-    """The likes of placeholders in users' text, each spelling once, without its numbers and names."""
+def spellings(messages: list[dict], kind: str, endings: tuple[str, ...] = ("",)) -> list[str]:
+    """The likes of placeholders in users' text, each spelling once, without its numbers and names.
+
+    With `endings`, those that name a file with one of them.
+    """
     matches = [match[0] for text in _texts(messages) for match in _ALIKE[kind].finditer(text)]
+    matches = [text for text in matches if any(ending in text.lower() for ending in endings)]
     without_numbers = (
         "![](…)" if text[0] == "!" else re.sub(r"\d+|(?<=[^ ] )[^>]+", "…", text) for text in matches
     )

@@ -42,7 +42,6 @@ from megatron_vlm.data.media.images import (
     target_size,
 )
 from megatron_vlm.data.media.videos import VideoRules, decode_video, plan_video, rules_of_video
-from megatron_vlm.data.on_disk.fields import THINKING_KEYS
 from megatron_vlm.data.shard_format import COOKERS
 
 
@@ -259,7 +258,7 @@ def last_reply_alone(messages: list[dict]) -> list[dict]:
 
 
 def without_thinking(turn: dict) -> dict:
-    """The turn; a reply without the thinking blocks in its text, and without THINKING_KEYS."""
+    """The turn; a reply without the thinking blocks in its text, and without `reasoning_content`."""
     if turn["role"] != "assistant":
         return turn
 
@@ -269,7 +268,7 @@ def without_thinking(turn: dict) -> dict:
         return "".join(texts[:1] + [piece.lstrip() for piece in texts[1:]])
 
     parts = [part | {"text": rest(part["text"])} for part in turn["content"]]
-    return {key: value for key, value in turn.items() if key not in THINKING_KEYS} | {"content": parts}
+    return {key: value for key, value in turn.items() if key != "reasoning_content"} | {"content": parts}
 
 
 def draw_pixels(source: str, min_pixels: int, max_pixels: int) -> int:

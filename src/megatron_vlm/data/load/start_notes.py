@@ -12,11 +12,13 @@ from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import Conversation, parse_record
 from megatron_vlm.data.chatml.sample import foreign_placeholders, place_media, spellings, stand_for
 from megatron_vlm.data.encode.encoder import without_thinking
+from megatron_vlm.data.on_disk.paths import FILMS, PICTURES
 from megatron_vlm.data.records.datasets import MapDataset
 from megatron_vlm.data.records.streams import StreamedRows
 from megatron_vlm.messages import listed
 
 MOST_KEYS = 8  # that a line names
+ENDINGS = {"image": PICTURES, "video": FILMS}
 LOOKED_AT = 100  # records of each source; of a table from its first to its last: any may be spelled otherwise
 
 
@@ -81,9 +83,17 @@ def _placeholders(conversation: Conversation) -> Iterator[str]:
     kinds = {part["type"] for message in messages for part in message["content"]}
     for kind, items in conversation.media.items():
         are_read = kind not in kinds and stand_for(foreign_placeholders(messages, kind), len(items))
+        for spelling in spellings(messages, kind, ENDINGS[kind]) if not items else ():
+            yield f"write {spelling} and list no {kind}s, which stays text; name the files under {kind}s"
         for spelling in spellings(messages, kind) if items else ():
             remedy = f"is read as <{kind}>" if are_read else f"stays text; write <{kind}> there instead"
             yield f"write {spelling} beside their {kind}s, which {remedy}"
+    with suppress(BadSample):  # else the record is dropped
+        placed = place_media(messages, *map(len, conversation.media.values()))
+        texts = [part.get("text", "") for message in placed for part in message["content"]]
+        for kind in (kind for kind, items in conversation.media.items() if items):
+            if any(f"<{kind}>" in text for text in texts):
+                yield f"have <{kind}> in a text beside other places of their {kind}s; it stays text"
 
 
 MOST_TOKENS = 3  # that a line names

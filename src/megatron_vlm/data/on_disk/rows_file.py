@@ -11,6 +11,7 @@ import json
 import lzma
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
@@ -177,7 +178,7 @@ def _json_records(text: str) -> list:
 
     Raises ValueError for what is not JSON, and for an object from which records cannot be taken.
     """
-    content = json.loads(text)
+    content = json.loads(text, object_pairs_hook=unique_keys)
     if isinstance(content, list):
         return [content] if is_conversation(content) else content
     if content.keys() & set(FIELDS):
@@ -187,6 +188,15 @@ def _json_records(text: str) -> list:
         names = ", ".join(lists)
         raise ValueError(f"it is an object with {len(lists)} lists of records ({names}), and one is read")
     return next(iter(lists.values()))
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
+    """Return a JSON object. Raises ValueError for a key that stands twice: Python would take the last."""
+    item = dict(pairs)
+    if len(item) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {key!r} stands twice in an object; leave one out")
+    return item
 
 
 def _is_records(value: Any) -> bool:

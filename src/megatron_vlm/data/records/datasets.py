@@ -7,7 +7,6 @@ under which its media lie.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from abc import ABC, abstractmethod
 from array import array
@@ -21,7 +20,7 @@ import numpy as np
 from numpy import ndarray
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Columns
+from megatron_vlm.data.chatml.record import Columns, decoded
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.rows_file import REPAIR, is_conversation, lines_file, on_disk, record_places
 from megatron_vlm.files import open_file
@@ -158,10 +157,7 @@ class JsonDataset(MapDataset):
         text = os.pread(self._file.fileno(), stop - start, start)
         if _version(os.fstat(self._file.fileno())) != self._version:
             raise damaged(self.path, "was changed while it was read", "start again, and leave it as it is")
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:  # bad JSON, other text than UTF-8, nested beyond reason
-            raise BadSample("bad_json", str(error)) from error
+        return decoded(text)
 
     def content(self) -> str:
         with open_file(self.path) as file:

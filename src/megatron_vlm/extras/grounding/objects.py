@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.on_disk.fields import THINKING_KEYS
 
 REASON = "bad_objects"
-FILLED = (*THINKING_KEYS, "tool_calls")  # of a turn, beside its content
+FILLED = ("reasoning_content", "tool_calls")  # of a turn, beside its content
 UNITS = ("real", "norm1000", "norm1")
 SHAPES = ("bbox", "box", "point")  # other words for a placeholder, and for an object's numbers
 LABELS = ("ref-object", "ref", "label", "caption")
