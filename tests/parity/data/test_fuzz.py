@@ -601,7 +601,7 @@ PARTS = st.lists(
     max_size=3,
 )
 CONTENT = TEXTS | PARTS | ANYTHING
-EXTRA = {"optional": {"tool_calls": ANYTHING, "name": ANYTHING, "reasoning_content": ANYTHING}}
+EXTRA = {"optional": {"tool_calls": ANYTHING, "name": ANYTHING, "reasoning_content": TEXTS | ANYTHING}}
 ASKED = st.fixed_dictionaries({"role": st.just("user"), "content": CONTENT}, **EXTRA)
 ANSWERED = st.fixed_dictionaries({"from": st.just("gpt"), "value": TEXTS | CONTENT}, **EXTRA)
 TALK = st.lists(st.tuples(ASKED, ANSWERED), min_size=1, max_size=3).map(
