@@ -5,8 +5,7 @@ python tools/cubins.py gate head       print the rows of functions whose name be
 
 Torch traces the functions on shapes that say they are on a card, and is told of a card's properties. Nothing
 runs, so this finds what does not compile or spills, and not what is wrong. Sizes are Qwen3-VL-8B's, but the
-kernels are for any. The gate's backward differentiates, for which autograd wants a card: it is traced on a
-CPU before, into a graph of operations that name no device.
+kernels are for any.
 """
 
 import contextlib
@@ -18,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +29,6 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses import fake_tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import silu
 from torch.utils import _triton
 from triton.backends.compiler import GPUTarget
@@ -57,27 +54,7 @@ def on_card(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def traced_gate_backwards() -> list[Callable[..., Any]]:
-    """The gate's backward without and with weights, for all lengths, as the compiler would trace it."""
-    given = [torch.empty(sizes, dtype=torch.bfloat16) for sizes in ((48, 80), (48, 160), 48)]
-
-    def written(gradient: torch.Tensor, gate_up: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
-        made = fused._gate_backward.written(gradient, gate_up, silu, *weights or (None,))
-        return [each for each in made if each is not None]
-
-    torch.compiler._is_compiling_flag = True
-    try:
-        graphs = [make_fx(written, tracing_mode="symbolic")(*given[:count]) for count in (2, 3)]
-    finally:
-        torch.compiler._is_compiling_flag = False
-    for graph in graphs:
-        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
-            node.kwargs = {"dtype": node.kwargs["dtype"]}  # without the CPU
-        graph.recompile()
-    return [partial(type(graph).forward, None) for graph in graphs]
-
-
-def cases(gate_backwards: list[Callable[..., Any]]) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
+def cases() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     """Functions as written, with what they are given; queries are a part of a product."""
     rows, weight, rms = on_card(TOKENS, WIDTH), on_card(WIDTH), on_card(TOKENS, 1, dtype=torch.float32)
     keys = TOKENS * GROUPS
@@ -87,8 +64,9 @@ def cases(gate_backwards: list[Callable[..., Any]]) -> dict[str, tuple[Callable[
     whole, part = ([on_card(TOKENS, 1, n)] * 2 for n in (CHANNELS, CHANNELS // 2))
     gate_up, of_rows = on_card(TOKENS, 2 * FFN), on_card(TOKENS)
     logits, columns = on_card(TOKENS, VOCABULARY), on_card(TOKENS, dtype=torch.int64)
-    of_tokens, settings = on_card(5, TOKENS, dtype=torch.float32), (1.0, None, VOCABULARY)
-    of_inner, (plain, weighted) = on_card(TOKENS, FFN), gate_backwards
+    of_tokens, settings = on_card(6, TOKENS, dtype=torch.float32), (1.0, None, VOCABULARY)
+    of_inner, gate_backward = on_card(TOKENS, FFN), fused._gate_backward.written
+    activation = silu, fused.DERIVATIVES[silu]
     norm, backward = fused.normed.written, fused._norm_backward.written
     turned_by, gate = fused.rotate_rows.written, fused._gate.written
     return {
@@ -105,10 +83,10 @@ def cases(gate_backwards: list[Callable[..., Any]]) -> dict[str, tuple[Callable[
         "rotary embedding of neighbours": (turned_by, [turned, *part, True]),
         "gate": (gate, [gate_up, silu, None]),
         "gate with weights": (gate, [gate_up, silu, of_rows]),
-        "gate's backward": (plain, [of_inner, gate_up]),
-        "gate's backward, weights": (weighted, [of_inner, gate_up, of_rows]),
-        "head": (head._reduced.written, [logits, columns, True, settings]),
-        "head's backward": (head._gradient.written, [logits, columns, of_tokens, True, settings]),
+        "gate's backward": (gate_backward, [of_inner, gate_up, *activation, None]),
+        "gate's backward, weights": (gate_backward, [of_inner, gate_up, *activation, of_rows]),
+        "head": (head._reduced.written, [logits, columns, (True, True), settings]),
+        "head's backward": (head._gradient.written, [logits, columns, of_tokens, (True, True), settings]),
     }
 
 
@@ -246,11 +224,10 @@ def row(function: str, kernel: Any, folder: Path) -> dict[str, Any]:
 def rows(beginnings: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="cubins_") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder
-        gate_backwards = traced_gate_backwards()
         pretend_a_card()
         with cpu.stand_in(torch.device("cuda", 0)):
             with fake_tensor.FakeTensorMode():
-                given = cases(gate_backwards)
+                given = cases()
             for name, (function, arguments) in given.items():
                 if name.startswith(beginnings):
                     kernels = compiled(function, arguments)

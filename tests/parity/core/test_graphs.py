@@ -13,7 +13,7 @@ from megatron_vlm.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_vlm.models import head
 from megatron_vlm.models.layers import fused
 from megatron_vlm.models.layers.fused import compiled_on
-from tiny.checkpoints import build_tiny_checkpoint
+from tiny.checkpoints import TINY_FAMILIES, build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
 FUNCTIONS = {
@@ -31,7 +31,19 @@ def every_use(path: str, family: str) -> dict[str, Any]:
     """How many graphs there are of each function after each use, without a compiler for them."""
     from megatron_vlm.parallel import setup
 
-    graphs, found = Counter(), {}
+    found = {}
+    graphs = counted_graphs()
+    setup.init_distributed(ParallelConfig(), seed=1)
+    torch.compiler.set_stance("default")
+    with compiled_on("cpu"), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for use in uses(path, family):
+            found[use] = dict(graphs)
+    return found
+
+
+def counted_graphs() -> Counter[str]:
+    """Graphs of each function, which are not compiled, from now on."""
+    graphs = Counter()
     for name, function in FUNCTIONS.items():
 
         def counted(module, inputs, name=name):
@@ -39,12 +51,35 @@ def every_use(path: str, family: str) -> dict[str, Any]:
             return module.forward
 
         vars(function)["compiled"] = torch.compile(function.written, dynamic=True, backend=counted)
+    return graphs
+
+
+def checks_of(families: list[str]) -> Counter[str]:
+    """Graphs of the checks before runs of all families, in one process, which torch's limit does not end."""
+    from rehearsals import config_of, run_of
+
+    from megatron_vlm.models.families import describe
+    from megatron_vlm.models.language_model import language_model_config
+    from megatron_vlm.models.layers.kernel_checks import fused_disagreement
+    from megatron_vlm.parallel import setup
+
+    graphs = counted_graphs()
     setup.init_distributed(ParallelConfig(), seed=1)
     torch.compiler.set_stance("default")
     with compiled_on("cpu"), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for use in uses(path, family):
-            found[use] = dict(graphs)
-    return found
+        for family in families:
+            run = run_of(ParallelConfig())
+            architecture = describe(config_of(family)).architecture
+            config = language_model_config(run, architecture, (architecture["num_layers"], 0.0, 0.0))
+            assert fused_disagreement(config, torch.device("cpu")) is None
+    return graphs
+
+
+@pytest.mark.long
+def test_ten_families_in_one_process_share_their_graphs():
+    """Each brings packages that register pytree nodes."""
+    [graphs] = run_distributed(1, checks_of, list(TINY_FAMILIES)[:10])
+    assert graphs["gate backward"] <= 4  # of two activations, with and without weights
 
 
 def uses(path: str, family: str):

@@ -220,6 +220,38 @@ def test_compiled_once_it_gives_the_same_for_every_length():
     assert counters["stats"]["unique_graphs"] == len(FUNCTIONS) + 5 and not counters["graph_break"]
 
 
+def test_a_registered_pytree_node_compiles_nothing_again(monkeypatch):
+    """Each import of a package may register some; after eight graphs the compiler would give up."""
+    graphs = []
+
+    def counted(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(fused._gate_backward.written, dynamic=True, backend=counted)
+    monkeypatch.setitem(vars(fused._gate_backward), "compiled", compiled)
+    found = []
+    with torch.compiler.set_stance("default"), compiled_on("cpu"):
+        for _ in range(2):
+            [x] = inputs([(6, WIDTH)], torch.float32)
+            gated(x, GELU).sum().backward()
+            found.append(x.grad)
+            torch.utils._pytree.register_pytree_node(type("Node", (), {}), lambda _: ([], None), print)
+    [x] = inputs([(6, WIDTH)], torch.float32)
+    glu(x, GELU).sum().backward()
+    for gradient in found:
+        torch.testing.assert_close(gradient, x.grad)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("activation", [silu, ACT2FN["silu"].forward, GELU.forward])
+def test_derivatives_are_autograds(activation, dtype):
+    x, gradient = (torch.randn(1000, dtype=torch.float64).mul(3).to(dtype) for _ in range(2))
+    ours = fused.DERIVATIVES[getattr(activation, "__func__", activation)](gradient, x)
+    assert torch.equal(ours, fused._differentiated(activation, gradient, x))
+
+
 # -- the check before a run
 
 

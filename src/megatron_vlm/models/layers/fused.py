@@ -8,14 +8,16 @@ Compiled, they have not run on a GPU yet, only on a CPU in tests.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, update_wrapper
+from functools import cached_property, partial, update_wrapper
 from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from torch.nn.utils.rnn import pad_sequence
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
@@ -203,7 +205,12 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         gate_up, weights = ctx.saved_tensors
-        of_gate_up, of_weights = _gate_backward(gradient, gate_up, ctx.activation, weights)
+        backward = _gate_backward
+        derivative = DERIVATIVES.get(getattr(ctx.activation, "__func__", ctx.activation))
+        if derivative is None:  # the compiler knows no torch.autograd.grad
+            backward = _gate_backward.written
+            derivative = partial(_differentiated, ctx.activation)
+        of_gate_up, of_weights = backward(gradient, gate_up, ctx.activation, derivative, weights)
         return of_gate_up, None, of_weights
 
 
@@ -216,13 +223,18 @@ def _gate(gate_up: Tensor, activation: Activation, weights: Tensor | None) -> Te
 
 @Fused
 def _gate_backward(
-    gradient: Tensor, gate_up: Tensor, activation: Activation, weights: Tensor | None
+    gradient: Tensor,
+    gate_up: Tensor,
+    activation: Activation,
+    derivative: Callable[[Tensor, Tensor], Tensor],
+    weights: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     gate, up = gate_up.chunk(2, dim=-1)
     of_weights, of_inner = None, gradient
     if weights is not None:
         of_inner = (gradient * weights[..., None]).to(gradient.dtype)
-    active, of_gate = _with_gradient(activation, gate, of_inner * up)
+    active = activation(gate)
+    of_gate = derivative(of_inner * up, gate)
     if weights is not None:
         of_weights = (
             (active * up).to(statistics_dtype(weights.dtype)).mul_(gradient).sum(-1).to(weights.dtype)
@@ -230,19 +242,23 @@ def _gate_backward(
     return torch.cat((of_gate, active.mul_(of_inner)), dim=-1), of_weights
 
 
-def _with_gradient(activation: Activation, gate: Tensor, of_active: Tensor) -> tuple[Tensor, Tensor]:
-    """(activation(gate), the gate's gradient)"""
-    if torch.compiler.is_compiling():
-        # The compiler knows no torch.autograd.grad. In fp32, because torch.func takes a derivative of several
-        # operations, which would be rounded one by one.
-        active, derivative = torch.func.vjp(
-            lambda x: activation(x.to(statistics_dtype(x.dtype))).to(x.dtype), gate
-        )
-        return active, derivative(of_active)[0]
+def _gelu_tanh_backward(of_active: Tensor, gate: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(of_active, gate, approximate="tanh")
+
+
+# Gradients of gates, which round once, by activation: torch.func.vjp, which the compiler knows, is compiled
+# again whenever any package registers a pytree node.
+DERIVATIVES = {
+    silu: torch.ops.aten.silu_backward,
+    type(ACT2FN["silu"]).forward: torch.ops.aten.silu_backward,
+    type(ACT2FN["gelu_pytorch_tanh"]).forward: _gelu_tanh_backward,
+}
+
+
+def _differentiated(activation: Activation, of_active: Tensor, gate: Tensor) -> Tensor:
     with torch.enable_grad():
         gate = gate.detach().requires_grad_()
-        active = activation(gate)
-    return active.detach(), torch.autograd.grad(active, gate, of_active)[0]
+        return torch.autograd.grad(activation(gate), gate, of_active)[0]
 
 
 # --- rotary embeddings --------------------------------------------------------------------------------------
