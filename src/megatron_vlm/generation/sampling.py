@@ -49,13 +49,20 @@ class Sampling:
         p_RV = log_p_BV.double().exp()
         if self.top_p < 1:
             sorted_RV = p_RV.sort(dim=-1, descending=True).values
-            before_BV = sorted_RV.cumsum(-1) - sorted_RV
+            before_BV = _cumsum(sorted_RV) - sorted_RV
             kept_R1 = (before_BV < self.top_p).sum(-1, keepdim=True)
             p_RV = p_RV.where(p_RV >= sorted_RV.gather(1, kept_R1 - 1), 0)
-        sums_RV = p_RV.cumsum(-1)
+        sums_RV = _cumsum(p_RV)
         total_R1 = sums_RV[:, -1:]
         # below the total also when it is rounded
         draw_R1 = on_device(draws_B[:, None], p_RV.device) * (1 - 1e-12) * total_R1
         token_R1 = torch.searchsorted(sums_RV, draw_R1, right=True)
         chosen_R1 = log_p_BV.gather(1, token_R1)
         return token_R1, chosen_R1 if self.top_p == 1 else chosen_R1 - total_R1.log()
+
+
+def _cumsum(p_RV: Tensor) -> Tensor:
+    """In a deterministic run on the host: torch refuses it on CUDA, where it would not repeat."""
+    if torch.are_deterministic_algorithms_enabled():
+        return p_RV.cpu().cumsum(-1).to(p_RV.device)
+    return p_RV.cumsum(-1)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from rehearsals import config_of, run_of
@@ -57,6 +58,27 @@ def test_operations_of_a_step_on_a_gpu_repeat_but_for_those_that_are_named(famil
     assert {"_fused_adamw_", "embedding_dense_backward"} <= seen
     assert any(name.endswith(("attn_backward", "flash_attention_backward")) for name in seen)
     assert seen & RAISES == REFUSED.get(family, set())
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_sampling_does_nothing_on_a_gpu_that_torch_would_refuse(top_p, monkeypatch):
+    from megatron_vlm.extras.plan.recorder import META, Recorder
+    from megatron_vlm.generation.sampling import Sampling
+    from megatron_vlm.parallel import setup
+
+    refused = []
+
+    class OnShapes(Recorder):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            given = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+            if func._opname in RAISES and any(each.is_meta for each in given):
+                refused.append(func._opname)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with setup.pretend_rank(ParallelConfig(), 1), OnShapes():
+        Sampling(1.0, top_p, seed=1).choose(torch.empty(3, 50, device=META), np.full(3, 0.5))
+    assert refused == []
 
 
 TOLD = """
