@@ -163,6 +163,17 @@ def on_first_rank(do: Callable, *arguments: Any, group: dist.ProcessGroup | None
     return answer[0]
 
 
+def local_rank_0_first[T](do: Callable[[], T]) -> list[T]:
+    """Return what `do` returns on every rank; on each machine the others begin when local rank 0 is done.
+
+    So what it compiles and keeps on disk is there for the others. Collective.
+    """
+    leads = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    result = do() if leads else None
+    from_all_ranks(None)
+    return from_all_ranks(result if leads else do())
+
+
 def from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The `value` of each rank of a group, of all without one; each of these ranks calls it."""
     values = [None] * dist.get_world_size(group)

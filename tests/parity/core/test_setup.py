@@ -136,6 +136,27 @@ def test_layouts_follow_one_another_in_the_same_processes():
     assert not any(fact["cudnn_sdp"] for rank in ranks for fact in rank)
 
 
+def _turns() -> list[list[float]]:
+    import time
+
+    from megatron_vlm.parallel import setup
+
+    def compiled() -> list[float]:
+        began = time.monotonic()
+        time.sleep(0.2)
+        return [began, time.monotonic()]
+
+    setup.init_distributed(ParallelConfig(), 7)
+    turns = setup.local_rank_0_first(compiled)
+    setup.shutdown()
+    return turns
+
+
+def test_what_one_rank_compiles_others_wait_for():
+    for first, *others in run_distributed(3, _turns):
+        assert all(began >= first[1] for began, _ in others)
+
+
 def test_a_single_process_needs_no_torchrun(tmp_path):
     program = tmp_path / "alone.py"
     program.write_text(

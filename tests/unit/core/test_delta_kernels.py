@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from fla_stand_in import STAND_IN
+from triton import knobs
 
 from megatron_vlm.config import ConfigError, ModelConfig
+from megatron_vlm.job import watchdog
 from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads
 from megatron_vlm.models.layers.delta_net import GatedDeltaNet
@@ -24,6 +27,14 @@ from megatron_vlm.models.layers.kernel_checks import check_delta_nets, delta_dis
 CPU = torch.device("cpu")
 HEADS = DeltaHeads(keys=2, values=6, key_channels=16, value_channels=8, taps=4)
 LENGTHS = [5, 1, 70, 64, 129, 63]
+HOOKED = (
+    "key",
+    "repr",
+    "fn",
+    "compile",
+    "is_manual_warmup",
+    "already_compiled",
+)  # arguments of Triton's hook
 
 
 def documents(*lengths: int) -> Documents:
@@ -57,6 +68,8 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(GatedDeltaNet, "kernels", None)
     monkeypatch.setattr(kernel_checks, "installed_kernels", lambda: STAND_IN)
     monkeypatch.setattr(kernel_checks, "DELTA_LENGTHS", LENGTHS)
+    monkeypatch.setattr(kernel_checks, "local_rank_0_first", lambda do: [do()])
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
     return monkeypatch
 
 
@@ -67,6 +80,26 @@ def test_kernels_that_agree_are_used(stand_in, recwarn):
     assert GatedDeltaNet.kernels is None  # also by a model that is built later
 
 
+def test_each_kernel_that_is_tuned_is_a_heartbeat(stand_in):
+    """Two for each check; and as many as Triton compiles, which calls its hook after each."""
+    beats = []
+    stand_in.setattr(watchdog, "beat", lambda doing=None: beats.append(doing))
+
+    def compiling(*given, **named):
+        for _ in range(100):  # as `JITFunction` does
+            knobs.runtime.jit_post_compile_hook(**dict.fromkeys(HOOKED))
+        return STAND_IN.rule(*given, **named)
+
+    stand_in.setattr(kernel_checks, "installed_kernels", lambda: STAND_IN._replace(rule=compiling))
+    check_delta_nets(config(), CPU, ModelConfig())
+    assert beats[0] == "tuning the kernels of flash-linear-attention" and beats[-1] == "building the model"
+    assert len(beats) >= 100
+
+
+def test_triton_calls_the_hook_with_names():
+    assert set(inspect.signature(knobs.JITHook.__call__).parameters) == {"self", *HOOKED}
+
+
 def test_heads_are_checked_as_ranks_have_them(stand_in):
     seen = []
     stand_in.setattr(kernel_checks, "delta_disagreement", lambda by, heads, *_: seen.append(heads[:2]))
@@ -74,7 +107,7 @@ def test_heads_are_checked_as_ranks_have_them(stand_in):
     check_delta_nets(
         config(tensor_model_parallel_size=2, context_parallel_size=2, delta_heads=heads), CPU, ModelConfig()
     )
-    assert seen == [(4, 12), (2, 6)]
+    assert sorted(seen) == [(2, 6), (4, 12)]
 
 
 def test_a_deterministic_run_has_no_kernel_that_is_tuned_by_time(stand_in):

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig
+from megatron_vlm.job import watchdog
 from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_kernels import KERNELS
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
@@ -30,7 +31,7 @@ from megatron_vlm.models.layers.fused import Fused, compiled_on, gated, norm, of
 from megatron_vlm.models.layers.tower_attention import heads, kernels, use_sdpa, view_of
 from megatron_vlm.parallel import linears
 from megatron_vlm.parallel.linears import GatheredProduct, ScatteredProduct, wgrad_gemm_accum_fp32
-from megatron_vlm.parallel.setup import from_all_ranks
+from megatron_vlm.parallel.setup import from_all_ranks, local_rank_0_first
 
 FOR_CUDA = ("flash", "cudnn")  # in 16 bits
 ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, OSError, subprocess.SubprocessError)
@@ -261,6 +262,7 @@ def problem_of(
 
     `tensors` are the function's, and last the gradient of its result. Raises as `touch`.
     """
+    watchdog.beat()
     try:
         results = _with_gradients(tensors, function)
         differences = [_difference(*both) for both in zip(results, expected, strict=True)]
@@ -474,10 +476,19 @@ def check_delta_nets(megatron_config: TransformerConfig, device: torch.device, m
     if kernel is None:
         return warnings.warn(NOT_INSTALLED, stacklevel=2)
     tp, cp = megatron_config.tensor_model_parallel_size, megatron_config.context_parallel_size
-    for ranks in sorted({tp, tp * cp}):  # documents that context parallelism cuts are there for fewer heads
-        shared = heads._replace(keys=heads.keys // ranks, values=heads.values // ranks)
-        if problem := delta_disagreement(kernel, shared, Documents(np.array(DELTA_LENGTHS), device), dtype):
-            return fall_back("delta_nets", model, problem)
+    documents = Documents(np.array(DELTA_LENGTHS), device)
+
+    def disagreements() -> list[str | None]:
+        # documents that context parallelism cuts are there for fewer heads
+        shared = [heads._replace(keys=heads.keys // n, values=heads.values // n) for n in {tp, tp * cp}]
+        return [delta_disagreement(kernel, heads_of_rank, documents, dtype) for heads_of_rank in shared]
+
+    # minutes, if Triton's cache does not have the kernels and the package's choice
+    watchdog.beat("tuning the kernels of flash-linear-attention")
+    problems = [problem for of_rank in local_rank_0_first(disagreements) for problem in of_rank if problem]
+    watchdog.beat("building the model")
+    if problems:
+        return fall_back("delta_nets", model, problems[0])
     GatedDeltaNet.kernels = kernel
 
 
@@ -486,8 +497,10 @@ def delta_disagreement(
 ) -> str | None:
     """Says to the user what is wrong with the kernels on this device; None if nothing is. Results and
     gradients are compared with plain PyTorch's in fp32 of the same numbers."""
-    from triton.errors import TritonError  # where the kernels are, Triton is
+    from triton import knobs  # where the kernels are, Triton is
+    from triton.errors import TritonError
 
+    knobs.runtime.jit_post_compile_hook = lambda **_: watchdog.beat()
     for name, function, tensors in delta_cases(heads, documents, dtype):
         plain = partial(function, documents=documents, by=None)
         expected = _with_gradients(_widened(tensors), plain)
