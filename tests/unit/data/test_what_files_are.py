@@ -288,6 +288,7 @@ def test_places_that_no_image_takes_are_said(tmp_path):
             plain | {"answer": "<image>", "image": "0.png"},
             {"messages": [{"role": "user", "content": tagged}], "image": "0.png"},
             plain | {"question": "![](…) and <img> in HTML"},
+            plain | {"answer": "<bbox>", "image": "0.png"},
         ],
     )
     said = [note.partition("looked at ")[2] for note in notes]
@@ -295,8 +296,9 @@ def test_places_that_no_image_takes_are_said(tmp_path):
         "write ![](…) and list no images, which stays text; name the files under images",
         "write <img …> and list no images, which stays text; name the files under images",
         "have <image> in a text beside other places of their images; it stays text",
+        "write <bbox> and have no objects; it stays text",
     ]
-    assert "2 of 5" in notes[2]
+    assert "2 of 6" in notes[2]
 
 
 def test_a_key_that_stands_twice_is_no_record(tmp_path):

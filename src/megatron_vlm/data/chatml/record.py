@@ -241,8 +241,9 @@ def parse_record(record: Any) -> Conversation:
     messages = parse_turns(turns, system, in_turns)
     limits = {}
     for kind, in_parts in in_turns.named.items():
-        in_text = [(name, None) for name in _names_in_text(messages)] if kind == "image" else []
-        are_places = not in_parts and len(in_text) == len(media[kind])
+        may_be_in_text = kind == "image" and media[kind] and not in_parts
+        in_text = [(name, None) for name in _names_in_text(messages)] if may_be_in_text else []
+        are_places = len(in_text) == len(media[kind])
         if not in_order(media[kind], in_text if are_places else in_parts):
             raise BadSample("bad_conversation", f"its {kind}s and its parts name others, or in another order")
         media[kind] = media[kind] or [medium for medium, _ in in_parts if medium is not None]
@@ -853,8 +854,9 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
     if (weight := named_weight(turn, number)) is not None:
         message["loss"] = weight
     if role not in (*TRAINED, CALL):  # these have an effect in a reply alone
-        media.unread |= {("turn", key) for key in (*WEIGHTS, REFERENCES) if turn.get(key)}
-    if key := get_only_alias(turn, THINKING_KEYS, place=place):
+        media.unread.update(("turn", key) for key in (*WEIGHTS, REFERENCES) if turn.get(key))
+    key = None if turn.keys().isdisjoint(THINKING_KEYS) else get_only_alias(turn, THINKING_KEYS, place=place)
+    if key is not None:
         if not isinstance(turn[key], str):
             raise BadSample("bad_conversation", f"{place}{key} is {type(turn[key]).__name__}, not text")
         message = {name: value for name, value in message.items() if name not in THINKING_KEYS}

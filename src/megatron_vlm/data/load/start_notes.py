@@ -19,6 +19,7 @@ from megatron_vlm.messages import listed
 
 MOST_KEYS = 8  # that a line names
 ENDINGS = {"image": PICTURES, "video": FILMS}
+BOXES = ("<bbox>", "<ref-object>")  # what `extras.grounding` fills from a record's objects
 LOOKED_AT = 100  # records of each source; of a table from its first to its last: any may be spelled otherwise
 
 
@@ -94,6 +95,9 @@ def _placeholders(conversation: Conversation) -> Iterator[str]:
         for kind in (kind for kind, items in conversation.media.items() if items):
             if any(f"<{kind}>" in text for text in texts):
                 yield f"have <{kind}> in a text beside other places of their {kind}s; it stays text"
+        for box in BOXES if conversation.objects is None else ():
+            if any(box in text for text in texts):
+                yield f"write {box} and have no objects; it stays text"
 
 
 MOST_TOKENS = 3  # that a line names
