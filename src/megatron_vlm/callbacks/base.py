@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.imports import calling, load_object
-from megatron_vlm.messages import printable
+from megatron_vlm.messages import printable, suggestion
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -245,6 +245,10 @@ def callback_class(name: str, setting: str = "train.callbacks") -> Callable[[], 
     loaded = load_object(place, name)
     if not (isinstance(loaded, type) and issubclass(loaded, Callback)):
         raise ConfigError(f"{place} is no subclass of Callback; see docs/extending.md.")
+    known = [method for method in vars(Callback) if method.startswith(("on_", "before_"))]
+    for method in dir(loaded):
+        if method.startswith("on_") and method not in known:
+            raise ConfigError(f"{place}: {method} is never called{suggestion(method, known)}")
 
     def made() -> Callback:
         with calling(place, name):

@@ -229,8 +229,8 @@ def _is_total(name: str) -> bool:
 
 
 def _is_shown(name: str) -> bool:
-    """Whether a metric of a validation is printed: losses of sources, and scores."""
-    return name.startswith(("valid_loss/", "score/"))
+    """Whether a metric of a validation is printed: losses of sources, rewards, and scores."""
+    return name.startswith(("valid_loss/", "valid_reward", "score/"))
 
 
 def _in_words(figures: Mapping[str, float], formats: Mapping[str, str | None]) -> list[str]:

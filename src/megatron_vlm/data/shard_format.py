@@ -18,7 +18,7 @@ from PIL import Image
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Columns, Conversation, decoded, listed, parse_record
+from megatron_vlm.data.chatml.record import Columns, Conversation, listed, parse_record
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.media.images import call_with_timeout, decode_image
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
@@ -88,7 +88,7 @@ def read_parts(record: dict) -> dict:
     if "json" not in record:
         parts = sorted(name for name in record if not name.startswith("__"))
         raise BadSample("bad_conversation", f"no part json among {parts}")
-    document = Columns()(decoded(record["json"]))
+    document = Columns()(record["json"])
     if "jpgs" in record or "videos" in record:
         imgs, videos = (pickled_media(name, record.get(name)) for name in ("jpgs", "videos"))
     else:

@@ -19,10 +19,9 @@ from PIL import Image
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Columns, decoded, of_users_code
+from megatron_vlm.data.chatml.record import Columns, decoded, of_users_code, unique_keys
 from megatron_vlm.data.media.files import image_file
 from megatron_vlm.data.on_disk.paths import PICTURES
-from megatron_vlm.data.on_disk.rows_file import unique_keys
 
 RULE = "rule"  # the subflavor that holds a `SampleRule`
 TEXTS = ("txt", "text", "transcript")  # the parts that Energon decodes as text, as numbers, as JSON

@@ -1,10 +1,12 @@
 """A user's own function as a recipe: `--recipe my_recipe.py:receipts`, see docs/extending.md."""
 
 import inspect
+from dataclasses import is_dataclass
 from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.imports import calling, load_function
+from megatron_vlm.messages import suggestion
 from megatron_vlm.overrides import SETTING_OF_ARGUMENT, apply_overrides, as_settings, fit_to_type
 
 
@@ -46,6 +48,10 @@ class UsersRecipe:
             config = self._function(**passed)
         if not isinstance(config, RunConfig):
             raise ConfigError(f"{self._place} returned {type(config).__name__}; return a RunConfig.")
+        for group in (config, *(value for value in vars(config).values() if is_dataclass(value))):
+            for key in vars(group).keys() - group.__dataclass_fields__.keys():
+                kind, known = type(group).__name__, suggestion(key, group.__dataclass_fields__)
+                raise ConfigError(f"{self._place}: sets {key}, which {kind} does not have{known}")
         settings = {key: value for key, value in settings.items() if key not in self.decides}
         return apply_overrides(config, settings)
 

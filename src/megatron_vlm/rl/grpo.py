@@ -113,12 +113,18 @@ class Grpo(Callback):
         grpo = self._grpo
         self.take_model(run.source, run.model)
         self._rewards = Rewards(self._config.train.reward_names)
-        self._state = TrainerState(global_step=run.step, max_steps=run.milestones.steps)
+        self._state = TrainerState(
+            global_step=run.step, max_steps=run.milestones.steps
+        )  # steps that are done
+        self._step = run.step
         self._engine = None
         if grpo.engine is not None:
             place = f"{ENGINE}: {grpo.engine}"
             with calling(place, grpo.engine):
                 self._engine = load_function(place, grpo.engine)(grpo)
+            if not callable(self._engine):
+                kind = type(self._engine).__name__
+                raise ConfigError(f"{place}: returned {kind}, no function; return a Rollout (docs/rl.md).")
         if run.is_first_rank:
             self._log = CompletionsLog(run.config.run_dir, run.step + 1)
 
@@ -126,7 +132,7 @@ class Grpo(Callback):
         """Answer the prompts of `run.micro_batches`, and make `run.parts` of the answers."""
         began = time.monotonic()
         watchdog.beat(f"answering the prompts of step {run.step}")
-        self._state.global_step = run.step
+        self._step, self._state.global_step = run.step, run.step - 1
         prompts = prompts_of(run.micro_batches)
         samples = self._answer(prompts)
         scores, everywhere = self._score(prompts, samples)
@@ -150,6 +156,7 @@ class Grpo(Callback):
         if taken := sorted(metrics.keys() & self._users_metrics.keys()):
             raise ConfigError(f"{PLACE}: log_metric({taken[0]!r}) is a figure of the run; give another name.")
         metrics |= self._users_metrics
+        self._state.global_step = run.step
 
     def close(self) -> None:
         if self._log is not None:
@@ -170,7 +177,7 @@ class Grpo(Callback):
             temperature=0.0 if greedy else grpo.temperature,
             top_p=1.0 if greedy else grpo.top_p,
             answers=1 if greedy else grpo.num_generations,
-            seed=(self._config.train.seed << 32) + self._state.global_step,
+            seed=(self._config.train.seed << 32) + self._step,
             stop=self._stop,
             numbers=draw_numbers(keys)[first : first + len(prompts)],
             own_prompts=True,
@@ -179,12 +186,17 @@ class Grpo(Callback):
     def _ask_engine(self, prompts: list[AskedPrompt]) -> list[Sample]:
         """The same from an engine, which every rank asks for the answers to all prompts of the step."""
         everyone, first = of_data_ranks(prompts)
-        with calling(f"{ENGINE}: {self._grpo.engine}", self._grpo.engine):
+        place, grpo = f"{ENGINE}: {self._grpo.engine}", self._grpo
+        with calling(place, grpo.engine):
             samples = self._engine(self._scorer, everyone)
-        count = self._grpo.num_generations
-        if [sample["prompt"] for sample in samples] != np.arange(len(everyone)).repeat(count).tolist():
+            numbers = [sample["prompt"] for sample in samples]
+            longest = max(int(sample["loss_mask"].sum()) for sample in samples)
+        if longest > grpo.max_completion_length:
+            raise ConfigError(f"{place}: an answer has {longest} tokens, over grpo.max_completion_length.")
+        count = grpo.num_generations
+        if numbers != np.arange(len(everyone)).repeat(count).tolist():
             raise ConfigError(
-                f"{ENGINE}: {len(samples)} answers to {len(everyone)} prompts; give {count} (num_generations)"
+                f"{place}: {len(samples)} answers to {len(everyone)} prompts; give {count} (num_generations)"
                 " for each, those to a prompt one after another."
             )
         answers = samples[first * count : (first + len(prompts)) * count]  # to the prompts of this rank

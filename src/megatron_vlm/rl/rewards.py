@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,8 @@ class Rewards:
     """
 
     def __init__(self, names: Sequence[str]):
+        if twice := [name for name, times in Counter(names).items() if times > 1]:
+            raise ConfigError(f"{PLACE}: {twice[0]} is given twice; give it once, and grpo.reward_weights.")
         self._functions = [(name, load_function(f"{PLACE}: {name}", name)) for name in names]
         short = [name.rpartition(":")[2] for name in names]
         self.names = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
@@ -80,7 +83,7 @@ class Rewards:
 
         Raises:
             ConfigError: A function fails, returns something else, or needs a column that no record of the
-                first step has; the message names its line.
+                first step has.
         """
         scored = AnswerRewards(np.full((len(answers), len(self._functions)), np.nan))
         rows = [_facts(prompt) for prompt in prompts]
@@ -96,11 +99,17 @@ class Rewards:
         }
         for index, (name, function) in enumerate(self._functions):
             place = f"{PLACE}: {name}"
-            watchdog.beat(f"{place}: rewards of step {state.global_step}")
+            watchdog.beat("computing rewards")
             given = _arguments_of(function, arguments)
-            # a column of few records may be in none of a later step; which steps, no restart changes
-            if state.global_step > 1:
-                given |= {lacking: [None] * len(answers) for lacking in _lacking(function, given)}
+            if lacking := _lacking(function, given):
+                # a column of few records may be in none of a later step; which steps, no restart changes
+                if not state.global_step:
+                    found = ", ".join(sorted(columns)) or "none"
+                    raise ConfigError(
+                        f"{place}: no record of the first step has {lacking[0]}; columns are {found}. "
+                        "Name one of these, or give the parameter a default."
+                    )
+                given |= {name: [None] * len(answers) for name in lacking}
             with calling(place, name):
                 returned = function(**given)
                 returned = asyncio.run(returned) if inspect.isawaitable(returned) else returned
@@ -124,11 +133,12 @@ def _plain(turn: dict) -> dict:
 def _arguments_of(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments that a function has parameters for."""
     parameters = inspect.signature(function).parameters.values()
+    names = {parameter.name for parameter in parameters}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return arguments
-    return {
-        parameter.name: arguments[parameter.name] for parameter in parameters if parameter.name in arguments
-    }
+        names = arguments.keys()
+    given = {name: value for name, value in arguments.items() if name in names}
+    # lists of its own: another function may change its
+    return {name: [*value] if isinstance(value, list) else value for name, value in given.items()}
 
 
 def _lacking(function: Any, given: Collection[str]) -> list[str]:
@@ -144,6 +154,8 @@ def _lacking(function: Any, given: Collection[str]) -> list[str]:
 
 def _numbers(place: str, returned: Any, count: int) -> np.ndarray:
     try:
+        if isinstance(returned, Mapping | Set):
+            raise TypeError(f"returned a {type(returned).__name__}")
         numbers = np.array([_number(value) for value in returned])
     except (TypeError, ValueError) as error:
         raise ConfigError(

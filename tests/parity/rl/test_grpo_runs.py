@@ -30,7 +30,7 @@ def few(completion_ids, **kwargs):
 def with_letter(prompts, completions, letter, trainer_state, log_metric, log_extra, **kwargs):
     """As TRL documents such a function; None where it does not apply."""
     assert all(prompt[-1]["role"] == "user" for prompt in prompts)
-    assert trainer_state.max_steps == 4 and 1 <= trainer_state.global_step <= 4
+    assert trainer_state.max_steps == 4 and 0 <= trainer_state.global_step <= 4
     log_metric("with_a_letter", sum(one is not None for one in letter) / len(letter))
     log_extra("letter", letter)
     contents = [completion[0]["content"] for completion in completions]
@@ -41,6 +41,16 @@ async def length_of_reference(reference):
 
 def wrong(completions):
     return [1.0]
+
+def needs_letter(completions, letter):
+    return [1.0 for _ in completions]
+
+def by_number(completions):
+    return dict.fromkeys(range(len(completions)), 1.0)
+
+def changes(level):
+    level.clear()
+    return [1.0, 1.0]
 
 def as_texts(completions):
     return ["1.0" for _ in completions]
@@ -56,6 +66,9 @@ def lengths(reference, references):
 
 def judged(solution):
     return [float(one is not None) for one in solution]
+
+def judges_level(level):
+    return [float(one) for one in level]
 
 def of_the_run(completions, log_metric):
     log_metric("grad_norm", 1.0)
@@ -215,7 +228,7 @@ def test_a_sample_that_comes_twice_in_a_step_has_other_answers():
 
 
 def rewards_of(
-    names: list[str], *columns: dict[str, Any], step: int = 1, reply: str | None = None
+    names: list[str], *columns: dict[str, Any], step: int = 0, reply: str | None = None
 ) -> AnswerRewards:
     """Of an answer for each record, whose step has the columns of the others, too."""
     right = {"reference": reply, "references": [reply, reply.upper()] if reply else None}
@@ -234,7 +247,8 @@ def test_functions_of_trl_work_unchanged():
     ("name", "message"),
     [
         ("wrong", "wrong: returned 1 rewards for 2 answers"),
-        ("with_letter", "with_letter: TypeError: .*argument: 'letter'"),
+        ("needs_letter", "no record of the first step has letter; columns are level. Name one"),
+        ("by_number", "by_number: returned a dict; return a list"),
         ("as_texts", "as_texts: a reward is the text '1.0'"),
         ("infinite", "the reward of answer 1 is infinite"),
         ("too_few_extras", r"log_extra\('level'\): 1 values for 2 answers.* in line \d+"),
@@ -242,7 +256,16 @@ def test_functions_of_trl_work_unchanged():
 )
 def test_a_wrong_reward_is_named_with_its_remedy(rows, name, message):
     with pytest.raises(ConfigError, match=message):
-        rewards_of([f"{rows.parent / 'own_rewards.py'}:{name}"], {}, {})
+        rewards_of([f"{rows.parent / 'own_rewards.py'}:{name}"], {"level": 1}, {})
+
+
+def test_functions_are_given_once_and_have_lists_of_their_own(rows):
+    own = f"{rows.parent / 'own_rewards.py'}:"
+    with pytest.raises(ConfigError, match="judged is given twice; give it once, and grpo.reward_weights"):
+        Rewards([own + "judged", own + "judged"])
+    records = {"level": 1, "solution": 1}, {"level": 2, "solution": None}
+    names = [own + "changes", own + "judges_level"]
+    assert rewards_of(names, *records).rewards.tolist() == [[1.0, 1.0], [1.0, 2.0]]
 
 
 def test_a_column_of_some_records_is_none_for_the_others(rows):
@@ -251,4 +274,4 @@ def test_a_column_of_some_records_is_none_for_the_others(rows):
     assert given.tolist() == [[13.0 + 2], [2.0 + 2]]  # and all right answers
     assert rewards_of([own + "judged"], {"solution": 1}, {}).rewards.tolist() == [[1.0], [0.0]]
     # which a restart does not change: a later step needs no record that has the column
-    assert rewards_of([own + "judged"], {}, {}, step=2).rewards.tolist() == [[0.0], [0.0]]
+    assert rewards_of([own + "judged"], {}, {}, step=1).rewards.tolist() == [[0.0], [0.0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_vlm.callbacks.base import callback_class
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.imports import load_object
 from megatron_vlm.recipes import compose, load_recipe
@@ -48,6 +49,17 @@ def no_config(**changes):
 class Rows(Callback):
     def on_log(self, run, step, metrics):
         run.message(f"row {sorted(metrics)}")
+
+
+def misspells(**changes):
+    config = load_recipe("gemma3_tiny_digits")(**changes)
+    config.train.stepss = 3
+    return config
+
+
+class NeverCalled(Callback):
+    def on_step_ended(self, run, metrics):
+        pass
 """
 
 
@@ -79,11 +91,17 @@ def test_a_file_for_config_names_a_users_recipe(own, tmp_path):
     assert (config.train.steps, config.parallel.tp) == (21, 2)
 
 
+def test_a_misspelled_method_of_a_callback_is_named(own):
+    with pytest.raises(ConfigError, match="on_step_ended is never called; did you mean on_step_end"):
+        callback_class(f"{own}:NeverCalled")
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
         ("own.py:fails", [], r"recipe own.py:fails: KeyError: 'no such' in line 31; correct the file"),
         ("own.py:no_config", [], "returned dict; return a RunConfig"),
+        ("own.py:misspells", [], "sets stepss, which TrainConfig does not have; did you mean steps"),
         ("own.py:needs_data", [], "it needs a value for root; give root=…"),
         ("own.py:own", ["factr=2"], "factr: not an argument of a recipe; did you mean factor"),
         ("own.py:own", ["factor=many"], "own.py:own: factor: 'many'"),

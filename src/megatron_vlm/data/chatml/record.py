@@ -57,7 +57,6 @@ from megatron_vlm.data.on_disk.fields import (
     WHOLE,
 )
 from megatron_vlm.data.on_disk.paths import PICTURES
-from megatron_vlm.data.on_disk.rows_file import unique_keys
 from megatron_vlm.imports import calling, file_digest, load_function
 from megatron_vlm.messages import suggestion
 
@@ -702,7 +701,8 @@ class Columns:
                 raise ValueError(f"tags: {name} is no tag{suggestion(name, tag_names)}")
 
     def __call__(self, record: Any) -> dict:
-        """The record. Raises BadSample if it is neither an object nor a list of turns."""
+        """The record, also of JSON text. Raises BadSample if it is neither an object nor a list of turns."""
+        record = decoded(record)
         if self.parser:
             return _as_object(of_users_code("data.parser", self.parser, record))
         record = _as_object(record)
@@ -1223,6 +1223,15 @@ def join_calls(messages: list[dict], are_calls: list[bool]) -> list[dict]:
         content = reply["content"] if any(part["text"] for part in reply["content"]) else []
         joined[-1] = message | reply | {"content": content, "tool_calls": calls}
     return joined
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
+    """Return a JSON object. Raises ValueError for a key that stands twice: Python would take the last."""
+    item = dict(pairs)
+    if len(item) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {key!r} stands twice in an object; leave one out")
+    return item
 
 
 def decoded(record: Any) -> Any:

@@ -11,7 +11,6 @@ import json
 import lzma
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
@@ -70,14 +69,18 @@ def tabular_kind(plain: Path) -> str | None:
     return _by_first_bytes(plain, TABULAR_STARTS)
 
 
-def lines_file(path: str | Path) -> Path:
+def lines_file(path: str | Path, as_object: Callable[[list[tuple[str, Any]]], dict]) -> Path:
     """Return the file itself if its lines are records, or the file in the cache that has them as lines.
+
+    `as_object` makes an object of JSON from its keys and values.
 
     Raises as `unpacked`, and ValueError that names a file without records.
     """
     plain = unpacked(path)
     with reading_data(path, REPAIR):
-        return plain if _is_lines(plain) else _in_cache(_version(plain), "rows", partial(_write_lines, plain))
+        if _is_lines(plain):
+            return plain
+        return _in_cache(_version(plain), "rows", partial(_write_lines, plain, as_object))
 
 
 def record_places(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
@@ -164,21 +167,21 @@ def is_conversation(value: Any) -> bool:
 # -- other text as JSON Lines
 
 
-def _write_lines(plain: Path, target: Path) -> None:
+def _write_lines(plain: Path, as_object: Callable, target: Path) -> None:
     with open_file(plain) as file, open_to_write(target, "xb") as lines:
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         is_json = text.read(START_BYTES).lstrip()[:1] in ("[", "{", "")
         text.seek(0)
-        for record in _json_records(text.read()) if is_json else _table_records(text):
+        for record in _json_records(text.read(), as_object) if is_json else _table_records(text):
             lines.write(json.dumps(record).encode() + b"\n")
 
 
-def _json_records(text: str) -> list:
+def _json_records(text: str, as_object: Callable) -> list:
     """Return the records of an array, of an object's only list of objects, or the object as a record.
 
     Raises ValueError for what is not JSON, and for an object from which records cannot be taken.
     """
-    content = json.loads(text, object_pairs_hook=unique_keys)
+    content = json.loads(text, object_pairs_hook=as_object)
     if isinstance(content, list):
         return [content] if is_conversation(content) else content
     if content.keys() & set(FIELDS):
@@ -188,15 +191,6 @@ def _json_records(text: str) -> list:
         names = ", ".join(lists)
         raise ValueError(f"it is an object with {len(lists)} lists of records ({names}), and one is read")
     return next(iter(lists.values()))
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
-    """Return a JSON object. Raises ValueError for a key that stands twice: Python would take the last."""
-    item = dict(pairs)
-    if len(item) < len(pairs):
-        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {key!r} stands twice in an object; leave one out")
-    return item
 
 
 def _is_records(value: Any) -> bool:

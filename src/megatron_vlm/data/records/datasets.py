@@ -20,7 +20,7 @@ import numpy as np
 from numpy import ndarray
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Columns, decoded
+from megatron_vlm.data.chatml.record import Columns, decoded, unique_keys
 from megatron_vlm.data.on_disk.descriptions import damaged
 from megatron_vlm.data.on_disk.rows_file import REPAIR, is_conversation, lines_file, on_disk, record_places
 from megatron_vlm.files import open_file
@@ -119,7 +119,7 @@ class JsonDataset(MapDataset):
         self.name = str(path)
         self.root = root
         self.path = path = on_disk(path)
-        self._file = open_file(lines_file(path))
+        self._file = open_file(lines_file(path, unique_keys))
         self._version = _version(os.fstat(self._file.fileno()))
         self._numbers, self._starts, self._stops = (
             np.array(array("q", chain.from_iterable(record_places(self._file)))).reshape(-1, 3).T
@@ -137,7 +137,7 @@ class JsonDataset(MapDataset):
         return len(self._starts)
 
     def record(self, index: int) -> tuple[dict, Path | str]:
-        return self.columns(self._raw(index)), self.root
+        return self.columns(self._text(index)), self.root
 
     def origin(self, index: int) -> tuple[str, int]:
         return self.name, int(self._numbers[index])
@@ -145,19 +145,19 @@ class JsonDataset(MapDataset):
     def _columns_of(self, index: int) -> set[str]:
         """Return the keys of a record as it is stored; none if it is no record."""
         try:
-            record = self._raw(index)
+            record = decoded(self._text(index))
         except BadSample:
             return set()
         if is_conversation(record):
             return {"messages"}
         return set(map(str, record)) if isinstance(record, dict) else set()
 
-    def _raw(self, index: int) -> Any:
+    def _text(self, index: int) -> bytes:
         start, stop = int(self._starts[index]), int(self._stops[index])
         text = os.pread(self._file.fileno(), stop - start, start)
         if _version(os.fstat(self._file.fileno())) != self._version:
             raise damaged(self.path, "was changed while it was read", "start again, and leave it as it is")
-        return decoded(text)
+        return text
 
     def content(self) -> str:
         with open_file(self.path) as file:

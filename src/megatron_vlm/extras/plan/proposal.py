@@ -14,7 +14,7 @@ import yaml
 from megatron_vlm.checks import is_energon
 from megatron_vlm.commands.arguments import check, check_run_folder, machines, processes
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
-from megatron_vlm.data.on_disk.paths import paths_of
+from megatron_vlm.data.on_disk.paths import paths_of, tar_shards
 from megatron_vlm.files import atomic_write, read_text
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides
@@ -87,7 +87,7 @@ def propose(
         "name": name,
         "run_dir": f"runs/{name}",
         "model.hf_path": model,
-        "data.dataset_type": "energon" if is_energon(first) else "hf",
+        "data.dataset_type": "energon" if is_energon(first) or tar_shards(first)[1] else "hf",
         "data.train_data_path": data[0] if len(data) == 1 else list(data),
         "train.global_batch_size": -(-ROWS_IN_A_STEP // processes) * processes,
         "train.save_every": STEPS_BETWEEN_SAVES,
