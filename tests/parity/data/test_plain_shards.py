@@ -100,7 +100,7 @@ def test_shards_are_indexed_where_they_are_as_by_energon(tmp_path):
         assert after[name][0] == (tmp_path / "energon" / name).read_bytes()
     for table, count in (("samples", 6), ("sample_parts", 18)):
         ours, energons = (
-            sqlite3.connect(root / ".nv-meta/index.sqlite").execute(f"SELECT * FROM {table}").fetchall()
+            sorted(sqlite3.connect(root / ".nv-meta/index.sqlite").execute(f"SELECT * FROM {table}"))
             for root in (folder, tmp_path / "energon")
         )
         assert ours == energons and len(ours) == count
