@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import pyarrow.parquet
@@ -30,7 +31,7 @@ from written_sources import (
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Columns, is_trained, parse_record
+from megatron_vlm.data.chatml.record import Columns, is_trained, load_media, parse_record
 from megatron_vlm.data.chatml.sample import place_media
 from megatron_vlm.data.encode.encoder import PackingVLMTaskEncoder
 from megatron_vlm.data.encode.questions import references_of
@@ -179,6 +180,7 @@ def test_a_meta_file_gives_each_dataset_its_share_and_every_row_its_turn(tmp_pat
         ("images.lmdb::none", "has no key 'none'"),
         ("none.lmdb::a", "there is no database"),
         ("https://example.org/a.jpg", "is an address"),
+        ("file:///outside.jpg", "set data.media_dir=/ and give absolute paths"),
         ("a\0b", "null"),
     ],
 )
@@ -191,6 +193,29 @@ def test_media_that_cannot_be_had_are_a_bad_record(tmp_path, name, detail):
     with pytest.raises(BadSample, match="missing_media") as bad:
         read_media(name, root)
     assert detail in bad.value.detail
+
+
+@pytest.mark.parametrize("write", [Path.as_uri, "FILE://localhost{}".format, "file://{0.name}".format])
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda address: {"images": [address, {"path": address}], "videos": [address, [address]]},
+        lambda address: {
+            "messages": [
+                turn("user", [{"type": kind, kind: address}, {"type": f"{kind}_url", f"{kind}_url": address}])
+                for kind in ("image", "video")
+            ]
+        },
+        lambda address: {"images": ["a b.jpg"], "question": f"<img>{address}</img>"},
+    ],
+)
+def test_an_address_of_a_local_file_is_its_path(tmp_path, write, record):
+    (tmp_path / "a b.jpg").write_bytes(b"file")
+    address = write(tmp_path / "a b.jpg")
+    conversation = parse_record({"question": "q", "answer": "a"} | record(address))
+    images, videos = load_media(conversation, tmp_path)
+    assert images and {*images} == {b"file"}
+    assert all(video in (b"file", {"frames": [b"file"]}) for video in videos)
 
 
 def test_media_lie_under_media_dir(tmp_path, processor):

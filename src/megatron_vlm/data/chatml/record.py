@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.media.files import is_base64, read_media
+from megatron_vlm.data.media.files import is_base64, local_path, read_media
 from megatron_vlm.data.on_disk import fields
 from megatron_vlm.data.on_disk.fields import (
     AUDIO_PARTS,
@@ -292,7 +292,7 @@ def _file_name(medium: Any) -> str | None:
     path = medium.get("path") if isinstance(medium, dict) else medium
     if not isinstance(path, str) or path.startswith("data:") or "::" in path or is_base64(path):
         return None
-    return PurePosixPath(path.replace("\\", "/")).name
+    return PurePosixPath(local_path(path).replace("\\", "/")).name
 
 
 def load_media(conversation: Conversation, root: Path | str) -> tuple[list[bytes], list[bytes | dict]]:

@@ -6,6 +6,7 @@ import io
 import os
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 from PIL import Image, ImageOps
 
@@ -16,6 +17,7 @@ from megatron_vlm.files import MOST_BYTES, check_file, read_file
 from megatron_vlm.imports import optional_package
 
 LMDB_KEY = ".lmdb::"  # `folder/images.lmdb::key`
+LOCAL = re.compile("file://(localhost(?=/))?", re.IGNORECASE)
 SHORTEST_FILE = 100  # characters of base64
 # How the images and videos begin that are read: they tell base64 without a head from a path.
 MEDIA_STARTS = re.compile(
@@ -27,8 +29,8 @@ MEDIA_STARTS = re.compile(
 def read_media(name: str, root: Path | str) -> bytes:
     """The bytes that a record names: a file, a value of an LMDB, or base64.
 
-    A file lies under `root`, like the LMDB in `db.lmdb::key`; base64 may lack its `data:` head. If `root` is
-    an address, the file lies in a store.
+    A file lies under `root`, like the LMDB in `db.lmdb::key`, and may be named as an address, `file:///a.jpg`;
+    base64 may lack its `data:` head. If `root` is an address, the file lies in a store.
 
     Raises BadSample `missing_media` if it is missing, lies outside of `root`, is not a regular file or is
     over 2 GiB, StoreError if a store does not give what it has, and ImportError for an LMDB if the package
@@ -38,6 +40,7 @@ def read_media(name: str, root: Path | str) -> bytes:
         return _inline(name)
     if is_base64(name):
         return _inline(f";base64,{name}")
+    name = local_path(name)
     if isinstance(root, str):
         return _from_store(name, root)
     path, is_lmdb, key = name.partition(LMDB_KEY)
@@ -135,6 +138,12 @@ def _open_lmdb(database: Path):
 
 
 # -- what a name in a record is
+
+
+def local_path(name: str) -> str:
+    """Return the path in an address of a local file; any other name as it is."""
+    scheme = LOCAL.match(name)
+    return unquote(name[scheme.end() :]) if scheme else name
 
 
 def is_base64(text: str) -> bool:
