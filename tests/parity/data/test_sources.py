@@ -247,12 +247,23 @@ def test_media_lie_under_media_dir(tmp_path, processor):
         ({"question": "q", "answer": True}, ["q", "true"]),
         ({"question": "q", "answer": float("nan"), "output": "a"}, ["q", "a"]),
         ({"question": "q", "answers": ["b", "a", "a"]}, ["q", "a"]),
+        ({"question": 6, "answer": 7}, ["6", "7"]),
+        ({"query": "q", "response": 7, "history": [["p", True]]}, ["p", "true", "q", "7"]),
+        ({"texts": [{"user": "q", "assistant": 0}]}, ["q", "0"]),
+        ({"image": "i.jpg", "caption": 7}, ["", "7"]),
     ],
 )
 def test_plain_columns_become_turns(stored, turns):
     messages = parse_record(Columns()(stored)).messages
     assert [turn["content"][0]["text"] for turn in messages] == turns
     assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(turns) // 2)
+
+
+def test_a_mapped_question_leaves_the_answer_to_be_found():
+    stored = {"problem": "q", "question": "other", "instruction": "other", "answer": "a", "difficulty": 3}
+    conversation = parse_record(Columns({"question": "problem"})(stored))
+    assert [part["content"][0]["text"] for part in conversation.messages] == ["q", "a"]
+    assert conversation.unread == {("record", "difficulty")}
 
 
 def test_the_records_that_the_documentation_shows_are_read():

@@ -33,6 +33,25 @@ def test_every_layout_gives_the_same_messages(turns, wrapper, encode):
     assert parse_record(encode(record)).messages == EXPECTED
 
 
+@pytest.mark.parametrize("content", [4, 0, 4.5, True, False])
+@pytest.mark.parametrize("write", [lambda content: content, lambda c: [c], lambda c: [{"text": c}, ""]])
+@pytest.mark.parametrize(("role", "key"), [("role", "content"), ("from", "value"), ("role", "text")])
+def test_a_number_as_content_is_its_json_text(content, write, role, key):
+    turns = [{role: name, key: write(content)} for name in ("system", "user", "assistant", "tool")]
+    expected = [text(json.dumps(content))]
+    assert [message["content"] for message in parse_record(turns).messages] == [expected] * 4
+
+
+@pytest.mark.parametrize("content", [{"content": None, "value": 0.5}, {"value": 0.5}])
+def test_a_critics_value_is_no_content(content):
+    with pytest.raises(BadSample, match="turn 0 has"):
+        parse_record([{"role": "assistant"} | content])
+
+
+def test_nan_as_content_is_none():
+    assert parse_record([{"role": "user", "content": float("nan")}]).messages[0]["content"] == [text("")]
+
+
 def test_the_argument_is_not_changed():
     record = {"conversations": SHAREGPT, "system": "Be brief."}
     before = json.dumps(record)

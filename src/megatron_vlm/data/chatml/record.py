@@ -323,6 +323,11 @@ def _decoded_cell(name: str, value: Any) -> Any:
     return turns if _are_turns(turns) and any(map(role_of, turns)) else value
 
 
+def as_text(value: Any) -> Any:
+    """Return a number or a boolean as its JSON text, anything else, and NaN, as it is."""
+    return json.dumps(value) if isinstance(value, int | float) and not _is_null(value) else value
+
+
 def _is_null(value: Any) -> bool:
     """Whether the value is None, or what pandas writes into an empty cell."""
     return value is None or (isinstance(value, float) and value != value)
@@ -477,8 +482,8 @@ def _same_turns(turns: Any, other_turns: Any) -> bool:
 
 def _prompt_of(record: Record, reason: str) -> Any:
     """Return the prompt of a record, and its query after a newline; None if it asks nothing."""
-    prompt = record.get(_first_name(record, fields.PROMPTS, reason))
-    query = record.get(_first_name(record, fields.QUERIES, reason))
+    prompt = as_text(record.get(_first_name(record, fields.PROMPTS, reason)))
+    query = as_text(record.get(_first_name(record, fields.QUERIES, reason)))
     if not query:
         return query if prompt is None else prompt
     if not prompt:
@@ -620,15 +625,13 @@ def _reply(record: Record) -> tuple[Any, list[str]]:
     if reply in NO_VALUES and isinstance(record.peek(fields.REWARD), dict):
         record.note_unread(fields.REWARD, record[fields.REWARD], ("ground_truth",))
         reply = record[fields.REWARD].get("ground_truth")
-    return json.dumps(reply) if isinstance(reply, int | float) else reply, texts
+    return as_text(reply), texts
 
 
 def _answer(item: Any) -> str | None:
     """Return one of several answers: text, a number, or an object of VQA's annotators with `answer`."""
-    item = item.get("answer") if isinstance(item, dict) and "role" not in item else item
-    if isinstance(item, str):
-        return item
-    return json.dumps(item) if isinstance(item, int | float) and not _is_null(item) else None
+    item = as_text(item.get("answer") if isinstance(item, dict) and "role" not in item else item)
+    return item if isinstance(item, str) else None
 
 
 def _are_turns(value: Any) -> bool:
@@ -641,6 +644,7 @@ def _first_name(record: dict, names: tuple[str, ...], reason: str) -> str | None
 
 
 def _exchange(prompt: Any, reply: Any) -> list[dict]:
+    prompt, reply = as_text(prompt), as_text(reply)
     for name, text in (("prompt", prompt), ("reply", reply)):
         if not isinstance(text, str):
             raise BadSample("bad_conversation", f"the {name} is {type(text).__name__}, not text")
@@ -846,10 +850,10 @@ def parse_turn(turn: Any, number: int, media: TurnMedia) -> dict:
         name = turn.get("role") or turn.get("from")
         label = name if isinstance(name, str) else type(name).__name__
         raise BadSample("bad_conversation", f"turn {number} has role {label}; known are {', '.join(ROLES)}")
-    content = turn.get(get_only_alias(turn, CONTENT, place=place, same=_no_content))
+    content = _content_of(turn, place)
     message = {key: value for key, value in turn.items() if key not in TAKEN}
     if turn.keys().isdisjoint(CONTENT):
-        content = message.pop("text", None)
+        message.pop("text", None)
     media.unread |= {("turn", key) for key in unread_keys(message, PASSED)}
     if (weight := named_weight(turn, number)) is not None:
         message["loss"] = weight
@@ -903,6 +907,16 @@ def _same_role(role: Any, sender: Any) -> bool:
     return sender is None or sender == ROLES.get(str(role).lower())
 
 
+def _content_of(turn: dict, place: str) -> Any:
+    """Return the content of a turn, under `text` if nothing else is one. A number becomes its JSON text."""
+    if turn.keys().isdisjoint(CONTENT):
+        return as_text(turn.get("text"))
+    name = get_only_alias(turn, CONTENT, place=place, same=_no_content)
+    if name == "value" and "role" in turn:  # there, a number may be a critic's
+        return turn[name]
+    return as_text(turn.get(name))
+
+
 def _no_content(content: Any, value: Any) -> bool:
     """Whether `value` is something else, such as a critic's."""
     return not isinstance(value, str | list)
@@ -930,13 +944,14 @@ def named_weight(turn: dict, number: int) -> float | None:
 def _raw_parts(content: Any, number: int, role: str) -> list[Any]:
     """Return the parts of a content: text, a list of parts, or JSON text of such a list."""
     content = _decoded_parts(content, role)
-    if content is None:
+    if _is_null(content):
         return []
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise BadSample("bad_conversation", f"turn {number} has content {type(content).__name__}")
-    return [_with_type({"type": "text", "text": part} if isinstance(part, str) else part) for part in content]
+    parts = map(as_text, content)
+    return [_with_type({"type": "text", "text": part} if isinstance(part, str) else part) for part in parts]
 
 
 def _decoded_parts(content: Any, role: str) -> Any:
@@ -1012,12 +1027,13 @@ def _part(part: Any, number: int, media: TurnMedia) -> dict:
     if name in AUDIO_PARTS:
         raise audio(f"turn {number}")
     kind = PARTS.get(name) if isinstance(name, str) else None
-    if kind is None or (kind == "text" and not isinstance(part.get("text"), str)):
+    text = as_text(part.get("text")) if kind == "text" else ""
+    if kind is None or not isinstance(text, str):
         keys = ", ".join(PARTS)
         raise BadSample("bad_conversation", f"turn {number} has a part that is no {keys}, or has no text")
     if kind == "text":
         media.unread |= {("part", key) for key in unread_keys(part, ("type", "text"))}
-        return {"type": "text", "text": part["text"]}
+        return {"type": "text", "text": text}
     names = (f"{kind}_url", kind, *MEDIUM)
     medium = part.get(get_only_alias(part, names))
     index = part.get("index")
