@@ -145,7 +145,7 @@ class ChatTemplate:
     ) -> RenderedChat:
         """The conversation that the model is to continue, with the template's generation prompt at its end.
         No reply is marked. Raises BadSample as a call."""
-        with _bad_text():
+        with _bad_text(messages):
             text, _ = self._render(
                 self._harmless(messages), self._harmless(tools), add_generation_prompt=True
             )
@@ -157,7 +157,7 @@ class ChatTemplate:
 
         It has the character spans of the trained replies and their weights in the loss.
         """
-        with _bad_text():
+        with _bad_text(messages):
             messages, tools = self._harmless(messages), self._harmless(tools)
             if any(message["role"] == DOCUMENT for message in messages):
                 text, spans = self._document(messages)
@@ -375,14 +375,23 @@ class ChatTemplate:
 
 
 @contextlib.contextmanager
-def _bad_text() -> Iterator[None]:
-    """Raises BadSample for what no template can write."""
+def _bad_text(messages: list[dict]) -> Iterator[None]:
+    """Raises BadSample for what no template can write, and names what some do not take before their words."""
     try:
         yield
     except RecursionError as error:
         raise BadSample("bad_conversation", "nested too deeply") from error
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
         raise BadSample("bad_conversation", str(error)) from error
+    except BadSample as bad:
+        roles = [message["role"] for message in messages if message["role"] != "system"]
+        textless = any(message["role"] == "assistant" and not message["content"] for message in messages)
+        traits = ["begins with a reply"] if roles[:1] == ["assistant"] else []
+        traits += ["has a reply without text, such as a call"] if textless else []
+        if not traits:
+            raise
+        conversation = f"the conversation {' and '.join(traits)}, which this template may not take"
+        raise BadSample(bad.reason, f"{conversation}: {bad.detail}") from bad
 
 
 def _template_of(processor: ProcessorMixin) -> str:
