@@ -187,6 +187,28 @@ def test_a_reply_before_any_question_is_trained_alone(name):
     assert [re.split(r"</?[|\w]+>|\\n", said.strip())[0] for said in trained] == ["Hi.", REPLY["content"]]
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_reply_before_another_learns_no_other_end_than_before_a_question(name):
+    """GLM's has none there: the marker of the next reply is no end at which a server stops."""
+    encoder = encoder_of(name)
+
+    def ends(*turns):
+        text, spans, _ = encoder.chat.render(parse_record([*turns]).messages)
+        return [text[slice(*span)].partition(REPLY["content"])[2] for span in spans]
+
+    try:
+        between, last = ends(USER, REPLY, REPLY)
+    except BadSample as bad:
+        assert "roles must alternate" in bad.detail
+        return
+    of_questions = ends(USER, REPLY, USER, REPLY)
+    # Gemma 4 goes on in the same turn
+    assert last == of_questions[1] and between in ([""] if name == "glm4moe" else ["", of_questions[0]])
+    if name == "glm4moe":
+        called = ends(USER, CALLS | REPLY, {"role": "tool", "name": "add", "content": "7"}, REPLY)
+        assert called[0].endswith("<|observation|>") and last == "<|user|>"
+
+
 TAKES_EITHER = ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "glm4moe"]
 
 

@@ -146,14 +146,24 @@ def glm_processor(tmp_path_factory):
 @pytest.mark.parametrize("change", [str, without_generation_tags], ids=["tagged", "untagged"])
 def test_a_reply_that_only_the_next_turn_ends_is_trained_to_end(glm_processor, change):
     spans = TextEncoder(templated(glm_processor, change(glm_processor.chat_template)))
-    encoded = encode(spans, ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2"))
+    two_in_a_row = [("assistant", "2"), ("assistant", "3")]
+    encoded = encode(spans, ("user", "One?"), ("assistant", "1"), ("user", "Two?"), *two_in_a_row)
     assert [reply.split("</think>")[1].strip() for reply in replies(spans, encoded)] == [
         "1<|user|>",
-        "2<|user|>",
+        "2",
+        "3<|user|>",
     ]
     assert (
         spans.tokenizer.decode(encoded.input_ids).count("<|user|>") == 3
     )  # two questions', and the added one
+
+
+def test_one_marker_of_all_turns_ends_a_reply(glm_processor):
+    template = glm_processor.chat_template.replace("<|assistant|>", "<|user|>")
+    spans = TextEncoder(templated(glm_processor, template))
+    encoded = encode(spans, ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2"))
+    ends = [reply.split("</think>")[1].strip() for reply in replies(spans, encoded)]
+    assert ends == ["1<|user|>", "2<|user|>"]
 
 
 def test_tokens_on_the_edge_of_a_reply_are_of_it_and_empty_ones_are_not():

@@ -89,9 +89,11 @@ class ChatTemplate:
         self._tells_replies = bool(GENERATION_TAG.search(self.text))
         if not self._tells_replies:
             self._probe_template()
-        self._next_turn, self._mask_thinking = None, False
+        self._next_turn, self._next_reply, self._mask_thinking = None, None, False
         self._no_content = self._what_is_no_content()
-        self._next_turn, self._mask_thinking = self._token_that_ends_replies(), mask_thinking
+        next_reply, self._next_turn = map(self._token_after_replies, ("assistant", "user"))
+        self._next_reply = next_reply if next_reply != self._next_turn else None
+        self._mask_thinking = mask_thinking
 
     def _loses_text(self, role: str) -> bool:
         """Whether the template leaves out a turn's text unless it is in a list of parts."""
@@ -249,7 +251,8 @@ class ChatTemplate:
 
     def _with_ends(self, prompt: str, replies: list[Span]) -> tuple[str, list[Span]]:
         """Text and replies of a template that ends a reply only with the next turn's marker. The marker is
-        trained with the reply, so the model learns to stop; after a final reply it is appended."""
+        trained with the reply, so the model learns to stop; after a final reply it is appended. The marker of
+        a reply is not trained with the one before: no server stops there."""
         if (
             replies
             and replies[-1][1] == len(prompt)
@@ -258,12 +261,13 @@ class ChatTemplate:
             prompt += self._next_turn
         ends = [self._control_tokens.match(prompt, stop) for _, stop in replies]
         return prompt, [
-            (start, end.end() if end else stop) for (start, stop), end in zip(replies, ends, strict=True)
+            (start, end.end() if end and end[0] != self._next_reply else stop)
+            for (start, stop), end in zip(replies, ends, strict=True)
         ]
 
-    def _token_that_ends_replies(self) -> str | None:
-        """The control token after a reply that has none of its own, such as <|user|>; else None."""
-        conversation = (("user", "a"), ("assistant", "b"), ("user", "c"))
+    def _token_after_replies(self, role: str) -> str | None:
+        """The control token, such as <|user|>, between a reply without its own end and a turn; or None."""
+        conversation = (("user", "a"), ("assistant", "b"), (role, "c"))
         turns = [_text_message(role, text) for role, text in conversation]
         try:
             prompt, ((start, stop), *_), _ = self.render(turns)
@@ -379,10 +383,6 @@ def _bad_text(messages: list[dict]) -> Iterator[None]:
     """Raises BadSample for what no template can write, and names what some do not take before their words."""
     try:
         yield
-    except RecursionError as error:
-        raise BadSample("bad_conversation", "nested too deeply") from error
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
-        raise BadSample("bad_conversation", str(error)) from error
     except BadSample as bad:
         roles = [message["role"] for message in messages if message["role"] != "system"]
         textless = any(message["role"] == "assistant" and not message["content"] for message in messages)
@@ -392,6 +392,10 @@ def _bad_text(messages: list[dict]) -> Iterator[None]:
             raise
         conversation = f"the conversation {' and '.join(traits)}, which this template may not take"
         raise BadSample(bad.reason, f"{conversation}: {bad.detail}") from bad
+    except RecursionError as error:
+        raise BadSample("bad_conversation", "nested too deeply") from error
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+        raise BadSample("bad_conversation", str(error)) from error
 
 
 def _template_of(processor: ProcessorMixin) -> str:
