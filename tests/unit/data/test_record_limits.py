@@ -1,6 +1,7 @@
 """Pixel and frame limits that a record names, within those of the run."""
 
 import io
+import json
 from pathlib import Path
 from random import Random
 
@@ -17,6 +18,9 @@ from megatron_vlm.data.accounts.drops import BadSample
 from megatron_vlm.data.chatml.record import limits_of
 from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder, PackingVLMTaskEncoder
 from megatron_vlm.data.media.videos import VideoRules, choose_clip, plan_video, rules_of_video
+from megatron_vlm.data.run_data import RunData
+from megatron_vlm.overrides import apply_overrides
+from megatron_vlm.recipes import load_recipe
 from tiny.checkpoints import build_tiny_checkpoint
 
 SMALL, LARGE = 60 * 60, 90 * 90
@@ -69,6 +73,32 @@ def test_an_image_has_the_limits_that_its_record_names(arguments, picture, limit
     unplaced = entry | {"messages": turns("a chart?")}
     for record in (entry, part, unplaced):
         same(encoded(arguments, record, packing), expected)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_a_limit_of_the_run_without_effect_is_named_at_the_start(tmp_path, picture, family):
+    """Where it has none, the tokens and the pixels are those of a run without it."""
+    arguments = arguments_of(family, build_tiny_checkpoint(family, tmp_path / "checkpoint"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns("Which?")}) + "\n")
+    recipe = load_recipe("gemma3_tiny_digits")(
+        dataset_type="hf", train_data_path=str(tmp_path / "rows.jsonl"), run_dir=str(tmp_path / "run")
+    )
+    notes = []
+    for limits in ({}, {"data.max_pixels": SMALL}, {"data.min_pixels": 4, "data.max_pixels": SMALL}):
+        config = apply_overrides(recipe, limits | {"data.num_workers": 0})
+        data = RunData(config, arguments["processor"], arguments["needs"], 0, 1)
+        notes.append([note for note in data.notes if "no effect" in note])
+        data.close()
+    record = {"images": [picture], "messages": turns("<image>a chart?")}
+    limited = encoded(arguments, record, max_pixels=SMALL)
+    if family == "qwen3_vl":
+        assert notes == [[], [], []]
+        assert not encoded(arguments, record).input_ids.equal(limited.input_ids)
+        return
+    ending = "no effect, as Gemma3Processor makes all images one size; remove it."
+    names = ("data.max_pixels", "data.min_pixels and data.max_pixels")
+    assert notes == [[], *([f"{name}: {ending}"] for name in names)]
+    same(encoded(arguments, record), limited)
 
 
 def test_each_image_has_its_own_and_none_leaves_the_limits_of_the_run(arguments, picture):

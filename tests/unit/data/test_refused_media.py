@@ -111,6 +111,22 @@ def test_every_way_takes_the_same_images(name):
     assert (dropped == 0) == (name in NEVER_DROPS)
 
 
+READ_AT_ANY_LENGTH = {"gemma3": True, "llava": True, "smolvlm": True, "gemma4": True, "internvl": True}
+READ_AT_ANY_LENGTH |= {"qwen3_vl": False, "glm4v": False}
+
+
+@pytest.mark.parametrize("family", READ_AT_ANY_LENGTH)
+def test_images_over_200_to_1_are_read_unless_the_processor_refuses_them(family):
+    processor, config = made(family)
+    for size in [(1, 201), (603, 3), (3000, 2)]:
+        encoded = [outcome(way, processor, config, sample(size)) for way in WAYS]
+        if READ_AT_ANY_LENGTH[family]:
+            assert all(each.input_ids.equal(encoded[1].input_ids) for each in encoded)
+            continue
+        for reason, detail in encoded:
+            assert reason == "processor_error" and "aspect ratio must be smaller than 200" in detail
+
+
 # ---- a processor of another model -------------------------------------------------------------------------
 
 
