@@ -45,7 +45,9 @@ def layout(run: RunConfig) -> str:
     sizes = {name: getattr(run.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     parts += ["overlapped"] * (run.parallel.tp_comm_overlap and run.parallel.tp > 1)
-    parts += ["recomputed"] * (run.model.recompute == "full")
+    if run.model.recompute == "full":
+        layers = run.model.recompute_layers
+        parts.append("recomputed" if layers is None else f"{layers or 'tower'} recomputed")
     parts += ["Adam offloaded"] * run.optimizer.offload
     parts += ["bf16 gradients"] * (not run.optimizer.reduce_in_fp32)
     return " · ".join(parts) or "–"

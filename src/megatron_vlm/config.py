@@ -94,8 +94,10 @@ class ModelConfig:
     fallbacks: list[Literal["attention", "towers", "fused", "delta_nets", "weight_gradients"]] = field(
         default_factory=list
     )
-    # activation recomputation: "selective" (feed-forwards) or "full" (whole layers)
+    # activation recomputation: "selective" (outputs of norms and gates) or "full" (layers, also the tower's)
     recompute: Literal["none", "selective", "full"] = "none"
+    # with "full", how many of the language model's layers in each (virtual) pipeline stage, the first ones
+    recompute_layers: FromZero | None = None  # None: all
     load_balancing: NotNegative | None = None  # weight of the load-balancing loss; None: as in the checkpoint
 
 

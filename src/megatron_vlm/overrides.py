@@ -26,7 +26,7 @@ MOST_PROBLEMS = 20  # that are named
 # the keyword arguments that all recipes share, by the group of `RunConfig` that holds the setting
 ARGUMENTS_OF_GROUP = {
     "": ("name", "run_dir"),
-    "model.": ("hf_path", "load_weights", "dtype", "freeze", "fallbacks", "recompute"),
+    "model.": ("hf_path", "load_weights", "dtype", "freeze", "fallbacks", "recompute", "recompute_layers"),
     "parallel.": ("tp", "pp", "vpp", "cp", "ep", "sp", "tp_comm_overlap"),
     "data.": (
         *("dataset_type", "train_data_path", "valid_data_path"),

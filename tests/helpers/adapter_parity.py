@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str], str]] = {
     "1 process, adapter": (1, ParallelConfig(), {}, "adapter"),
     "1 process, adapter, recomputed": (1, ParallelConfig(), FULL, "adapter"),
     "1 process, adapter on late layers, recomputed": (1, ParallelConfig(), FULL, "adapter on late layers"),
-    "1 process, adapter on late layers, feed-forwards recomputed": (
+    "1 process, adapter on late layers, norms and gates recomputed": (
         *(1, ParallelConfig(), SELECTIVE, "adapter on late layers"),
     ),
     "TP2, adapter": (2, ParallelConfig(tp=2, sp=False), {}, "adapter"),

@@ -27,7 +27,7 @@ from megatron_vlm.batch import IGNORE_INDEX, Batch, GenericVisualInputs
 from megatron_vlm.config import RunConfig
 from megatron_vlm.models.adapters.targets import find_targets, find_whole
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.language_model import DTYPES
+from megatron_vlm.models.language_model import DTYPES, recomputed_layers
 from megatron_vlm.models.layers.attention_kernels import most_workspace
 from megatron_vlm.models.layers.attention_sizes import (
     DeltaHeads,
@@ -286,15 +286,8 @@ def images_per_tower(config: RunConfig, image: ImageCost) -> float:
 
 
 def language_model_passes(config: RunConfig) -> int:
-    """The cost of a training step through a layer, in forward passes."""
-    trained = "language_model" not in config.frozen
-    return 2 + trained + (config.model.recompute == "full") + reference_passes(config)
-
-
-def output_passes(config: RunConfig) -> int:
-    """The cost of a training step through the output layer, which is never recomputed."""
-    reference = reference_passes(config)
-    return min(3, language_model_passes(config) - reference) + reference
+    """The cost of a training step through a layer that is not recomputed, in forward passes."""
+    return 2 + ("language_model" not in config.frozen) + reference_passes(config)
 
 
 def reference_passes(config: RunConfig) -> int:
@@ -316,9 +309,11 @@ def stage_costs(config: RunConfig, architecture: dict, image: ImageCost) -> tupl
     layers, seq_length = architecture["num_layers"], config.data.seq_length
     one_layer = sum(layer_flops(architecture, i, seq_length) for i in range(layers)) / layers
     tokens = seq_length / (config.parallel.tp * config.parallel.cp)
-    one_layer *= language_model_passes(config) * tokens
+    stages = config.parallel.pp * config.parallel.vpp
+    again = len(recomputed_layers(config, range(-(-layers // stages)))) * stages / layers
+    one_layer *= (language_model_passes(config) + min(again, 1)) * tokens
     tower = image.flops * images_per_tower(config, image) * vision_passes(config, image)
-    output = output_flops(architecture) * tokens * output_passes(config)
+    output = output_flops(architecture) * tokens * language_model_passes(config)
     return layers, tower / one_layer, output / one_layer
 
 

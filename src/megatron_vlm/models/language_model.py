@@ -15,7 +15,7 @@ are whole on every rank of tensor parallelism and see, under sequence parallelis
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,15 @@ from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import DeltaHeads, Heads, LatentHeads, is_recurrent
 from megatron_vlm.models.layers.cross_layer import CrossLayerTensors, publish
 from megatron_vlm.models.layers.delta_net import GatedDeltaNet
-from megatron_vlm.models.layers.fused import GatedFeedForward, NormThenAdd, RMSNorm, Rotary
+from megatron_vlm.models.layers.fused import (
+    GatedFeedForward,
+    NormBefore,
+    NormThenAdd,
+    RMSNorm,
+    Rotary,
+    cheap_outputs,
+    make_again,
+)
 from megatron_vlm.models.layers.latent_attention import LatentAttention
 from megatron_vlm.models.layers.moe import MoE, Router
 from megatron_vlm.models.stream import Stream
@@ -63,13 +71,21 @@ class DeepstackLayer(TransformerLayer):
     __call__ = torch.nn.Module.__call__  # Megatron's looks for CUDA graphs, of which there are none
 
     def forward(self, hidden_states: Tensor, **kwargs):
-        layer = super().forward if torch.is_grad_enabled() else self._without_gradients
+        layer = self._with_gradients if torch.is_grad_enabled() else self._without_gradients
         extras = hidden_states.shape[1] - 1
         if not extras:
             return layer(hidden_states, **kwargs)
         hidden, features, later_features = hidden_states.split([1, 1, extras - 1], dim=1)
         hidden, context = layer(hidden.contiguous(), **kwargs)
         return torch.cat((hidden + features, later_features), dim=1), context
+
+    def _with_gradients(self, hidden: Tensor, **kwargs) -> tuple[Tensor, None]:
+        if not self.config.norms_made_again:
+            return super().forward(hidden, **kwargs)
+        with cheap_outputs() as cheap:
+            output, context = super().forward(hidden, **kwargs)
+        make_again(cheap, output)
+        return output, context
 
     def _without_gradients(
         self, hidden: Tensor, packed_seq_params, padding_mask: Tensor | None, **_
@@ -218,6 +234,7 @@ class LanguageModelConfig(TransformerConfig):
     add_proj_bias: bool = False  # the output projection of attention has a bias
     deepstack_layers: int = 0  # the first layers that add visual features to their output
     attention_backends: Mapping[int, str] = field(default_factory=dict)  # by channels of a layer's heads
+    norms_made_again: bool = False  # and outputs of gates, see `layers.fused.make_again`
     images_spread: bool = False  # images are spread over the tensor-parallel ranks, see `models.vlm`
 
     @property
@@ -248,11 +265,11 @@ def language_model_config(
     check_positions(config.data.seq_length - 1, architecture.get("most_positions"), "data.seq_length")
     on_cpu = not torch.cuda.is_available()
     dtype = DTYPES[config.model.dtype]
-    recompute = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[config.model.recompute]
+    recompute = {}
+    if config.model.recompute == "full":
+        layers = recomputed_layers(config, range(architecture["num_layers"]))
+        recompute = {"recompute_granularity": "full", "recompute_method": "block"}
+        recompute["recompute_num_layers"] = len(layers)
     return LanguageModelConfig(
         **{
             # our defaults; a family may replace any of them
@@ -268,6 +285,7 @@ def language_model_config(
             **balancing_settings(config, architecture),
         },
         **recompute,
+        norms_made_again=config.model.recompute == "selective",
         images_spread=config.parallel.images_spread,
         **megatron_settings(config.parallel),
         pipeline_model_parallel_layout=pipeline_layout(*stage_costs, config.parallel),
@@ -285,6 +303,11 @@ def language_model_config(
         bias_activation_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def recomputed_layers(config: RunConfig, layers: Sequence[int]) -> Sequence[int]:
+    """Return which layers of a (virtual) pipeline stage are run again in the backward pass."""
+    return layers[: config.model.recompute_layers] if config.model.recompute == "full" else layers[:0]
 
 
 def balancing_settings(config: RunConfig, architecture: dict) -> dict:
@@ -306,7 +329,7 @@ def balancing_settings(config: RunConfig, architecture: dict) -> dict:
         coefficient = architecture.get("moe_aux_loss_coeff", 0.0)
     if not coefficient:
         return {"moe_router_load_balancing_type": "none"}
-    if config.model.recompute != "none" and config.parallel.pp > 1:
+    if config.model.recompute == "full" and config.parallel.pp > 1:
         raise ValueError(
             f"model: load_balancing {coefficient} with recomputation and pp {config.parallel.pp} would weigh "
             "one micro batch by another's tokens; use no recomputation, pp 1 or no balancing."
@@ -350,10 +373,10 @@ def layer_spec(megatron_config: LanguageModelConfig, layer: int) -> ModuleSpec:
     return ModuleSpec(
         module=DeepstackLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=NormBefore,
             self_attention=self_attention,
             self_attn_bda=add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=NormBefore,
             mlp=MoE if has_experts(megatron_config, layer) else dense_mlp,
             mlp_bda=add,
         ),

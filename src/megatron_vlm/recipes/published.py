@@ -17,7 +17,9 @@ from megatron_vlm.supported import SUPPORTED, read_config
 CONFIGS = Path(__file__).parent / "configs"  # config.json of each published size, under the recipe's name
 DEMO = "_tiny_digits"  # the end of a demo recipe's name
 # layouts that several sizes share, as arguments
-TP8_PP4 = "tp=8 pp=4 recompute=full"
+TOWER_AGAIN = "recompute=full recompute_layers=0"
+TP8_PP4 = f"tp=8 pp=4 {TOWER_AGAIN}"
+TP4_PP2 = f"tp=4 pp=2 {TOWER_AGAIN}"
 PP2_EP8 = "pp=2 ep=8 recompute=full"
 PP8_EP8 = "pp=8 ep=8 recompute=full"
 PP16_EP8 = "pp=16 ep=8 recompute=full"
@@ -70,21 +72,21 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 
 
 # (family, organisation on the hub) → its sizes: name, title, fewest GPUs of 80 GB, checkpoint, layout,
-# and what is quicker on 141 GB, as on a command line
-SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
+# and what is quicker on 141 GB, as on a command line; "": nothing is recomputed there; None: it is the same
+SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str | None]]] = {
     ("gemma3", "google"): [
         ("gemma3_vl_4b", "Gemma3 4B", 2, "gemma-3-4b-it", "tp=2", "tp=1"),
         ("gemma3_vl_12b", "Gemma3 12B", 8, "gemma-3-12b-it", "tp=4", "tp=2"),
-        ("gemma3_vl_27b", "Gemma3 27B", 8, "gemma-3-27b-it", "tp=8 recompute=full", ""),
+        ("gemma3_vl_27b", "Gemma3 27B", 8, "gemma-3-27b-it", "tp=8 recompute=full recompute_layers=10", ""),
     ],
     ("gemma4", "google"): [  # of E2B, tp does not divide its one key/value head
-        ("gemma4_e2b", "Gemma 4 E2B", 2, "gemma-4-E2B-it", "recompute=full", "recompute=none"),
-        ("gemma4_e4b", "Gemma 4 E4B", 2, "gemma-4-E4B-it", "tp=2 recompute=full", "recompute=none"),
-        ("gemma4_31b", "Gemma 4 31B, dense", 16, "gemma-4-31B-it", "tp=4 pp=2 recompute=full", ""),
+        ("gemma4_e2b", "Gemma 4 E2B", 2, "gemma-4-E2B-it", "recompute=full recompute_layers=2", ""),
+        ("gemma4_e4b", "Gemma 4 E4B", 2, "gemma-4-E4B-it", "tp=2 recompute=full", ""),
+        ("gemma4_31b", "Gemma 4 31B, dense", 16, "gemma-4-31B-it", TP4_PP2, ""),
         ("gemma4_26b_a4b", "Gemma 4 26B with 128 experts", 16, "gemma-4-26B-A4B-it", PP2_EP8, ""),
     ],
     ("gemma4_unified", "google"): [  # tp does not divide its one key/value head of full attention
-        ("gemma4_12b", "Gemma 4 12B", 8, "gemma-4-12B-it", "pp=2 recompute=full", "recompute=none"),
+        ("gemma4_12b", "Gemma 4 12B", 8, "gemma-4-12B-it", "pp=2 recompute=full recompute_layers=19", ""),
     ],
     ("mistral3", "mistralai"): [
         ("ministral3_3b", "Ministral3 3B", 2, "Ministral-3-3B-Instruct-2512", "", ""),
@@ -113,8 +115,8 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             "Kimi K2.5 and K2.6, 1,027B with 384 experts",
             512,
             "Kimi-K2.6-BF16",
-            "tp=8 pp=8 ep=32 recompute=full",
-            "recompute=none",
+            "tp=8 pp=8 ep=32",
+            "",
         ),
     ],
     ("lighton_ocr", "."): [  # saved by Transformers: on the hub its config.json says mistral3
@@ -152,7 +154,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
         ("smolvlm2_2b", "SmolVLM2 2.2B", 1, "SmolVLM2-2.2B-Instruct", "", ""),
     ],
     ("glm4v_moe", "zai-org"): [
-        ("glm_45v", "GLM-4.5V, 106B with 128 experts", 64, "GLM-4.5V", PP8_EP8, ""),
+        ("glm_45v", "GLM-4.5V, 106B with 128 experts", 64, "GLM-4.5V", PP8_EP8, "recompute_layers=0"),
     ],
     ("qwen2_vl", "Qwen"): [
         ("qwen2_vl_2b", "Qwen2-VL 2B", 1, "Qwen2-VL-2B-Instruct", "", ""),
@@ -162,7 +164,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
     ("qwen2_5_vl", "Qwen"): [
         ("qwen25_vl_3b", "Qwen2.5-VL 3B", 4, "Qwen2.5-VL-3B-Instruct", "", ""),
         ("qwen25_vl_7b", "Qwen2.5-VL 7B", 8, "Qwen2.5-VL-7B-Instruct", "tp=2", "tp=1"),
-        ("qwen25_vl_32b", "Qwen2.5-VL 32B", 16, "Qwen2.5-VL-32B-Instruct", "tp=8 pp=2 recompute=full", ""),
+        ("qwen25_vl_32b", "Qwen2.5-VL 32B", 16, "Qwen2.5-VL-32B-Instruct", "tp=8 pp=2", ""),
         ("qwen25_vl_72b", "Qwen2.5-VL 72B", 32, "Qwen2.5-VL-72B-Instruct", TP8_PP4, ""),
     ],
     ("qwen3_vl", "Qwen"): [
@@ -184,8 +186,8 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             "Qwen3-VL 30B with 128 experts",
             16,
             "Qwen3-VL-30B-A3B-Instruct",
-            "ep=8 recompute=full",
-            "recompute=none",
+            "ep=8 recompute=full recompute_layers=17",
+            "",
         ),
         (
             "qwen3_vl_235b_a22b",
@@ -193,7 +195,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             128,
             "Qwen3-VL-235B-A22B-Instruct",
             PP16_EP8,
-            "",
+            None,
         ),
     ],
     ("minicpmv4_6", "openbmb"): [("minicpmv46_1b", "MiniCPM-V 4.6, 1.3B", 1, "MiniCPM-V-4.6", "", "")],
@@ -215,7 +217,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str]]] = {
             "",
         ),
         ("qwen35_122b_a10b", "Qwen3.5 122B with 256 experts", 64, "Qwen3.5-122B-A10B", PP8_EP8, ""),
-        ("qwen35_397b_a17b", "Qwen3.5 397B with 512 experts", 256, "Qwen3.5-397B-A17B", PP16_EP16, ""),
+        ("qwen35_397b_a17b", "Qwen3.5 397B with 512 experts", 256, "Qwen3.5-397B-A17B", PP16_EP16, None),
     ],
 }
 
@@ -260,10 +262,12 @@ def _published() -> Iterator[Recipe]:
             defaults = OF_FAMILY.get(family, {}) | {"name": name, "hf_path": f"{organisation}/{checkpoint}"}
             defaults |= {"warmup_steps": 50, "global_batch_size": 64, "save_every": 500}
             defaults |= dict(argument.split("=") for argument in layout.split())
+            if roomy == "" and defaults.get("recompute") == "full":
+                roomy = "recompute=none"
             if "tp" in defaults:
                 defaults["tp_comm_overlap"] = True
             cards = f"{gpus} GPU{'s' * (gpus > 1)} of 80 GB and up" + f" (of 141 GB: {roomy})" * bool(roomy)
-            yield Recipe(name, f"{title}, for {cards}.", defaults, gpus=gpus, roomy=roomy)
+            yield Recipe(name, f"{title}, for {cards}.", defaults, gpus=gpus, roomy=roomy or "")
 
 
 RECIPES = {one.name: one for one in (*_published(), *map(_demo, (*SUPPORTED, *OF_PARTS)))}

@@ -132,7 +132,8 @@ class Grpo(Callback):
         """Answer the prompts of `run.micro_batches`, and make `run.parts` of the answers."""
         began = time.monotonic()
         watchdog.beat(f"answering the prompts of step {run.step}")
-        self._step, self._state.global_step = run.step, run.step - 1
+        self._step = run.step
+        self._state.global_step = run.step - 1
         prompts = prompts_of(run.micro_batches)
         samples = self._answer(prompts)
         scores, everywhere = self._score(prompts, samples)
@@ -186,7 +187,8 @@ class Grpo(Callback):
     def _ask_engine(self, prompts: list[AskedPrompt]) -> list[Sample]:
         """The same from an engine, which every rank asks for the answers to all prompts of the step."""
         everyone, first = of_data_ranks(prompts)
-        place, grpo = f"{ENGINE}: {self._grpo.engine}", self._grpo
+        grpo = self._grpo
+        place = f"{ENGINE}: {grpo.engine}"
         with calling(place, grpo.engine):
             samples = self._engine(self._scorer, everyone)
             numbers = [sample["prompt"] for sample in samples]

@@ -22,6 +22,7 @@ from tiny.distributed import run_distributed
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "recomputed": {"recompute": "full"},
+    "norms and gates recomputed": {"recompute": "selective"},
     "bf16": {"dtype": "bf16"},
     "frozen": {"freeze": ["language_model"]},
     "adapters": {"adapter": AdapterConfig(r=4, target_modules="all-linear")},

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, dict[str, str]]] = {
     "1 process, recomputed": (1, ParallelConfig(), FULL),
     "TP2+SP, recomputed": (2, ParallelConfig(tp=2), FULL),
     "PP2·VPP2, recomputed": (2, ParallelConfig(pp=2, vpp=2), FULL),
-    "PP2, feed-forwards recomputed": (2, ParallelConfig(pp=2), SELECTIVE),
+    "PP2, norms and gates recomputed": (2, ParallelConfig(pp=2), SELECTIVE),
     "CP2": (2, ParallelConfig(cp=2), {}),
     "EP2": (2, ParallelConfig(ep=2), {}),
     "CP2·EP2, recomputed": (2, ParallelConfig(cp=2, ep=2), FULL),

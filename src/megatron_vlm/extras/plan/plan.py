@@ -32,9 +32,11 @@ from megatron_vlm.models.language_model import (
     extras_before,
     has_experts,
     language_model_config,
+    recomputed_layers,
 )
 from megatron_vlm.models.layers.attention_kernels import most_workspace
 from megatron_vlm.models.layers.attention_sizes import heads_of, is_recurrent
+from megatron_vlm.models.layers.fused import cheap_outputs
 from megatron_vlm.models.vlm import VLMModel, streams_of
 from megatron_vlm.parallel.layout import stage_layers
 from megatron_vlm.validate import validate
@@ -53,6 +55,7 @@ class Pieces:
 
     layers: list[Parameters]
     saved: list[float]  # bytes that each layer keeps of a micro batch for its backward pass
+    cheap: list[float]  # of these, outputs of norms and gates
     vision: Parameters  # tower and projector
     inputs: Parameters  # besides these, of the first stage: the embedding
     outputs: Parameters  # of the last stage: the last norm, and an output layer of its own
@@ -122,7 +125,6 @@ def make_plan(
     image = shared_costs.image = shared_costs.image or costs.image_cost(config, description)
     parallel = config.parallel
     split = (parallel.tp, parallel.cp, parallel.ep, config.train.micro_batch_size, config.data.seq_length)
-    split += (config.model.recompute == "selective",)
     loaded = replace(config, model=replace(config.model, load_weights=True))  # nothing is drawn at random
     stage_costs = costs.stage_costs(config, description.architecture, image)
     megatron_config = language_model_config(loaded, description.architecture, stage_costs)
@@ -165,7 +167,7 @@ class _Ranks:
             dense = parameters["trained_dense"] / (self.gpus // (parallel.tp * parallel.pp))
             updated = dense + parameters["trained_experts"] / (self.gpus // (parallel.pp * parallel.ep))
         gradient = 4 if config.optimizer.reduce_in_fp32 else self._value
-        activations = self._activations(number, list(chain.from_iterable(layers)))
+        activations = self._activations(number, layers)
         if number == 0 and parallel.tp > 1:  # the tower's gradients, joined, for their mean over the ranks
             activations = max(activations, 4 * self.pieces.vision["trained_dense"])
         if gradient < 4:  # Adam takes them in fp32, when activations are gone
@@ -202,11 +204,14 @@ class _Ranks:
 
     def _flops(self, number: int, layers: Sequence[range]) -> float:
         config = self.config
-        numbers = chain.from_iterable(layers)
-        flops = sum(costs.layer_flops(self.architecture, i, config.data.seq_length) for i in numbers)
-        flops *= costs.language_model_passes(config)
+        again = set(chain.from_iterable(recomputed_layers(config, part) for part in layers))
+        passes = costs.language_model_passes(config)
+        flops = sum(
+            costs.layer_flops(self.architecture, i, config.data.seq_length) * (passes + (i in again))
+            for i in chain.from_iterable(layers)
+        )
         if number == config.parallel.pp - 1:
-            flops += costs.output_passes(config) * costs.output_flops(self.architecture)
+            flops += passes * costs.output_flops(self.architecture)
         tokens = config.train.micro_batch_size * config.data.seq_length
         flops *= tokens / (config.parallel.tp * config.parallel.cp)
         if number == 0:
@@ -214,39 +219,44 @@ class _Ranks:
             flops += costs.vision_passes(config, self.image) * images * self.image.flops
         return flops
 
-    def _activations(self, stage: int, layers: list[int]) -> float:
+    def _activations(self, stage: int, layers: Sequence[range]) -> float:
         """The most bytes that the stage's ranks keep at any time: what forward passes keep for the backward,
         and what the backward needs besides for the output layer or for a recomputed layer, whichever is more.
         When a tower's layer is recomputed, the language model's layers of that micro batch are done."""
         config = self.config
         rows = config.train.micro_batch_size
         tokens = rows * config.data.seq_length / config.parallel.cp
-        recompute = config.model.recompute == "full"
+        towers_again = config.model.recompute == "full"
         hidden = tokens * self._value * self.megatron_config.hidden_size
         # what the layers of one micro batch keep
-        per_layer = [self.pieces.saved[i] for i in layers]
+        again = [i for part in layers for i in recomputed_layers(config, part)]
+        others = [i for i in chain.from_iterable(layers) if i not in again]
+        kept = sum(self.pieces.saved[i] for i in others)
+        if config.model.recompute == "selective":
+            kept -= sum(self.pieces.cheap[i] for i in others)
+        of_others = kept / len(layers)  # in a virtual stage
+        kept += self._recomputed(tokens, hidden, again)
         masks = len(set(self.megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
-        kept = self._recomputed(tokens, hidden, layers) if recompute else sum(per_layer)
         kept += self._value * masks * tokens * rows * config.data.seq_length
         # and of as many as the schedule has on their way, with their images
         forwards = forwards_kept(config, derived(config, self.gpus)["micro_batches_per_step"], stage)
         saved = forwards * kept
         images = rows * costs.images_per_tower(config, self.image)
         if stage == 0:
-            saved += images * forwards * self.image.kept(recompute)
+            saved += images * forwards * self.image.kept(towers_again)
             saved += rows * costs.images_per_row(config, self.image) * self.image.pixel_bytes  # on all ranks
         # a layer's input from all tensor-parallel ranks, and the gradient that goes back to them
         besides = 2 * hidden if self.megatron_config.sequence_parallel else 0.0
-        besides += self._workspace(int(tokens), layers)
-        if recompute:
-            besides += max(per_layer)
-            if any(has_experts(self.megatron_config, i) for i in layers):  # gradients on their way
+        besides += self._workspace(int(tokens), [*again, *others])
+        if again:  # when those of its micro batch that are not are done
+            besides += max(0.0, max(self.pieces.saved[i] for i in again) - of_others)
+            if any(has_experts(self.megatron_config, i) for i in again):  # gradients on their way
                 trained = "language_model" not in config.frozen
                 besides += (2 + trained) * hidden / self._cut * self.megatron_config.moe_router_topk
         if stage == config.parallel.pp - 1:
             besides = max(besides, self._output_layer(tokens))
         if stage == 0:
-            tower = self.image.made_again(recompute) + self.image.workspace
+            tower = self.image.made_again(towers_again) + self.image.workspace
             besides = max(besides, images * tower - kept)
         return saved + besides
 
@@ -303,8 +313,7 @@ def measure_pieces(config: RunConfig, description: Description) -> Pieces:
     of layer was met. So no formula repeats what the model does.
     """
     config = as_on_a_gpu(config)
-    if config.model.recompute == "full":
-        config.model.recompute = "none"
+    config.model.recompute = "none"
     config.parallel = replace(config.parallel, pp=1, vpp=1)
     gpus = fewest_processes(config.parallel)  # on more of them a rank has the same pieces
     config.train.global_batch_size = config.train.micro_batch_size * gpus
@@ -320,10 +329,10 @@ def measure_pieces(config: RunConfig, description: Description) -> Pieces:
                 kinds[int(number)].append((part, parameter.shape, parameter.requires_grad))
             else:
                 other_parts[_place(name)] += _count(name, parameter)
-        saved = _saved_by_layers(config, description, model, [tuple(kind) for kind in kinds])
+        saved, cheap = _saved_by_layers(config, description, model, [tuple(kind) for kind in kinds])
     tied_outputs = other_parts["embedding"] if model.config.tie_embeddings else Counter()
     inputs = other_parts["embedding"] + other_parts["inputs"]
-    return Pieces(layers, saved, other_parts["vision"], inputs, other_parts["outputs"], tied_outputs)
+    return Pieces(layers, saved, cheap, other_parts["vision"], inputs, other_parts["outputs"], tied_outputs)
 
 
 def _named_parameters(model: VLMModel) -> Iterator[tuple[str, nn.Parameter]]:
@@ -350,7 +359,8 @@ def _place(name: str) -> str:
 
 def _saved_by_layers(
     config: RunConfig, description: Description, model: VLMModel, kinds: Sequence[Hashable]
-) -> list[float]:
+) -> tuple[list[float], list[float]]:
+    """Return the bytes that each layer keeps, and how many of them are outputs of norms and gates."""
     # the second layer of a kind is measured, as the first may keep what all share, such as rotary tables
     measured = {kind: [i for i, other in enumerate(kinds) if other == kind][:2][-1] for kind in kinds}
     decoder = model.language_model.decoder
@@ -365,17 +375,22 @@ def _saved_by_layers(
     if config.parallel.sequence_parallel:
         tokens //= config.parallel.tp
     hidden = torch.empty(tokens, 1, model.config.hidden_size, dtype=model.config.params_dtype, device=META)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((running[-1], t)), lambda t: t):
+    with (
+        cheap_outputs() as cheap_storages,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((running[-1], t)), lambda t: t),
+    ):
         model.language_model.outputs(stream, hidden.requires_grad_(), output_losses)
     counted = {p.untyped_storage()._cdata for p in model.parameters()}
     saved: Counter[int | None] = Counter()
+    cheap: Counter[int | None] = Counter()
     for number, tensor in kept:
         storage = tensor.untyped_storage()
         if tensor.is_meta and storage._cdata not in counted:
             counted.add(storage._cdata)
             saved[number] += storage.nbytes()
+            cheap[number] += storage.nbytes() * (storage._cdata in cheap_storages)
     kept.clear()  # the graph holds the hook, which holds these, which hold it
-    return [saved[measured[kind]] for kind in kinds]
+    return [saved[measured[kind]] for kind in kinds], [cheap[measured[kind]] for kind in kinds]
 
 
 # --- as lines of text ---------------------------------------------------------------------------------------

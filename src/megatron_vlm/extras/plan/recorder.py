@@ -58,11 +58,13 @@ class TensorMemory(TorchDispatchMode):
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
+            nbytes = storage.nbytes()
             if key not in self._sizes:
-                self._sizes[key] = storage.nbytes()
-                self.alive += storage.nbytes()
-                self.peak = max(self.peak, self.alive)
+                self._sizes[key] = 0
                 weakref.finalize(storage, self._free, key)
+            self.alive += nbytes - self._sizes[key]  # storages can be resized
+            self._sizes[key] = nbytes
+            self.peak = max(self.peak, self.alive)
 
     def _free(self, key: int) -> None:
         self.alive -= self._sizes.pop(key)

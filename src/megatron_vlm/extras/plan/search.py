@@ -13,12 +13,13 @@ from megatron_vlm.extras.plan.plan import (
     RESERVE,
     KnownCosts,
     MemoryPlan,
+    Stage,
     make_plan,
 )
 from megatron_vlm.extras.plan.rehearsal import rehearse
 from megatron_vlm.models import costs
 from megatron_vlm.models.description import Description
-from megatron_vlm.models.language_model import DTYPES
+from megatron_vlm.models.language_model import DTYPES, recomputed_layers
 from megatron_vlm.models.layers.attention_sizes import heads_of
 from megatron_vlm.overrides import apply_overrides
 
@@ -41,6 +42,7 @@ LINK = 0.8 * 450e9  # bytes a second to other GPUs of the node, each way
 NETWORK = 0.8 * 50e9  # bytes a second to other nodes
 HOST = 50e9  # bytes a second to the host's memory, and from it
 LATENCY = 20e-6  # seconds that the smallest exchange takes
+AGAIN = 1.03  # of its time that a step takes which makes outputs of norms and gates again
 BESIDE = 0.85  # of its speed that a product keeps while an exchange runs beside it
 # how long a tower takes over its operations' own time: Transformers' layers are not fused
 TOWER = 2
@@ -71,7 +73,7 @@ def planned_layouts(
     """Return settings and plans of all layouts on `gpus` GPUs that need at most `capacity` bytes of each.
 
     They are in the order of an estimated step's time. tp stays inside a node, the batches as they are. Each
-    layout comes with the first of the changes TO_FIT with which it fits.
+    layout comes with the first of the changes TO_FIT with which it fits, and recomputes as few layers as fit.
     """
     known_costs = KnownCosts()
     fitting = []
@@ -82,14 +84,36 @@ def planned_layouts(
             except ValueError:
                 continue  # it does not divide GPUs, model or batch
             if plan.memory <= capacity:
+                settings, plan = _fewest_recomputed(config, settings, plan, capacity, known_costs)
                 fitting.append((estimated_seconds(plan), settings, plan))
                 break
     return [(settings, plan) for _, settings, plan in sorted(fitting, key=lambda entry: entry[0])]
 
 
+def _fewest_recomputed(
+    config: RunConfig, settings: tuple[str, ...], plan: MemoryPlan, capacity: float, known_costs: KnownCosts
+) -> tuple[tuple[str, ...], MemoryPlan]:
+    """The settings and the plan, with the fewest layers recomputed that still fit."""
+    if plan.config.model.recompute != "full":
+        return settings, plan
+    best = settings, plan
+    few = 0
+    enough = max(len(part) for stage in plan.stages for part in stage.layers)
+    while few < enough:
+        layers = (few + enough) // 2
+        fewer = (*settings, f"model.recompute_layers={layers}")
+        planned = make_plan(apply_overrides(config, fewer), plan.description, plan.gpus, known_costs)
+        if planned.memory <= capacity:
+            enough = layers
+            best = fewer, planned
+        else:
+            few = layers + 1
+    return best
+
+
 def _layouts(config: RunConfig, description: Description, gpus: int) -> Iterator[tuple[str, ...]]:
     experts = SIZES if "num_moe_experts" in description.architecture else (1,)
-    sizes = itertools.product(SIZES, SIZES, SIZES, experts, (1, 2), ("none", "full"))
+    sizes = itertools.product(SIZES, SIZES, SIZES, experts, (1, 2), ("none", "selective", "full"))
     for tp, pp, cp, ep, vpp, recompute in sizes:
         fits = tp <= NODE and gpus % (tp * pp * cp) == 0 and gpus % (pp * ep) == 0
         is_long = cp == 1 or config.data.seq_length // cp >= FEWEST_TOKENS
@@ -106,7 +130,9 @@ def estimated_seconds(plan: MemoryPlan) -> float:
     images = config.train.micro_batch_size * costs.images_per_tower(config, plan.image)
     work[0] += (TOWER - 1) * costs.vision_passes(config, plan.image) * images * plan.image.flops
     busiest = plan.stages[work.index(max(work))]
-    micro_batch_seconds = max(work) / PRODUCTS + _exchanging(plan, sum(map(len, busiest.layers)))
+    micro_batch_seconds = max(work) / PRODUCTS + _exchanging(plan, busiest)
+    if config.model.recompute == "selective":
+        micro_batch_seconds *= AGAIN
     micro_batches = derived(config, plan.gpus)["micro_batches_per_step"]
     waiting = (config.parallel.pp - 1) / config.parallel.vpp  # micro batches; arXiv 2104.04473
     # once a step, gradients and weights travel, and so does what Adam keeps on the host
@@ -116,13 +142,14 @@ def estimated_seconds(plan: MemoryPlan) -> float:
     return micro_batch_seconds * (micro_batches + waiting) + once
 
 
-def _exchanging(plan: MemoryPlan, layers: int) -> float:
-    """Seconds in which the layers wait for exchanges of a micro batch."""
+def _exchanging(plan: MemoryPlan, stage: Stage) -> float:
+    """Seconds in which a stage's layers wait for exchanges of a micro batch."""
     config = plan.config
     parallel = config.parallel
     architecture = plan.description.architecture
     value = DTYPES[config.model.dtype].itemsize
-    again = config.model.recompute == "full"
+    layers = sum(map(len, stage.layers))
+    again = sum(len(recomputed_layers(config, part)) for part in stage.layers) / layers
     tokens = config.train.micro_batch_size * config.data.seq_length // parallel.cp
     hidden = tokens * value * architecture["hidden_size"]
     # calls of a layer in its forward and backward pass, and in the forward pass that recomputation repeats;

@@ -77,6 +77,51 @@ def merge_leading_dims(x: Tensor) -> Tensor:
     return x
 
 
+# --- what is made again -------------------------------------------------------------------------------------
+
+CheapOutputs = dict[int, tuple[Tensor, Callable[[], Tensor]]]  # by the `_cdata` of their storage
+_cheap: CheapOutputs | None = None  # None: nobody asks
+
+
+@contextmanager
+def cheap_outputs() -> Iterator[CheapOutputs]:
+    """Inside, the inputs of linears that norms and gates make are in this mapping, with how they are made."""
+    global _cheap
+    _cheap = {}
+    try:
+        yield _cheap
+    finally:
+        _cheap = None
+
+
+def _offer(output: Tensor, function: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
+    """The output, which is `function` of the other arguments."""
+    if _cheap is not None:
+        again = partial(function, *(t.data if isinstance(t, Tensor) else t for t in (x, *arguments)))
+        _cheap[output.untyped_storage()._cdata] = output.data, again
+    return output
+
+
+def make_again(cheap: CheapOutputs, output: Tensor) -> None:
+    """Frees the cheap outputs of a layer, and makes them again when the gradient of its `output` is there.
+
+    Megatron-Core's recompute_modules "layernorm" and "moe_act" do so for each one, and compile C++ for it.
+    """
+    if not output.requires_grad:
+        return
+    for tensor, _ in cheap.values():
+        tensor.untyped_storage().resize_(0)
+        tensor.detach()  # an operation, by which a rehearsal sees the size
+
+    def fill(gradient: Tensor) -> None:
+        for tensor, again in cheap.values():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+            tensor.copy_(again().view_as(tensor))
+        cheap.clear()
+
+    output.register_hook(fill)
+
+
 # --- norms --------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +146,13 @@ class RMSNorm(nn.Module):
         return norm(x, self.weight, self.eps, self.zero_centered, self.wide)
 
 
+class NormBefore(RMSNorm):
+    """The norm before attention or a feed-forward, one of `cheap_outputs`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _offer(super().forward(x), _norm, x, self.weight, self.eps, self.zero_centered, self.wide)
+
+
 class NormThenAdd(nn.Module):
     """residual + norm(sub-layer output), in place of Megatron's bias-dropout-add."""
 
@@ -118,8 +170,12 @@ class NormThenAdd(nn.Module):
 
 def norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool = False) -> Tensor:
     """The norm of `RMSNorm`."""
-    if torch.is_grad_enabled():
-        return Norm.apply(x, weight, eps, zero_centered, in_fp32)
+    if not torch.is_grad_enabled():
+        return _norm(x, weight, eps, zero_centered, in_fp32)
+    return Norm.apply(x, weight, eps, zero_centered, in_fp32)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool, in_fp32: bool) -> Tensor:
     return normed(merge_leading_dims(x), weight, eps, zero_centered, in_fp32)[0].view(x.shape)
 
 
@@ -188,9 +244,12 @@ class GatedFeedForward(MLP):
 def gated(gate_up: Tensor, activation: Activation, weights: Tensor | None = None) -> Tensor:
     """activation(gate) * up, (..., I), from gate, then up, (..., 2 * I); each row times its weight (...)."""
     # without hooks of a module: those of FlopCounterMode want an autograd graph here
-    gate = Gate.apply if torch.is_grad_enabled() else _gate
     rows = gate_up.flatten(0, -2)
-    return gate(rows, getattr(activation, "forward", activation), weights).unflatten(0, gate_up.shape[:-1])
+    activation = getattr(activation, "forward", activation)
+    if not torch.is_grad_enabled():
+        return _gate(rows, activation, weights).unflatten(0, gate_up.shape[:-1])
+    inner = Gate.apply(rows, activation, weights).unflatten(0, gate_up.shape[:-1])
+    return _offer(inner, _gate, rows, activation, weights)
 
 
 class Gate(torch.autograd.Function):
