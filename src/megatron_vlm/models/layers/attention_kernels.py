@@ -254,7 +254,7 @@ def cudnn_workspace(query: Sequence[int], key: Sequence[int], segments: int, lim
 
 
 def most_workspace(query: Sequence[int], key: Sequence[int], segments: int, longest: Sequence[int]) -> int:
-    """Return the bytes of whichever kernel takes more, of those that may take such a call."""
+    """Return the most bytes that a kernel needs which may take such a call."""
     by_flash = flash_workspace(query, key, segments)
     if not even(segments, limits(longest), (query[0], key[0])):
         return by_flash

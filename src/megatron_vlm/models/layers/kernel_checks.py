@@ -138,6 +138,7 @@ def _fastest(
     agreeing = [name for name, problem in problems.items() if problem is None]
     if not agreeing:
         return fall_back(part, model, f"heads of {sizes[2]}: {'; '.join(problems.values())}")
+    # a resumed run keeps its kernel; else all are timed
     before = chosen.get(heads)
     if before not in agreeing:
         times = dict.fromkeys(agreeing, 0.0)
