@@ -3,7 +3,7 @@
 GRPO (arXiv 2402.03300), with the losses of DAPO (arXiv 2503.14476) and Dr. GRPO (arXiv 2503.20783); settings
 are called as in TRL's GRPOConfig. A data-parallel rank answers the prompts of its own micro batches, and
 trains on these answers. A checkpoint lies between steps, so it holds no answers, and a run that goes on from
-it draws the same ones.
+it draws the answers that an uninterrupted run draws.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def of_data_ranks(values: list[Any]) -> tuple[list[Any], int]:
 
 
 class Grpo(Callback):
-    """The run's first callback, which makes the micro batches of a step from its prompts, and its `StepLoss`.
+    """The run's first callback, which makes a step's micro batches of its prompts, and the run's `StepLoss`.
 
     Reports are as `token_loss`'s, with the figures of `objectives.GRPO` in `logs`. Validation answers each
     prompt greedily: `valid_reward` is the mean reward, and `valid_loss` is that, negated.
@@ -113,9 +113,8 @@ class Grpo(Callback):
         grpo = self._grpo
         self.take_model(run.source, run.model)
         self._rewards = Rewards(self._config.train.reward_names)
-        self._state = TrainerState(
-            global_step=run.step, max_steps=run.milestones.steps
-        )  # steps that are done
+        # its `global_step` counts the steps that are done
+        self._state = TrainerState(global_step=run.step, max_steps=run.milestones.steps)
         self._step = run.step
         self._engine = None
         if grpo.engine is not None:
@@ -136,17 +135,17 @@ class Grpo(Callback):
         self._state.global_step = run.step - 1
         prompts = prompts_of(run.micro_batches)
         samples = self._answer(prompts)
-        scores, everywhere = self._score(prompts, samples)
-        self._metrics = self._figures(everywhere, samples)
-        self._users_metrics = {name: float(np.mean(values)) for name, values in everywhere.metrics.items()}
+        own, of_all_ranks = self._rewards_of(prompts, samples)
+        self._metrics = self._figures(of_all_ranks, samples)
+        self._users_metrics = {name: float(np.mean(values)) for name, values in of_all_ranks.metrics.items()}
         groups = [sample["prompt"] for sample in samples]
-        advantages = self._advantages(self._total(scores), self._total(everywhere), groups)
+        advantages = self._advantages(self._total(own), self._total(of_all_ranks), groups)
         for sample, advantage in zip(samples, advantages.tolist(), strict=True):
             sample |= {"key": prompts[sample["prompt"]].key, "advantage": advantage}
         if self._log is not None:
-            rewards = dict(zip(self._rewards.names, scores.rewards.T.tolist(), strict=True))
-            self._log.write(run.step, prompts, samples, rewards, scores.extra)
-        watchdog.beat(f"scoring the answers of step {run.step}")
+            rewards = dict(zip(self._rewards.names, own.rewards.T.tolist(), strict=True))
+            self._log.write(run.step, prompts, samples, rewards, own.extra)
+        watchdog.beat(f"computing log-probabilities of step {run.step}")
         count = self._grpo.steps_per_generation
         parts = [self.micro_batches_of(samples[index::count]) for index in range(count)]
         run.parts = parts * self._grpo.num_iterations
@@ -192,7 +191,7 @@ class Grpo(Callback):
         with calling(place, grpo.engine):
             samples = self._engine(self._scorer, everyone)
             numbers = [sample["prompt"] for sample in samples]
-            longest = max(int(sample["loss_mask"].sum()) for sample in samples)
+            longest = max((int(sample["loss_mask"].sum()) for sample in samples), default=0)
         if longest > grpo.max_completion_length:
             raise ConfigError(f"{place}: an answer has {longest} tokens, over grpo.max_completion_length.")
         count = grpo.num_generations
@@ -209,7 +208,7 @@ class Grpo(Callback):
         ids = ids[:-1] if sample["ended"] else ids
         return reply_text(self._scorer.source.processor, ids)
 
-    def _score(
+    def _rewards_of(
         self, prompts: list[AskedPrompt], samples: list[Sample]
     ) -> tuple[AnswerRewards, AnswerRewards]:
         """Rewards of the answers of this rank, and of all ranks. The functions run once for ranks that share
@@ -218,9 +217,9 @@ class Grpo(Callback):
         columns, _ = of_data_ranks([name for prompt in prompts for name in prompt.facts["columns"]])
         scored = error = None
         if counts_data():
-            for sample in samples:
-                sample["text"] = self._text(sample)
             try:
+                for sample in samples:
+                    sample["text"] = self._text(sample)
                 scored = self._rewards(
                     [prompts[sample["prompt"]].facts for sample in samples],
                     [sample["text"] for sample in samples],
@@ -239,7 +238,7 @@ class Grpo(Callback):
         total = np.nansum(scored.rewards * weights, axis=1)
         return np.where(np.isnan(scored.rewards).all(1), np.nan, total)
 
-    def _advantages(self, rewards: np.ndarray, everywhere: np.ndarray, groups: Sequence[int]) -> Tensor:
+    def _advantages(self, rewards: np.ndarray, of_all_ranks: np.ndarray, groups: Sequence[int]) -> Tensor:
         """(answers,) fp32; 0 for an answer without a reward."""
         judged = torch.from_numpy(~np.isnan(rewards))
         rewards_B, groups_B = torch.from_numpy(rewards)[judged], torch.tensor(groups)[judged]
@@ -248,7 +247,7 @@ class Grpo(Callback):
         else:
             values = losses.dr_grpo_advantages(rewards_B, groups_B)
         if self._grpo.scale_rewards == "batch":
-            values = values / (_deviation(everywhere) + losses.SMALLEST_DEVIATION)
+            values = values / (_deviation(of_all_ranks) + losses.SMALLEST_DEVIATION)
         return torch.zeros(len(rewards)).masked_scatter(judged, values.float())
 
     def _figures(self, scored: AnswerRewards, samples: list[Sample]) -> dict[str, float]:
@@ -283,7 +282,7 @@ class Grpo(Callback):
         for sample in trained:
             tokens = int(sample["loss_mask"].sum())
             sample["weight"] = 1 / tokens if grpo.loss_type == "grpo" else 1.0
-        # in rows of the same documents, so that ratios are exactly 1 before the first of the updates
+        # packed into the same rows as below, so that ratios are exactly 1 until the first update
         if grpo.steps_per_generation * grpo.num_iterations > 1:
             self._add_scores("old", trained)
             fields.append("old")
@@ -372,7 +371,7 @@ class Grpo(Callback):
         watchdog.beat("answering the prompts of the validation")
         prompts = prompts_of(micro_batches)
         samples = self._answer(prompts, greedy=True)
-        total = self._total(self._score(prompts, samples)[0])
+        total = self._total(self._rewards_of(prompts, samples)[0])
         keys = [bool(keys) for batch in micro_batches for keys in batch["__key__"]]
         rewards = np.where(keys, total, np.nan)
         reports = []
@@ -390,9 +389,9 @@ class Grpo(Callback):
 
 
 def draw_numbers(keys: Sequence[str]) -> list[int]:
-    """A number for each prompt of a step, from its key alone, whichever rank has it: answers are drawn by it.
+    """A number for each prompt of a step, by which its answers are drawn, whichever rank has it.
 
-    A key that comes again has other answers.
+    It depends on the prompt's key and on how often that came before in the step.
     """
     times = Counter()
     numbers = []

@@ -59,12 +59,14 @@ class Rewards:
     Each is called with lists of one length: `prompts` and `completions` as messages, `completion_ids`,
     `reference` and `references` (the reply that a record ends with, and all right ones), a list for each
     column of the records, and with `trainer_state`, `log_extra` and `log_metric`. It returns a number for
-    each answer, or None for one that it does not judge; a coroutine function may.
+    each answer, or None for one that it does not judge. It may be a coroutine function.
     """
 
     def __init__(self, names: Sequence[str]):
         if twice := [name for name, times in Counter(names).items() if times > 1]:
-            raise ConfigError(f"{PLACE}: {twice[0]} is given twice; give it once, and grpo.reward_weights.")
+            raise ConfigError(
+                f"{PLACE}: {twice[0]} is given twice; give it once, and its weight in grpo.reward_weights."
+            )
         self._functions = [(name, load_function(f"{PLACE}: {name}", name)) for name in names]
         short = [name.rpartition(":")[2] for name in names]
         self.names = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
@@ -82,11 +84,11 @@ class Rewards:
         `columns` names the columns of a step's records, on any rank. A record without one has None there.
 
         Raises:
-            ConfigError: A function fails, returns something else, or needs a column that no record of the
+            ConfigError: A function fails, returns another thing, or needs a column that no record of the
                 first step has.
         """
         scored = AnswerRewards(np.full((len(answers), len(self._functions)), np.nan))
-        rows = [_facts(prompt) for prompt in prompts]
+        rows = [_columns_of(prompt) for prompt in prompts]
         # what TRL's trainer passes: columns first, so that none takes the place of what follows
         arguments = {
             **{name: [row.get(name) for row in rows] for name in {"reference", "references", *columns}},
@@ -102,7 +104,8 @@ class Rewards:
             watchdog.beat("computing rewards")
             given = _arguments_of(function, arguments)
             if lacking := _lacking(function, given):
-                # a column of few records may be in none of a later step; which steps, no restart changes
+                # The first step alone is checked: a rare column may be in no record of a later one, and a
+                # run that goes on there would end again and again.
                 if not state.global_step:
                     found = ", ".join(sorted(columns)) or "none"
                     raise ConfigError(
@@ -117,7 +120,7 @@ class Rewards:
         return scored
 
 
-def _facts(prompt: Mapping[str, Any]) -> dict[str, Any]:
+def _columns_of(prompt: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of the prompt's record, and the right answers unless these are columns."""
     own = {name: value for name, value in prompt["columns"].items() if value is not None}
     return {"reference": prompt["reference"], "references": prompt["references"]} | own
@@ -157,7 +160,7 @@ def _numbers(place: str, returned: Any, count: int) -> np.ndarray:
         if isinstance(returned, Mapping | Set):
             raise TypeError(f"returned a {type(returned).__name__}")
         numbers = np.array([_number(value) for value in returned])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several numbers
         raise ConfigError(
             f"{place}: {error}; return a list with a number, or None, for each answer."
         ) from error

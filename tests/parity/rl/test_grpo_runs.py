@@ -261,7 +261,7 @@ def test_a_wrong_reward_is_named_with_its_remedy(rows, name, message):
 
 def test_functions_are_given_once_and_have_lists_of_their_own(rows):
     own = f"{rows.parent / 'own_rewards.py'}:"
-    with pytest.raises(ConfigError, match="judged is given twice; give it once, and grpo.reward_weights"):
+    with pytest.raises(ConfigError, match="judged is given twice; give it once"):
         Rewards([own + "judged", own + "judged"])
     records = {"level": 1, "solution": 1}, {"level": 2, "solution": None}
     names = [own + "changes", own + "judges_level"]

@@ -85,7 +85,7 @@ _cheap: CheapOutputs | None = None  # None: nobody asks
 
 @contextmanager
 def cheap_outputs() -> Iterator[CheapOutputs]:
-    """Inside, the inputs of linears that norms and gates make are in this mapping, with how they are made."""
+    """Collects what norms and gates put out inside, by storage, each with a function that makes it again."""
     global _cheap
     _cheap = {}
     try:
@@ -95,7 +95,7 @@ def cheap_outputs() -> Iterator[CheapOutputs]:
 
 
 def _offer(output: Tensor, function: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
-    """The output, which is `function` of the other arguments."""
+    """Returns the output, for `cheap_outputs` with what makes it again: `function` of the other arguments."""
     if _cheap is not None:
         again = partial(function, *(t.data if isinstance(t, Tensor) else t for t in (x, *arguments)))
         _cheap[output.untyped_storage()._cdata] = output.data, again
@@ -105,7 +105,8 @@ def _offer(output: Tensor, function: Callable[..., Tensor], x: Tensor, *argument
 def make_again(cheap: CheapOutputs, output: Tensor) -> None:
     """Frees the cheap outputs of a layer, and makes them again when the gradient of its `output` is there.
 
-    Megatron-Core's recompute_modules "layernorm" and "moe_act" do so for each one, and compile C++ for it.
+    Megatron-Core's recompute_modules "layernorm" and "moe_act" do so for each output alone, and compile C++
+    for it.
     """
     if not output.requires_grad:
         return
