@@ -10,6 +10,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from megatron_vlm.config import RunConfig
 from megatron_vlm.extras.plan.plan import KnownCosts, make_plan
+from megatron_vlm.extras.plan.search import estimated_utilisation
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
 from megatron_vlm.recipes import RECIPES, load_recipe
@@ -32,6 +33,7 @@ def planned(config: Path) -> dict:
         "layout": layout(run),
         "gpus": gpus,
         "bytes": [round(plan.memory) for plan in plans],
+        "utilisation": round(estimated_utilisation(plans[0]), 2),
     }
 
 

@@ -283,6 +283,7 @@ def recipes(report: list[dict]) -> str:
         "GB per GPU",
         "on 2 × the GPUs",
         "on 4 ×",
+        "modelled share of the peak",
     )
     rows = (
         (
@@ -291,6 +292,7 @@ def recipes(report: list[dict]) -> str:
             row["layout"],
             row["gpus"],
             *(f"{size / 1e9:.0f}" for size in row["bytes"]),
+            f"{row['utilisation']:.0%}",
         )
         for row in report
     )

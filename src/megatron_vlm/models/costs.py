@@ -73,10 +73,15 @@ class ImageCost:
 
 def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
     """Operations of a forward pass of one token through `layer`, in a document of `seq_length` tokens."""
+    attention = attention_flops(architecture, layer, seq_length)
+    return product_flops(architecture, layer) + attention + delta_rule_flops(architecture, layer)
+
+
+def attention_flops(architecture: dict, layer: int, seq_length: int) -> float:
+    """Operations of a forward pass of one token through a layer's attention, likewise."""
     windows = architecture.get("layer_windows")
     pairs = pairs_seen(seq_length, windows[layer] if windows else None)
-    attention = pair_flops(architecture, layer) * pairs / seq_length
-    return product_flops(architecture, layer) + attention + delta_rule_flops(architecture, layer)
+    return pair_flops(architecture, layer) * pairs / seq_length
 
 
 def product_flops(architecture: dict, layer: int) -> float:

@@ -136,6 +136,8 @@ class Grpo(Callback):
         prompts = prompts_of(run.micro_batches)
         samples = self._answer(prompts)
         own, of_all_ranks = self._rewards_of(prompts, samples)
+        if np.isnan(of_all_ranks.rewards).all():
+            run.message(f"step {run.step}: no function of {PLACE} judges any answer; nothing is trained")
         self._metrics = self._figures(of_all_ranks, samples)
         self._users_metrics = {name: float(np.mean(values)) for name, values in of_all_ranks.metrics.items()}
         groups = [sample["prompt"] for sample in samples]

@@ -189,3 +189,39 @@ def test_plan_refuses_what_does_not_divide(tmp_path):
     description.text.num_attention_heads, description.text.num_key_value_heads = 36, 3
     with pytest.raises(ValueError, match="tp = 2 does not divide the model's 3 key/value heads; change tp"):
         make_plan(recipe(train_data_path="x", tp=2), description, 2)
+
+
+def best_utilisations(cases: list[tuple[str, int]]) -> list[float]:
+    """Of the quickest layouts on GPUs of 80 GB, by the model of time."""
+    from megatron_vlm.extras.plan.search import estimated_utilisation, planned_layouts
+
+    found = []
+    for name, gpus in cases:
+        description = describe(load_config(CONFIGS / f"{name}.json"))
+        layouts = planned_layouts(load_recipe(name)(train_data_path="none"), description, gpus, 80e9)
+        found.append(estimated_utilisation(layouts[0][1]))
+    return found
+
+
+@pytest.mark.long
+def test_published_sizes_are_modelled_to_use_a_card():
+    cases = {("qwen3_vl_8b", 1): 0.42, ("qwen3_vl_8b", 8): 0.48, ("qwen3_vl_30b_a3b", 16): 0.25}
+    [found] = run_distributed(1, best_utilisations, list(cases))
+    for (case, least), utilisation in zip(cases.items(), found, strict=True):
+        assert least <= utilisation < 0.7, case  # products alone have 0.7
+
+
+def utilisations_of_lengths(name: str) -> list[float]:
+    """Of rows of three lengths."""
+    from megatron_vlm.extras.plan.plan import make_plan
+    from megatron_vlm.extras.plan.search import estimated_utilisation
+
+    description = describe(load_config(CONFIGS / f"{name}.json"))
+    runs = [load_recipe(name)(train_data_path="none", seq_length=length) for length in (256, 4096, 65536)]
+    return [estimated_utilisation(make_plan(run, description, 1)) for run in runs]
+
+
+@pytest.mark.long
+def test_short_rows_wait_for_the_host_and_long_ones_for_attention():
+    [[short, usual, long]] = run_distributed(1, utilisations_of_lengths, "internvl35_1b")
+    assert short < usual > long

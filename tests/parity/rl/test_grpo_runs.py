@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,9 @@ def wrong(completions):
 
 def needs_letter(completions, letter):
     return [1.0 for _ in completions]
+
+def judges_none(completions):
+    return [None for _ in completions]
 
 def by_number(completions):
     return dict.fromkeys(range(len(completions)), 1.0)
@@ -96,9 +101,13 @@ def train_runs(runs: list[dict[str, Any]]) -> None:
         train(apply_overrides(RunConfig(), run))
 
 
-def train_refused(run: dict[str, Any]) -> None:
+def train_refused(run: dict[str, Any], unjudged: dict[str, Any]) -> str:
+    """What a run prints whose answers nobody judges, before one that is refused."""
+    with redirect_stdout(io.StringIO()) as printed:
+        train_runs([unjudged])
     with pytest.raises(ConfigError, match=r"log_metric\('grad_norm'\) is a figure of the run"):
         train_runs([run])
+    return printed.getvalue()
 
 
 # ---- the tests
@@ -216,10 +225,13 @@ def test_a_server_answers_with_the_weights_of_each_step(tmp_path, tiny_gemma3, r
 
 
 @pytest.mark.long
-def test_a_function_replaces_no_figure_of_the_run(tmp_path, tiny_gemma3, rows):
+def test_a_function_replaces_no_figure_and_judges_some_answers(tmp_path, tiny_gemma3, rows):
     reward = f"{rows.parent / 'own_rewards.py'}:of_the_run"
     run = settings_of(str(tiny_gemma3), rows, tmp_path / "run", grpo__beta=0.0, train__eval_every=0)
-    run_distributed(1, train_refused, run | {"train.rewards": [reward]})
+    judges_none = run | {"run_dir": str(tmp_path / "none"), "train.steps": 2, "train.export_every": 0}
+    judges_none["train.rewards"] = [f"{rows.parent / 'own_rewards.py'}:judges_none"]
+    [printed] = run_distributed(1, train_refused, run | {"train.rewards": [reward]}, judges_none)
+    assert "step 2: no function of train.rewards judges any answer; nothing is trained" in printed
 
 
 def test_a_sample_that_comes_twice_in_a_step_has_other_answers():

@@ -6,7 +6,7 @@ covers temporary buffers and fragmentation. `rehearsal` runs the step itself.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -74,6 +74,7 @@ class Stage:
     offloaded: float  # what Adam keeps in the host's memory instead
     activations: float
     flops: float
+    attention_flops: float  # of these, the language model's attention
 
     @property
     def memory(self) -> float:
@@ -181,7 +182,8 @@ class _Ranks:
             optimizer=0 if config.optimizer.offload else state,
             offloaded=state if config.optimizer.offload else 0,
             activations=activations,
-            flops=self._flops(number, layers),
+            flops=self._flops(layers, costs.layer_flops) + self._other_flops(number),
+            attention_flops=self._flops(layers, costs.attention_flops),
         )
 
     @property
@@ -202,18 +204,29 @@ class _Ranks:
             parts += [pieces.tied_outputs]
         return sum(parts, Counter())
 
-    def _flops(self, number: int, layers: Sequence[range]) -> float:
-        config = self.config
-        again = set(chain.from_iterable(recomputed_layers(config, part) for part in layers))
-        passes = costs.language_model_passes(config)
-        flops = sum(
-            costs.layer_flops(self.architecture, i, config.data.seq_length) * (passes + (i in again))
+    def _flops(self, layers: Sequence[range], of_token: Callable[[dict, int, int], float]) -> float:
+        """Operations of layers in all passes of a micro batch; `of_token` gives a token's in a forward pass."""
+        again = {i for part in layers for i in recomputed_layers(self.config, part)}
+        passes = costs.language_model_passes(self.config)
+        length = self.config.data.seq_length
+        return self._tokens * sum(
+            of_token(self.architecture, i, length) * (passes + (i in again))
             for i in chain.from_iterable(layers)
         )
+
+    @property
+    def _tokens(self) -> float:
+        """Tokens of a micro batch for each rank that shares its products."""
+        tokens = self.config.train.micro_batch_size * self.config.data.seq_length
+        return tokens / (self.config.parallel.tp * self.config.parallel.cp)
+
+    def _other_flops(self, number: int) -> float:
+        """Operations of the output layer and of the tower, if the stage has them."""
+        config = self.config
+        flops = 0.0
         if number == config.parallel.pp - 1:
-            flops += passes * costs.output_flops(self.architecture)
-        tokens = config.train.micro_batch_size * config.data.seq_length
-        flops *= tokens / (config.parallel.tp * config.parallel.cp)
+            passes = costs.language_model_passes(config)
+            flops += self._tokens * passes * costs.output_flops(self.architecture)
         if number == 0:
             images = config.train.micro_batch_size * costs.images_per_tower(config, self.image)
             flops += costs.vision_passes(config, self.image) * images * self.image.flops

@@ -37,7 +37,10 @@ TO_FIT = (
     ("optimizer.offload=true", "optimizer.reduce_in_fp32=false"),
 )
 
-PRODUCTS = 0.7 * 989e12  # operations a second of bf16 products of matrices
+PEAK = 989e12  # operations a second of bf16 products of matrices, of which they do
+PRODUCTS = 0.7 * PEAK
+ATTENTION = 0.35 * PEAK  # of FlashAttention 2, forward and backward
+LAUNCH = 120 * 15e-6  # seconds in which the host starts the operations of a layer in all its passes
 LINK = 0.8 * 450e9  # bytes a second to other GPUs of the node, each way
 NETWORK = 0.8 * 50e9  # bytes a second to other nodes
 HOST = 50e9  # bytes a second to the host's memory, and from it
@@ -126,11 +129,20 @@ def _layouts(config: RunConfig, description: Description, gpus: int) -> Iterator
 def estimated_seconds(plan: MemoryPlan) -> float:
     """Return an estimate of a step's time, in seconds; stages wait for the busiest one."""
     config = plan.config
-    work = [stage.flops for stage in plan.stages]
+    seconds = [
+        (stage.flops - stage.attention_flops) / PRODUCTS + stage.attention_flops / ATTENTION
+        for stage in plan.stages
+    ]
     images = config.train.micro_batch_size * costs.images_per_tower(config, plan.image)
-    work[0] += (TOWER - 1) * costs.vision_passes(config, plan.image) * images * plan.image.flops
-    busiest = plan.stages[work.index(max(work))]
-    micro_batch_seconds = max(work) / PRODUCTS + _exchanging(plan, busiest)
+    tower = costs.vision_passes(config, plan.image) * images * plan.image.flops
+    seconds[0] += (TOWER - 1) * tower / PRODUCTS
+    # where operations are small, the device waits for the host
+    seconds = [
+        max(of_stage, LAUNCH * sum(map(len, stage.layers)))
+        for of_stage, stage in zip(seconds, plan.stages, strict=True)
+    ]
+    busiest = plan.stages[seconds.index(max(seconds))]
+    micro_batch_seconds = max(seconds) + _exchanging(plan, busiest)
     if config.model.recompute == "selective":
         micro_batch_seconds *= AGAIN
     micro_batches = derived(config, plan.gpus)["micro_batches_per_step"]
@@ -140,6 +152,14 @@ def estimated_seconds(plan: MemoryPlan) -> float:
     once = _exchange(busiest.gradients + busiest.weights, replicas, config.parallel.tp)
     once += 2 * busiest.offloaded / HOST
     return micro_batch_seconds * (micro_batches + waiting) + once
+
+
+def estimated_utilisation(plan: MemoryPlan) -> float:
+    """Return which share of the GPUs' peak the operations of a step take that no recomputation repeats."""
+    once = apply_overrides(plan.config, ["model.recompute=none"])
+    flops = sum(stage.flops for stage in make_plan(once, plan.description, plan.gpus).stages)
+    micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
+    return flops / len(plan.stages) * micro_batches / (estimated_seconds(plan) * PEAK)
 
 
 def _exchanging(plan: MemoryPlan, stage: Stage) -> float:
