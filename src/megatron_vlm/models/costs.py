@@ -78,7 +78,7 @@ def layer_flops(architecture: dict, layer: int, seq_length: int) -> float:
 
 
 def attention_flops(architecture: dict, layer: int, seq_length: int) -> float:
-    """Operations of a forward pass of one token through a layer's attention, likewise."""
+    """Return what of `layer_flops` is attention."""
     windows = architecture.get("layer_windows")
     pairs = pairs_seen(seq_length, windows[layer] if windows else None)
     return pair_flops(architecture, layer) * pairs / seq_length

@@ -391,7 +391,7 @@ class Grpo(Callback):
 
 
 def draw_numbers(keys: Sequence[str]) -> list[int]:
-    """A number for each prompt of a step, by which its answers are drawn, whichever rank has it.
+    """Return a number for each prompt of a step, by which its answers are drawn on whichever rank has it.
 
     It depends on the prompt's key and on how often that came before in the step.
     """

@@ -205,7 +205,7 @@ class _Ranks:
         return sum(parts, Counter())
 
     def _flops(self, layers: Sequence[range], of_token: Callable[[dict, int, int], float]) -> float:
-        """Operations of layers in all passes of a micro batch; `of_token` gives a token's in a forward pass."""
+        """Operations of layers in all passes of a micro batch; `of_token`: a token's in a forward pass."""
         again = {i for part in layers for i in recomputed_layers(self.config, part)}
         passes = costs.language_model_passes(self.config)
         length = self.config.data.seq_length
