@@ -104,10 +104,14 @@ COMPILE = $(UV) pip compile --upgrade --generate-hashes --python $(PY) \
 TORCH := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 nvidia-curand==10.4.0.35 setuptools==81.0.0 \
 	transformers==5.17.0 tokenizers==0.23.3 huggingface-hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
+# What the extra `gpu` brings beside the locked packages, for tools/bundle.py.
+GPU := flash-linear-attention fla-core einops
+
 # The newest versions that pyproject.toml allows, with hashes and without index addresses; and the oldest.
 lock: $(READY)
 	@$(COMPILE) pyproject.toml --extra dev --output-file requirements.lock
 	@printf '%s\n' $(TORCH) | $(COMPILE) - --no-deps --output-file requirements-torch-2.11.lock
+	@printf '%s\n' $(GPU) | $(COMPILE) - --no-deps --output-file requirements-gpu.lock
 
 clean:
 	rm -rf .venv runs build dist .pytest_cache .ruff_cache src/*.egg-info

@@ -4,7 +4,8 @@ python tools/bundle.py FOLDER [--have FILE]          wheels, what gpu_check read
 python tools/bundle.py --rehearse FOLDER --torch DIR [--have FILE] [--out RESULTS] [ARGUMENTS OF gpu_check]
 
 FILE lists the packages that the machine has, as `pip list --format=freeze` does; tools/gpu_image.txt is one.
-The wheels are of the versions of requirements.lock, with its hashes. There,
+The wheels are of the versions of requirements.lock and, for the extra `gpu`, of requirements-gpu.lock, with
+their hashes. There,
 
     sh FOLDER/run.sh --out results
 
@@ -34,12 +35,13 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK, IMAGE, REPORT = ROOT / "requirements.lock", ROOT / "tools/gpu_image.txt", ROOT / "reports/bundle.json"
+GPU_LOCK = ROOT / "requirements-gpu.lock"  # what the extra `gpu` brings; it is not installed here
 PACKAGE = "megatron-vlm"
 MOST_BYTES = 60 * 2**20
 # Object stores of Energon, which imports them where a path names one
 LEFT_OUT = {"s3fs", "aiobotocore", "botocore"}
 # What gpu_check reads besides the package
-CHECK = ("tiny", "tests/helpers", "tools/gpu_check", "docs/gpu.md")
+CHECK = ("tiny", "tests/helpers", "tools/gpu_check", "examples/digits", "docs/gpu.md")
 RUN = """#!/bin/sh
 # sh run.sh [ARGUMENTS OF gpu_check]: installs the wheels beside this file, once, and starts the check
 here=$(cd "$(dirname "$0")" && pwd)
@@ -68,8 +70,9 @@ def locked(lock: Path = LOCK) -> dict[str, str]:
 
 
 def missing(have: set[str]) -> list[str]:
-    """What the package needs, directly or not, of what a machine with these packages lacks."""
-    found: set[str] = set()
+    """What the package with its extra `gpu` needs, directly or not, of what a machine with these packages
+    lacks."""
+    found = set(locked(GPU_LOCK)) - have
     left = [PACKAGE]
     while left:
         for need in needs(left.pop()):
@@ -79,11 +82,11 @@ def missing(have: set[str]) -> list[str]:
     return sorted(found)
 
 
-def needs(name: str) -> Iterator[str]:
-    """What an installed package requires here, extras aside."""
+def needs(name: str, extra: str = "") -> Iterator[str]:
+    """What an installed package requires here, with one extra or without."""
     for text in importlib.metadata.requires(name) or ():
         requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             yield named(requirement.name)
 
 
@@ -91,7 +94,7 @@ def build(folder: Path, have: set[str]) -> dict[str, int]:
     """Makes the bundle; file -> bytes. Raises ValueError if it is larger than 60 MiB."""
     wheels = folder / "wheels"
     wheels.mkdir(parents=True)
-    entries = locked()
+    entries = locked() | locked(GPU_LOCK)
     with tempfile.TemporaryDirectory() as made:
         wanted = Path(made, "wanted.txt")
         wanted.write_text("\n".join(entries[name] for name in missing(have)) + "\n")

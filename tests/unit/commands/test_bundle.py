@@ -7,6 +7,7 @@ import json
 import pytest
 
 from bundle import (
+    GPU_LOCK,
     IMAGE,
     LEFT_OUT,
     MOST_BYTES,
@@ -26,12 +27,19 @@ def test_what_is_missing_is_all_that_is_needed_and_nothing_that_is_there():
     found = set(missing(HAVE))
     assert {"megatron-core", "megatron-energon", "datasets", "av", "simplejpeg"} <= found
     assert not found & (HAVE | LEFT_OUT)
-    for name in {"megatron-vlm"} | found:
+    for name in {"megatron-vlm"} | found - set(locked(GPU_LOCK)):
         assert set(needs(name)) <= found | HAVE | LEFT_OUT
 
 
+def test_kernels_for_gated_delta_nets_are_in_the_bundle_with_all_that_they_need():
+    found = set(missing(HAVE))
+    assert {"flash-linear-attention", "fla-core"} <= found
+    assert set(needs("megatron-vlm", "gpu")) <= found | HAVE | LEFT_OUT
+    assert "einops" in HAVE and "einops" in missing(HAVE - {"einops"})
+
+
 def test_every_wheel_is_of_the_locked_version():
-    entries = locked()
+    entries = locked() | locked(GPU_LOCK)
     for name in missing(HAVE):
         assert entries[name].count("--hash=sha256:"), name
 
