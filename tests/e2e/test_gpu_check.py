@@ -11,16 +11,17 @@ import pytest
 from programs import ROOT, run_program
 
 from gpu_check import rows, runner
-from gpu_check.parts import PARTS
+from gpu_check.parts import MINUTES, PARTS
 from gpu_check.rows import Row
 
 TOOL = ROOT / "tools/gpu_check"
 SOAK = {"bf16", "ranks", "save", "generate", "offload", "transformers", "memory", "profile"}
-LONG = {"parity", "step"}
+LONG = {"parity", "step", "run"}
 COUNTS = {  # rows, at least
     "environment": 12,
     "attention": 20,
     "fused": 15,
+    "run": 10,
     "delta_nets": 5,
     "grouped": 4,
     "patches": 4,
@@ -35,7 +36,7 @@ COUNTS = {  # rows, at least
     "save": 4,
     "generate": 2,
     "offload": 2,
-    "ranks": 3,
+    "ranks": 20,
 }
 
 
@@ -61,7 +62,14 @@ def test_every_part_runs_on_a_cpu(part, tmp_path):
     if part in ("transformers", "memory"):
         assert any("over" in row.what and row.value > 0 for row in found)
     if part == "ranks":
-        assert any("TP2+SP" in row.what for row in found)
+        for layout in ("TP2+SP,", "TP2+SP overlapped,", "TP2+SP overlapped, bf16"):
+            assert any(layout in row.what for row in found), layout
+
+
+def test_limits_add_up_to_half_an_hour_and_what_decides_about_a_machine_comes_first():
+    assert MINUTES == 30
+    first = ["environment", "attention", "fused", "run", "step", "profile", "save", "ranks"]
+    assert list(PARTS)[: len(first)] == first
 
 
 ENDS_BADLY = """
@@ -84,13 +92,15 @@ def test_parts_that_are_killed_or_hang_or_fail_are_rows_and_the_next_one_runs(tm
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setitem(PARTS, "grouped", PARTS["grouped"]._replace(seconds=0.01))
     out = tmp_path / "out"
-    assert runner.run_all(["fused", "grouped", "head", "patches"], out, ["gemma3"], 30, patience=100) == 1
+    assert runner.run_all(["grouped", "fused", "head", "patches"], out, ["gemma3"], 30, patience=100) == 1
     found = {row.part: row for row in rows.read(out)}
     assert "ended with code -9" in found["fused"].what
     assert "was ended after 1 s" in found["grouped"].what
     assert "no head here" in found["head"].what
     assert [found[part].verdict for part in ("fused", "grouped", "head")] == ["WRONG"] * 3
     assert found["patches"].verdict != "WRONG"
+    took = [row.part for row in rows.read(out) if row.what.startswith("the whole part, seconds")]
+    assert took == ["grouped", "fused", "head", "patches"]
     listed = json.loads((out / "gpu_check.json").read_text())
     assert list(dict.fromkeys(row["part"] for row in listed["rows"])) == [
         part for part in PARTS if part in found

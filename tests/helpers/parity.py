@@ -532,18 +532,23 @@ class Reference:
         }
 
 
-def measure(wanted: dict[str, list[str]], path: str, references: str) -> list[dict]:
+def measure(
+    wanted: dict[str, list[str]],
+    path: str,
+    references: str,
+    layouts: dict[str, tuple[int, ParallelConfig]] = LAYOUTS,
+) -> list[dict]:
     """Every wanted layout on its inputs, or on all cases where none is named: rows for reports/parity.json,
     complete on rank 0."""
     from megatron_vlm.parallel import setup
 
     if not dist.is_initialized():
-        setup.init_distributed(LAYOUTS[next(iter(wanted))][1], seed=1)
+        setup.init_distributed(layouts[next(iter(wanted))][1], seed=1)
     cases = saved_cases.read(references)
     rows = []
     for name, inputs in wanted.items():
-        setup.reset_layout(LAYOUTS[name][1], seed=1)
-        model = Model(LAYOUTS[name][1], path)
+        setup.reset_layout(layouts[name][1], seed=1)
+        model = Model(layouts[name][1], path)
         rows += [{"layout": name, "input": each} | model.compare(cases[each]) for each in inputs or cases]
     return rows
 

@@ -20,14 +20,16 @@ from megatron_vlm.models.layers.tower_attention import view_of
 from megatron_vlm.parallel import setup
 
 ERRORS = (RuntimeError, NotImplementedError, TypeError)
+WIDEST = 256  # channels of a head of which a kernel is expected
 
 
 def rows(sizes: Sizes, about: About) -> Iterator[Row]:
     for width in sizes.widths:
         for heads in (sizes.heads, (sizes.heads[0], sizes.heads[0])):
             yield from right(sizes, heads, width)
-    for width in sizes.widths:
+    for width in sizes.timed_widths:
         yield from speed_of_rows(sizes, width)
+        yield from speed_of_skewed(sizes, width)
         yield from speed_of_towers(sizes, width)
 
 
@@ -38,8 +40,9 @@ def right(sizes: Sizes, heads: tuple[int, int], width: int) -> Iterator[Row]:
     first = lengths[0]
     blocks = [(0, first // 8, first // 4), (1, 0, lengths[1] // 2)]  # as images of Gemma 3
     made = torch.Generator(device).manual_seed(0)
-    shapes = [(tokens, number, width) for number in (heads[0], heads[1], heads[1])]
-    inputs = [torch.randn(shape, generator=made, device=device).to(DTYPE) for shape in shapes]
+    # views of one tensor, as a layer's linear makes them: their rows do not follow each other in memory
+    query_key_value = torch.randn(tokens, heads[0] + 2 * heads[1], width, generator=made, device=device)
+    inputs = list(query_key_value.to(DTYPE).split([heads[0], heads[1], heads[1]], dim=1))
     for image_blocks in ([], blocks):
         plan = AttentionPlan(Placement(lengths, image_blocks, 1), 0, tokens, {None, sizes.window}, device)
         for window, view in plan.views.items():
@@ -69,7 +72,7 @@ def compared(case: str, inputs: list[Tensor], plan: AttentionPlan, view: View, s
         yield row
     plan.masks.clear()
     if not agrees:
-        yield Row("attention", case, "no kernel", wrong=True)
+        yield Row("attention", case, "no kernel", wrong=inputs[0].shape[-1] <= WIDEST)
 
 
 def kernel(name: str, view: View, scale: float) -> Callable[..., Tensor]:
@@ -96,6 +99,19 @@ def speed_of_rows(sizes: Sizes, width: int) -> Iterator[Row]:
     yield speed_row(f"PyTorch's own, {case}", sizes, whole, inputs, 4 * queries * width * pairs)
 
 
+def speed_of_skewed(sizes: Sizes, width: int) -> Iterator[Row]:
+    """A long document and many short ones: kernels that lay out every document as long as the longest need
+    many times the memory of the row."""
+    tokens, (queries, keys) = sum(sizes.skewed), sizes.heads
+    device = setup.device()
+    inputs = [torch.randn(tokens, n, width, device=device, dtype=DTYPE) for n in (queries, keys, keys)]
+    view = AttentionPlan(Placement(list(sizes.skewed), [], 1), 0, tokens, {None}, device).views[None]
+    short = len(sizes.skewed) - 1
+    case = f"{width} wide, {NAME}, a document of {sizes.skewed[0]} and {short} of {sizes.skewed[1]} tokens"
+    flops = 4 * queries * width * float(pairs_seen(np.array(sizes.skewed), None).sum())
+    yield from speeds(sizes, case, inputs, view, flops)
+
+
 def speed_of_towers(sizes: Sizes, width: int) -> Iterator[Row]:
     segments = np.full(16, max(1, sizes.long_tokens // 32))  # images
     inputs = [torch.randn(segments.sum(), 16, width, device=setup.device(), dtype=DTYPE) for _ in range(3)]
@@ -108,9 +124,23 @@ def speeds(sizes: Sizes, case: str, inputs: list[Tensor], view: View, flops: flo
     for name in KERNELS:
         try:
             function = kernel(name, view, inputs[0].shape[-1] ** -0.5)
+            held = start_of_peak()
             yield speed_row(f"{name}, {case}", sizes, function, inputs, flops)
+            if ON_CUDA:
+                peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+                yield Row("attention", f"{name}, {case}, peak GiB beside its inputs", peak)
+        except torch.OutOfMemoryError:
+            yield Row("attention", f"{name}, {case}", "out of memory")
         except ERRORS:
             continue  # `compared` says so
+
+
+def start_of_peak() -> int:
+    """Bytes on the device now, from which its peak is counted."""
+    if not ON_CUDA:
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def speed_row(what: str, sizes: Sizes, function: Callable, inputs: list[Tensor], flops: float) -> Row:

@@ -19,19 +19,24 @@ LAST_LINES = 600  # characters of a log that go into the row of a part that fail
 
 def run_all(parts: list[str], folder: Path, families: list[str], minutes: float, patience: float = 1) -> int:
     """Runs the parts one after another; 1 if a value is wrong or a part did not end well, else 0.
-    A part's time limit is `patience` times its own.
+    A part may take `patience` times its own limit, and what earlier parts left of theirs.
 
     Rows of other parts that are in the folder stay, so that a check can be made in several turns.
     """
     folder.mkdir(parents=True, exist_ok=True)
     without(folder, parts)
     about = {"date": datetime.datetime.now().isoformat(" ", "minutes")}
-    began = time.monotonic()
+    began, spare = time.monotonic(), 0.0
     for name in parts:
         if time.monotonic() - began > 60 * minutes:
             add(folder, Row(name, f"was not begun: {minutes:g} minutes were over", "left out"))
             continue
-        if problem := run_apart(name, folder, families, patience):
+        limit, started = patience * PARTS[name].seconds + spare, time.monotonic()
+        problem = run_apart(name, folder, families, limit)
+        took = time.monotonic() - started
+        spare = max(0.0, limit - took)
+        add(folder, Row(name, f"the whole part, seconds, of {limit:.0f} at most", took))
+        if problem:
             add(folder, Row(name, problem, "FAILED", wrong=True))
         write_tables(folder, about, list(PARTS))
     write_tables(folder, about, list(PARTS))
@@ -42,10 +47,9 @@ def run_all(parts: list[str], folder: Path, families: list[str], minutes: float,
     return int(bool(wrong))
 
 
-def run_apart(name: str, folder: Path, families: list[str], patience: float) -> str | None:
+def run_apart(name: str, folder: Path, families: list[str], limit: float) -> str | None:
     """Runs a part in a process of its own; None, or why it did not end well. Nothing of it is left."""
     part, log = PARTS[name], folder / f"{name}.log"
-    limit = patience * part.seconds
     words = [sys.executable, Path(__file__).parent, "--only", name, "--out", folder, "--families", *families]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if part.hides_cuda else {}
     with open(log, "w") as errors:
@@ -61,7 +65,7 @@ def run_apart(name: str, folder: Path, families: list[str], patience: float) -> 
     if code == 0:
         return None
     last = " ".join(log.read_text(errors="replace").split())[-LAST_LINES:]
-    what = f"was ended after {limit:g} s" if code is None else f"ended with code {code}"
+    what = f"was ended after {limit:.0f} s" if code is None else f"ended with code {code}"
     return f"{what}; {log.name} ends with: {last}"
 
 
