@@ -90,10 +90,10 @@ def _train(run_dir: str, progress: Path, kill_at: int, last: int = STEPS + 1) ->
         launches._train(run, [step])
         digests[step + 1] = launches._digest(run)
         writer.save(step + 1, {"step": step + 1}, {})
-        progress.write_text(str(step))  # the one before is on disk
+        _replace_digit(progress, step)  # the one before is on disk
         if step + 1 in (STEPS, last):
             writer.wait()
-            progress.write_text(str(step + 1))
+            _replace_digit(progress, step + 1)
         points = killer.count if killer and step + 1 <= STEPS else points
     writer.close()
     lock.close()
@@ -118,6 +118,13 @@ IMPORTED = (
     *("tiny_gpt", "megatron_vlm.parallel.setup", "megatron_vlm.training.checkpoint"),
     *("torch._dynamo.convert_frame", "torch._inductor.utils"),
 )
+
+
+def _replace_digit(file: Path, step: int) -> None:
+    """In one operation: another thread may kill this process while a file is written anew, and empty."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
+    os.write(descriptor, b"%d" % step)
+    os.close(descriptor)
 
 
 def _kill_everywhere(root: str, every: int) -> dict:
