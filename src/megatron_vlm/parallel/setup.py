@@ -42,8 +42,8 @@ def init_distributed(parallel: ParallelConfig, seed: int, deterministic: bool = 
         torch.cuda.set_device(local_gpu(torch.cuda.device_count()))
     else:
         torch.set_num_threads(cpu.threads())
-    # PyTorch's own attention would plan each length of keys anew, so each token of an answer; cuDNN 9.15 and
-    # newer also lose gradients of masked queries. `attention_kernels` calls cuDNN's without this switch.
+    # In PyTorch's own attention, cuDNN plans each length of keys anew: one plan for each token of an answer.
+    # Since 9.15 it also loses gradients of masked queries. `attention_kernels` calls it all the same.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         _repeat_exactly()

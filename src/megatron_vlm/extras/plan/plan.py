@@ -247,7 +247,7 @@ class _Ranks:
         kept = sum(self.pieces.saved[i] for i in others)
         if config.model.recompute == "selective":
             kept -= sum(self.pieces.cheap[i] for i in others)
-        of_others = kept / len(layers)  # in a virtual stage
+        of_others = kept / len(layers)  # of one virtual stage
         kept += self._recomputed(tokens, hidden, again)
         masks = len(set(self.megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
         kept += self._value * masks * tokens * rows * config.data.seq_length
@@ -260,8 +260,8 @@ class _Ranks:
             saved += rows * costs.images_per_row(config, self.image) * self.image.pixel_bytes  # on all ranks
         # a layer's input from all tensor-parallel ranks, and the gradient that goes back to them
         besides = 2 * hidden if self.megatron_config.sequence_parallel else 0.0
-        besides += self._workspace(int(tokens), [*again, *others])
-        if again:  # when those of its micro batch that are not are done
+        besides += self._workspace(int(tokens), list(chain.from_iterable(layers)))
+        if again:  # by then the micro batch's other layers are done, and what they kept is free
             besides += max(0.0, max(self.pieces.saved[i] for i in again) - of_others)
             if any(has_experts(self.megatron_config, i) for i in again):  # gradients on their way
                 trained = "language_model" not in config.frozen

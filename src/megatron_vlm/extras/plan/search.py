@@ -37,15 +37,15 @@ TO_FIT = (
     ("optimizer.offload=true", "optimizer.reduce_in_fp32=false"),
 )
 
-PEAK = 989e12  # operations a second of bf16 products of matrices, of which they do
-PRODUCTS = 0.7 * PEAK
+PEAK = 989e12  # operations a second in bf16
+PRODUCTS = 0.7 * PEAK  # of products of matrices
 ATTENTION = 0.35 * PEAK  # of FlashAttention 2, forward and backward
 LAUNCH = 120 * 15e-6  # seconds in which the host starts the operations of a layer in all its passes
 LINK = 0.8 * 450e9  # bytes a second to other GPUs of the node, each way
 NETWORK = 0.8 * 50e9  # bytes a second to other nodes
 HOST = 50e9  # bytes a second to the host's memory, and from it
 LATENCY = 20e-6  # seconds that the smallest exchange takes
-AGAIN = 1.03  # of its time that a step takes which makes outputs of norms and gates again
+AGAIN = 1.03  # a step's time with model.recompute=selective over its time without
 BESIDE = 0.85  # of its speed that a product keeps while an exchange runs beside it
 # how long a tower takes over its operations' own time: Transformers' layers are not fused
 TOWER = 2

@@ -77,7 +77,7 @@ def merge_leading_dims(x: Tensor) -> Tensor:
     return x
 
 
-# --- what is made again -------------------------------------------------------------------------------------
+# --- model.recompute=selective ------------------------------------------------------------------------------
 
 CheapOutputs = dict[int, tuple[Tensor, Callable[[], Tensor]]]  # by the `_cdata` of their storage
 _cheap: CheapOutputs | None = None  # None: nobody asks
@@ -95,7 +95,7 @@ def cheap_outputs() -> Iterator[CheapOutputs]:
 
 
 def _offer(output: Tensor, function: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
-    """Returns the output, for `cheap_outputs` with what makes it again: `function` of the other arguments."""
+    """Returns `output`, and notes for `cheap_outputs` that `function(x, *arguments)` makes it again."""
     if _cheap is not None:
         again = partial(function, *(t.data if isinstance(t, Tensor) else t for t in (x, *arguments)))
         _cheap[output.untyped_storage()._cdata] = output.data, again
