@@ -109,7 +109,7 @@ def core_path() -> set[str]:
     def is_read(name: str) -> bool:
         return name in READ or not name.startswith(tuple(LEFT_OUT))
 
-    return closure("train", *READ, enters=is_read)
+    return closure("training.loop", *READ, enters=is_read)
 
 
 def names_with_two_meanings() -> dict[str, list[str]]:
@@ -162,8 +162,8 @@ def figures() -> dict[str, int]:
         "files of src": len(modules()),
         "lines of imports": sum(node.end_lineno - node.lineno + 1 for node in imports),
         "lines of the core path": lines(core_path()),
-        "lines that train imports": lines(closure("train", *by_name)),
-        "lines of rl that train imports": lines({n for n in closure("train") if n.startswith("rl.")}),
+        "lines that train imports": lines(closure("training.loop", *by_name)),
+        "lines of rl that train imports": lines({n for n in closure("training.loop") if n.startswith("rl.")}),
         "lines that rl.policy imports": lines(closure("rl.policy", *by_name)),
         "signatures with hf_config": sum("hf_config" in names for names in signatures),
         "signatures with family and hf_config": sum({"family", "hf_config"} <= names for names in signatures),

@@ -74,7 +74,7 @@ def main(root: Path) -> None:
     functions = sorted(sum(map(functions_of, texts.values()), []))
     lengths, parameters = (sorted(column) for column in zip(*functions, strict=True))
     longest = max(texts, key=lambda path: len(texts[path].splitlines()))
-    train = source / "train.py"
+    train = source / "training" / "loop.py"
     facts = {
         "functions": len(functions),
         "lines of a function: median / 90 % / most": spread(lengths),
@@ -82,7 +82,7 @@ def main(root: Path) -> None:
         "files of over 300 lines": sum(len(text.splitlines()) > 300 for text in texts.values()),
         "longest file": f"{longest.relative_to(source)}, {len(texts[longest].splitlines())} lines",
         "most files in a folder": max(n["files"] for name, n in rooms.items() if name != "all"),
-        "lines of train.py": len(texts[train].splitlines()),
+        "lines of training/loop.py": len(texts[train].splitlines()),
         "lines of its longest function": max(functions_of(texts[train]))[0],
     }
     print(markdown(("measure", "value"), facts.items()))

@@ -180,8 +180,8 @@ def model_hashes(config: RunConfig, source: Any, batches: list, folder: Path) ->
     from megatron_vlm.models.adapters.files import save_adapters
     from megatron_vlm.models.weights.exporting import export_hf
     from megatron_vlm.parallel import setup
-    from megatron_vlm.train import starting_model
     from megatron_vlm.training import checkpoint, step
+    from megatron_vlm.training.loop import starting_model
     from megatron_vlm.training.optimizer import build_optimizer
 
     def saved(output: Path) -> str:

@@ -112,7 +112,7 @@ def walk_data(config) -> None:
 
 def walk_command_line(config) -> None:
     import megatron_vlm.cli as cli
-    import megatron_vlm.train as training
+    import megatron_vlm.training.loop as training
     from megatron_vlm.overrides import to_yaml
 
     class Reached(Exception):
@@ -141,7 +141,7 @@ def walk_command_line(config) -> None:
 
 def walk_step(config) -> None:
     import megatron_vlm.models.opened as opened
-    import megatron_vlm.train as training
+    import megatron_vlm.training.loop as training
 
     real_step, real_import = training.train_one_step, opened.import_hf
     steps = [0]

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_vlm import cli
-from megatron_vlm import train as story
 from megatron_vlm.cli import run, single
 from megatron_vlm.config import RunConfig
+from megatron_vlm.training import loop as story
 
 train, starting_model, started = story.train, story.starting_model, []
 

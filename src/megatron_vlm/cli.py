@@ -158,7 +158,7 @@ def train(
     # from here on this process is a rank
     with watchdog.watching(Path(config.run_dir, "errors"), config.train.hang_seconds):
         gc.disable()  # imports make a million objects that all stay; looking through them takes time
-        from megatron_vlm.train import train as train_run
+        from megatron_vlm.training.loop import train as train_run
 
         gc.enable()
         if not profile:

@@ -19,8 +19,8 @@ class Run:
         from megatron_vlm.models.hf import open_source
         from megatron_vlm.parallel import setup
         from megatron_vlm.run_folder import with_own_start
-        from megatron_vlm.train import starting_model
         from megatron_vlm.training import checkpoint
+        from megatron_vlm.training.loop import starting_model
         from megatron_vlm.training.optimizer import build_optimizer
 
         setup.reset_layout(run.parallel, seed=1)
@@ -79,8 +79,8 @@ def outcome(
     """Logits, by micro batch, and gradients, by name; `model` sets fields of ModelConfig."""
     from megatron_vlm.models.hf import open_source
     from megatron_vlm.parallel import setup
-    from megatron_vlm.train import starting_model
     from megatron_vlm.training.evaluate import logits_of
+    from megatron_vlm.training.loop import starting_model
 
     run = RunConfig(run_dir="none", parallel=layout, adapter=adapter or AdapterConfig())
     run.model = ModelConfig(hf_path=path, **{"dtype": "fp32", **model})

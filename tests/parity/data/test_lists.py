@@ -203,7 +203,7 @@ def test_the_keys_of_a_list_begin_with_its_sources(sources, processor, kind):
 
 
 def train_list(steps: int, root: str, checkpoint: str, paths: list[str]) -> None:
-    from megatron_vlm.train import train
+    from megatron_vlm.training.loop import train
 
     settings = [f"train.steps={steps}", "tp=1", "micro_batch_size=1", "global_batch_size=2", "num_workers=0"]
     settings += ["data.dataset_type=hf", "data.packing=stream", "data.packing_buffer_size=6"]

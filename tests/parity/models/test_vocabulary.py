@@ -33,7 +33,7 @@ def test_a_token_that_nothing_writes_is_told_and_trains(processor):
 
 def begun(root: str, checkpoint: str) -> str:
     """What a run of a step says, or why it did not begin."""
-    from megatron_vlm.train import train
+    from megatron_vlm.training.loop import train
 
     settings = ["train.steps=1", "tp=1", "micro_batch_size=2", "global_batch_size=4", "data.dataset_type=hf"]
     paths = {"run_dir": f"{root}/run", "hf_path": checkpoint, "train_data_path": f"{root}/rows/data.jsonl"}

@@ -192,8 +192,8 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     from megatron_vlm.models.hf import open_source
     from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.objectives import OBJECTIVES
-    from megatron_vlm.train import starting_model
     from megatron_vlm.training.figures import BySource
+    from megatron_vlm.training.loop import starting_model
     from megatron_vlm.training.step import mean_loss
 
     run = RunConfig(run_dir="none", parallel=layout, model=ModelConfig(hf_path=path, dtype="fp32"))
@@ -235,7 +235,7 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
 def train_run(path: str, rows: str, folder: str, adapter: bool) -> None:
     """The run of the folder to its end, on from where it is."""
     from megatron_vlm.overrides import apply_overrides
-    from megatron_vlm.train import train
+    from megatron_vlm.training.loop import train
 
     run = {"run_dir": folder, "model.hf_path": path, "model.dtype": "fp32", "parallel.tp": 2}
     run |= {"data.dataset_type": "hf", "data.train_data_path": rows, "data.seq_length": 256}

@@ -185,8 +185,8 @@ def _measure(layout: ParallelConfig, path: str, case: dict, kind: str) -> dict:
     from megatron_vlm.models.hf import open_source
     from megatron_vlm.models.weights.importing import import_hf
     from megatron_vlm.objectives import objective_of
-    from megatron_vlm.train import starting_model
     from megatron_vlm.training.figures import BySource
+    from megatron_vlm.training.loop import starting_model
     from megatron_vlm.training.step import mean_loss
 
     run = RunConfig(run_dir="none", parallel=layout, model=ModelConfig(hf_path=path, dtype="fp32"))

@@ -95,7 +95,7 @@ def settings_of(path: str, rows: Path, folder: Path, **changes: Any) -> dict[str
 
 
 def train_runs(runs: list[dict[str, Any]]) -> None:
-    from megatron_vlm.train import train
+    from megatron_vlm.training.loop import train
 
     for run in runs:
         train(apply_overrides(RunConfig(), run))

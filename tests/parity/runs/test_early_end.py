@@ -30,7 +30,7 @@ def train_patiently(root: str, checkpoint: str) -> None:
 
 def train_once(root: str, name: str, checkpoint: str, callbacks: list[Callback]) -> None:
     """The loss falls and more of it is taken for better, so the first validation is the best."""
-    from megatron_vlm.train import train
+    from megatron_vlm.training.loop import train
 
     settings = ["steps=20", "tp=1", "micro_batch_size=1", "global_batch_size=2", "num_workers=0"]
     settings += ["data.dataset_type=hf", "train.eval_every=2", "train.save_every=4", "optimizer.lr=0.01"]

@@ -176,7 +176,7 @@ TRAINED = ROWS - len(HELD_OUT)
 
 
 def train_epochs(epochs: int, root: str, checkpoint: str) -> None:
-    from megatron_vlm.train import train
+    from megatron_vlm.training.loop import train
 
     settings = [f"epochs={epochs}", "tp=1", "micro_batch_size=1", "global_batch_size=6", "num_workers=0"]
     settings += ["data.dataset_type=hf", "data.validation_share=0.2", "train.eval_every=0"]

@@ -18,7 +18,7 @@ from megatron_vlm.callbacks.checkpoints import CheckpointWriter
 from megatron_vlm.config import ParallelConfig
 from megatron_vlm.parallel import setup
 from megatron_vlm.recipes import compose
-from megatron_vlm.train import train
+from megatron_vlm.training.loop import train
 from tiny.distributed import run_distributed
 
 

@@ -36,7 +36,7 @@ def train_both(root: str, checkpoint: str) -> None:
 
 
 def train_scored(root: str, name: str, checkpoint: str, *others: str) -> None:
-    from megatron_vlm.train import train
+    from megatron_vlm.training.loop import train
 
     settings = ["steps=4", "tp=1", "micro_batch_size=1", "global_batch_size=4", "num_workers=0"]
     settings += ["data.dataset_type=hf", "train.eval_every=0", "optimizer.lr=0.01", *others]

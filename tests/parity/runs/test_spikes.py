@@ -71,7 +71,7 @@ def runs(root: str, checkpoint: str) -> None:
 
 
 def train_once(root: str, name: str, checkpoint: str, on_spike: str, callbacks: list[Callback]) -> None:
-    from megatron_vlm.train import train
+    from megatron_vlm.training.loop import train
 
     settings = [f"steps={STEPS}", "tp=1", "micro_batch_size=1", "global_batch_size=2", "num_workers=0"]
     settings += ["data.dataset_type=hf", "train.save_every=1", "optimizer.lr=1e-5", "train.async_save=false"]

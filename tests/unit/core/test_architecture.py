@@ -36,7 +36,7 @@ WITHOUT = {
     ],
     "megatron.core": ["data.run_data", "data.load.hf", "data.load.energon", "data.prepare"],
     # torch's compiler, which Megatron imports unless `parallel.cpu` is there first: half of a process's start
-    "torch._inductor.compile_fx": ["train", "commands.runs", "commands.verify"],
+    "torch._inductor.compile_fx": ["training.loop", "commands.runs", "commands.verify"],
 }
 # files of `tests/unit` of which one test, of `make test-long` or `make test-soak`, starts ranks or a command
 ALSO_IN_PROCESSES = {"test_fast.py", "test_hub.py", "test_proposal.py", "test_videos.py"}
