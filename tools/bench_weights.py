@@ -1,6 +1,6 @@
 """Measure import and export of a generated checkpoint of real shape against plain reading and writing.
 
-python tools/bench_weights.py     write reports/bench_weights.json, which docs/weights.md shows
+python tools/bench_weights.py     write reports/bench_weights.json, which reports/weights.md shows
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ MOST_BYTES = 60 * 2**20
 # Object stores of Energon, which imports them where a path names one
 LEFT_OUT = {"s3fs", "aiobotocore", "botocore"}
 # What gpu_check reads besides the package
-CHECK = ("tiny", "tests/helpers", "tools/gpu_check", "examples/digits", "docs/gpu.md")
+CHECK = ("tiny", "tests/helpers", "tools/gpu_check", "examples/digits", "docs/reference/gpu.md")
 RUN = """#!/bin/sh
 # sh run.sh [ARGUMENTS OF gpu_check]: installs the wheels beside this file, once, and starts the check
 here=$(cd "$(dirname "$0")" && pwd)

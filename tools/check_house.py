@@ -1,4 +1,4 @@
-"""The figures of docs/design/house.md, counted in the code: python tools/check_house.py
+"""Figures of the house, counted in the code: python tools/check_house.py
 
 tests/unit/core/test_architecture.py holds them: a figure may only fall.
 """

@@ -1,4 +1,4 @@
-"""Write docs/configs.md: what every family makes of the keys of config.json.
+"""Write docs/reference/configs.md: what every family makes of the keys of config.json.
 
 python tools/configs.py            write the page
 python tools/configs.py --check    exit 1 when the page is not what the families declare
@@ -30,7 +30,7 @@ from megatron_vlm.models.family_parts.limits import (
 from megatron_vlm.models.hf import as_hf_config
 from megatron_vlm.recipes.published import CONFIGS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configs.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configs.md"
 HEAD = """# What is read of config.json
 
 Written by `tools/configs.py` from what the families read of the published config.json of their recipes;

@@ -1,4 +1,4 @@
-"""Write what becomes of published checkpoints into docs/checkpoints.md, from tests/published_configs.json.
+"""Write what becomes of published checkpoints into docs/reference/checkpoints.md.
 
 python tools/published.py            rewrite the table
 python tools/published.py --check    exit 1 when the page does not show what happens today
@@ -18,7 +18,7 @@ from megatron_vlm.models.hf import load_config
 from megatron_vlm.recipes.published import CONFIGS
 from tables import ROOT, markdown, replaced
 
-PAGE = ROOT / "docs" / "checkpoints.md"
+PAGE = ROOT / "docs" / "reference" / "checkpoints.md"
 LIST = ROOT / "tests" / "published_configs.json"
 TRAINS = "trains"
 

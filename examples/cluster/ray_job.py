@@ -1,4 +1,6 @@
-"""One command on several machines of a Ray cluster; its exit code is the command's. See docs/clusters.md.
+"""One command on several machines of a Ray cluster; its exit code is the command's.
+
+See docs/how-to/multi-node.md.
 
 ray job submit --working-dir examples/cluster -- python ray_job.py 2 train --nproc 8 --config /shared/run.yaml
 

@@ -1,4 +1,4 @@
-"""Three losses of tokens; docs/extending.md says what such a function gets.
+"""Three losses of tokens; docs/how-to/extend.md says what such a function gets.
 
 megatron-vlm train … train.objective=examples/extend/losses.py:focal
 """

@@ -1,4 +1,6 @@
-"""Records of your own: a parser of rows, a cooker of Energon samples. Both give a record of docs/data.md.
+"""Records of your own: a parser of rows, a cooker of Energon samples.
+
+Both give a record of docs/reference/records.md.
 
 megatron-vlm train … --dataset_type hf data.parser=examples/extend/records.py:scene
 megatron-vlm train … data.cooker=examples/extend/records.py:page

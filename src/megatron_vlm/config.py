@@ -171,7 +171,7 @@ class DataConfig:
     # share of the training rows that are held out for validation, chosen by their keys; for dataset_type hf
     validation_share: PartialShare = 0.0
     columns: dict[str, Name] = field(default_factory=dict)  # our name: the source's, such as images: pictures
-    # FILE.py:NAME of your own, see docs/extending.md: a record as it is stored → a record
+    # FILE.py:NAME of your own, see docs/how-to/extend.md: a record as it is stored → a record
     parser: UsersName | None = None
     cooker: UsersName | None = None  # of energon: the parts of a sample → a record
     sample_loader: UsersName | None = None  # of energon: the parts → the fields of the dataset's sample type
@@ -188,7 +188,7 @@ class DataConfig:
     image_processor_kwargs: dict[str, TemplateValue] = field(default_factory=dict)
     # in replies: "keep" it as the template writes it, "mask" it (read, not trained), or "drop" it
     thinking: Literal["keep", "mask", "drop"] = "keep"
-    # how boxes of a record's `objects` are written; None: as the model's family does (docs/boxes.md)
+    # how boxes of a record's `objects` are written; None: as the model's family does (docs/how-to/boxes.md)
     box_format: BoxFormat | None = None
     over_length: Literal["drop", "truncate"] = "drop"  # "drop" the sample, or "truncate" it to whole images
     min_pixels: FromOne | None = None
@@ -282,9 +282,9 @@ class TrainConfig:
     stop_after: Time | None = None
     # what to do when loss or gradient norm jump (see `Spikes`): say it, leave out the step, or end the run
     on_spike: Literal["warn", "skip", "stop"] | None = None
-    # FILE.py:CLASS of your own, see docs/extending.md
+    # FILE.py:CLASS of your own, see docs/how-to/extend.md
     callbacks: Name | list[Name] = field(default_factory=list)
-    # "tokens"; "dpo" (preference pairs) and "grpo" (rewards), docs/rl.md; FILE.py:NAME, a loss of your own
+    # "tokens"; "dpo" (preference pairs), "grpo" (rewards): docs/how-to/preferences.md; FILE.py:NAME: own loss
     objective: str = "tokens"
     rewards: UsersName | list[UsersName] = field(default_factory=list)  # of grpo: TRL's `reward_funcs`
     dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
@@ -329,7 +329,7 @@ class GRPOConfig:
     mask_truncated_completions: bool = False  # answers that reached max_completion_length train nothing
     num_iterations: FromOne = 1  # how often a step trains its answers
     steps_per_generation: FromOne = 1  # optimizer steps into which the answers of a step are divided
-    # FILE.py:NAME of an engine in place of the model itself (docs/rl.md)
+    # FILE.py:NAME of an engine in place of the model itself (docs/how-to/preferences.md)
     engine: UsersName | None = None
 
 

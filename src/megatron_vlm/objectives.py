@@ -1,4 +1,4 @@
-"""The objectives that `train.objective` can name; docs/extending.md tells how to add another.
+"""The objectives that `train.objective` can name; docs/how-to/extend.md tells how to add another.
 
 No torch is imported here, so that a wrong setting is answered in a second.
 """

@@ -8,7 +8,8 @@ them, and FOLDER/PART.log has what a part said besides. A part that fails or tak
 table, and the next one begins. It exits with 1 if a value is beyond its limit or a part failed.
 `--families all` has every family, and not four of them.
 
-Without CUDA it has small sizes and shows that the script works, nothing about a GPU. See docs/gpu.md.
+Without CUDA it has small sizes and shows that the script works, nothing about a GPU.
+See docs/reference/gpu.md.
 """
 
 from __future__ import annotations

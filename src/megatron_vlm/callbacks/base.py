@@ -101,7 +101,9 @@ class Callback:
         return True
 
     def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
-        """After a step, with the metrics of docs/metrics.md; counts of tokens and samples are this step's.
+        """After a step, with the metrics of docs/reference/metrics.md.
+
+        Counts of tokens and samples are this step's.
 
         With a sharded optimizer the weights may still be on their way from other ranks.
         """
@@ -244,7 +246,7 @@ def callback_class(name: str, setting: str = "train.callbacks") -> Callable[[], 
     place = f"{setting}: {name}"
     loaded = load_object(place, name)
     if not (isinstance(loaded, type) and issubclass(loaded, Callback)):
-        raise ConfigError(f"{place} is no subclass of Callback; see docs/extending.md.")
+        raise ConfigError(f"{place} is no subclass of Callback; see docs/how-to/extend.md.")
     known = [method for method in vars(Callback) if method.startswith(("on_", "before_"))]
     for method in dir(loaded):
         if method.startswith("on_") and method not in known:

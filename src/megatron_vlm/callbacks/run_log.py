@@ -3,7 +3,7 @@
 Steps are counted from 1. In a run folder:
 
     config.yaml     the full configuration
-    metrics.jsonl   one row a step, its numbers as in docs/metrics.md; validation rows hold `valid_loss`
+    metrics.jsonl   one row a step, see docs/reference/metrics.md; validation rows hold `valid_loss`
     starts.jsonl    a line for each start: step, total_steps, time, command, processes, host, device, versions
     loss.png        training and validation loss over steps
 """
@@ -32,7 +32,7 @@ from megatron_vlm.overrides import to_yaml
 STARTS = "starts.jsonl"
 PACKAGES = ("megatron-vlm", "torch", "megatron-core", "transformers", "megatron-energon")
 PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
-IN_WORDS = {  # figures of a step, as the bar shows them; docs/metrics.md explains them
+IN_WORDS = {  # figures of a step, as the bar shows them; docs/reference/metrics.md explains them
     "epoch": "epoch {:.2f}",
     "mfu": "MFU {:.1%}",
     "tokens_per_second_per_device": "{:,.0f} tokens/s/device",

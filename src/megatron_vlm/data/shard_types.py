@@ -216,7 +216,7 @@ def _chatml(fields: dict, values: dict) -> dict:
     return document
 
 
-# (its fields, all parts) -> a record of docs/data.md
+# (its fields, all parts) -> a record of docs/reference/records.md
 RECORDS: dict[str, Callable[[dict, dict], dict]] = {
     "VQASample": lambda fields, _: _vqa(fields, "image"),
     "VidQASample": lambda fields, _: _vqa(fields, "video"),

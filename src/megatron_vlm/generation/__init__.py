@@ -1,4 +1,4 @@
-"""Answers of the model to prompts: `generate`, see `docs/generation.md`."""
+"""Answers of the model to prompts: `generate`, see `docs/reference/generation.md`."""
 
 from megatron_vlm.parallel import cpu
 

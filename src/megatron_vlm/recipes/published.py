@@ -1,7 +1,7 @@
 """Every published model size as a recipe, and for every family the recipe of its demo.
 
-Full fine-tuning in bf16 with fp32 gradients and Adam; docs/recipes.md holds the memory arithmetic behind the
-layouts. A new size is a line of `SIZES`.
+Full fine-tuning in bf16 with fp32 gradients and Adam; docs/reference/recipes.md has the
+memory arithmetic behind the layouts. A new size is a line of `SIZES`.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A user's own function as a recipe: `--recipe my_recipe.py:receipts`, see docs/extending.md."""
+"""A user's own function as a recipe: `--recipe my_recipe.py:receipts`, see docs/how-to/extend.md."""
 
 import inspect
 from dataclasses import is_dataclass

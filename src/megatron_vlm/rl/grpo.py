@@ -123,7 +123,9 @@ class Grpo(Callback):
                 self._engine = load_function(place, grpo.engine)(grpo)
             if not callable(self._engine):
                 kind = type(self._engine).__name__
-                raise ConfigError(f"{place}: returned {kind}, no function; return a Rollout (docs/rl.md).")
+                raise ConfigError(
+                    f"{place}: returned {kind}, no function; return a Rollout (docs/how-to/preferences.md)."
+                )
         if run.is_first_rank:
             self._log = CompletionsLog(run.config.run_dir, run.step + 1)
 

@@ -1,4 +1,4 @@
-"""The figures of a step: how well it used its devices and what it had to do; see docs/metrics.md."""
+"""The figures of a step: how well it used its devices, what it had to do; see docs/reference/metrics.md."""
 
 import re
 import resource

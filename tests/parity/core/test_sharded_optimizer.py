@@ -7,7 +7,7 @@ import torch
 from megatron_vlm.training.optimizer import boxes
 from tiny.distributed import run_distributed
 
-MOST_MEMORY = 2.5  # shards; docs/checkpoints.md has what was seen
+MOST_MEMORY = 2.5  # shards; docs/reference/checkpoints.md has what was seen
 
 
 @pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 3, 4), (2, 3, 2, 2)])

@@ -267,7 +267,7 @@ def test_a_mapped_question_leaves_the_answer_to_be_found():
 
 
 def test_the_records_that_the_documentation_shows_are_read():
-    page = (ROOT / "docs/data.md").read_text()
+    page = (ROOT / "docs/reference/records.md").read_text()
     shown = page.partition("## Records")[2].partition("\n\n    ")[2].partition("\n\n")[0]
     shown, decoder, records = re.sub(" # .*", "", shown).strip(), json.JSONDecoder(), []
     while shown:
@@ -327,7 +327,9 @@ def test_ways_to_name_media(media, named):
 
 def test_the_table_of_formats():
     rows = re.findall(
-        r"^\| [^|]+ \| `(\{.*\})` \| ([^|]*)\| ([^|]+) \|$", (ROOT / "docs/data.md").read_text(), re.M
+        r"^\| [^|]+ \| `(\{.*\})` \| ([^|]*)\| ([^|]+) \|$",
+        (ROOT / "docs/reference/records.md").read_text(),
+        re.M,
     )
     assert len(rows) > 12
     for example, media, trained in rows:

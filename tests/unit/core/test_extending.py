@@ -1,4 +1,4 @@
-"""Files of users (docs/extending.md): recipes, what fails in them, and losses that are none."""
+"""Files of users (docs/how-to/extend.md): recipes, what fails in them, and losses that are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parsers and cookers of the user's own: the examples of docs/extending.md, and what is wrong with them."""
+"""Parsers and cookers of the user's own: examples of docs/how-to/extend.md, and what is wrong with them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,10 @@ USE = {"type": "tool_use", "id": "t", "name": "look", "input": {"at": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "black"}]}
 IMAGE = {"type": "image_url", "image_url": {"url": "a.jpg"}}
 LAYOUTS = [
-    *map(json.loads, re.findall(r"^\| [^|]+ \| `(\{.*\})` \|", (ROOT / "docs/data.md").read_text(), re.M)),
+    *map(
+        json.loads,
+        re.findall(r"^\| [^|]+ \| `(\{.*\})` \|", (ROOT / "docs/reference/records.md").read_text(), re.M),
+    ),
     {"messages": [{"role": "user", "content": [IMAGE, {"type": "text", "text": "What?"}]}, REPLY]},
     {"messages": [USER, REPLY], "images": [{"image_url": {"url": "a.jpg"}}]},
     {"messages": [USER, REPLY], "videos": [{"frames": [{"path": "1.jpg"}, {"path": "2.jpg"}], "fps": 2}]},

@@ -45,9 +45,9 @@ def refused_by_processor(error: Exception) -> BadSample:
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {
     "bad_json": "the record is not JSON; repair it in its source, one record a line",
-    "bad_conversation": "write turns of role and content; docs/data.md says which layouts are accepted",
-    "bad_preference": "write one prompt with a chosen and a rejected answer, which differ; docs/data.md says "
-    "in which layouts; train.objective=tokens trains the chosen answers alone",
+    "bad_conversation": "write turns of role and content; docs/reference/records.md lists the formats",
+    "bad_preference": "write one prompt with a chosen and a rejected answer, which differ "
+    "(docs/reference/records.md lists the formats); train.objective=tokens trains the chosen answers alone",
     "missing_media": "a file that the record names is not there or is none: download addresses; for "
     "dataset_type hf set data.media_dir to the folder that paths start from; for energon prepare the "
     "dataset again, with --image-root",
@@ -56,7 +56,7 @@ REASONS = {
     "unsafe_pickle": "a pickled part holds more than plain data; prepare the dataset again from its source",
     "placeholder_mismatch": "write one <image> or <video> per media item, or none at all",
     "bad_objects": "write boxes x1, y1, x2, y2 inside their images, and one placeholder for each; "
-    "docs/boxes.md says which units and placeholders there are",
+    "docs/how-to/boxes.md says which units and placeholders there are",
     "no_box_format": "the family publishes no way to write boxes: set data.box_format",
     "video_unsupported": "the model takes no videos; remove the samples with them",
     "images_and_videos": "the model takes one kind in a sample; divide the samples that hold both",

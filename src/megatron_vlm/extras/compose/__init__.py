@@ -1,1 +1,1 @@
-"""A new vision-language checkpoint out of a vision tower and a language model; see docs/compose.md."""
+"""A new vision-language checkpoint out of a vision tower and a language model; see docs/how-to/compose.md."""

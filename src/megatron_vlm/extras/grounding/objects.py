@@ -1,7 +1,7 @@
 """Boxes and points that a record names, and the placeholders for them in its text.
 
 `objects` is as ms-swift has it: `bbox`, `ref`, `bbox_type`, `image_id`, and `name`; or a list of objects. See
-docs/boxes.md.
+docs/how-to/boxes.md.
 """
 
 import json

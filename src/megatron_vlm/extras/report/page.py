@@ -18,9 +18,9 @@ from megatron_vlm.overrides import flatten, load_yaml, to_yaml
 from megatron_vlm.run_folder import checkpoints, complete_checkpoints
 
 METRICS = ("loss", "valid_loss", "lowest valid_loss", "trained_tokens", "epoch", "tokens_per_second", "mfu")
-METRICS += ("peak_memory_gb", "dropped_samples")  # in the summary of a run, by docs/metrics.md
+METRICS += ("peak_memory_gb", "dropped_samples")  # in the summary of a run, by docs/reference/metrics.md
 REFRESH = 15  # seconds after which the page of a run that goes on is loaded again
-# title, unit, the metrics of docs/metrics.md as a pattern; each other metric gets a chart of its own
+# title, unit, metrics of docs/reference/metrics.md as a pattern; each other metric gets a chart of its own
 CHARTS = (
     ("Loss", "nats per trained token", r"(valid_)?loss(/.*)?"),
     ("Scores", "", r"(valid_)?(score|accuracy)\b.*|on_export/.*"),

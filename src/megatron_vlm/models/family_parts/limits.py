@@ -54,7 +54,9 @@ def checked(description: Description) -> Description:
         problems = list(_unread(description, reads))
     if problems:
         fact = f"config.json of this {description.model_type} checkpoint asks for what is not supported:"
-        remedy = "The trained model would not be Transformers'; docs/configs.md lists what is supported."
+        remedy = (
+            "The trained model would not be Transformers'; docs/reference/configs.md lists what is supported."
+        )
         raise ValueError(join_lines([fact, *(f"  {problem}" for problem in problems), remedy]))
     description.config_values = _values(description, reads)
     return description
