@@ -270,7 +270,7 @@ def test_grpo_weights_make_means_of_documents():
 
 
 def test_the_examples_of_the_page_run():
-    page = (ROOT / "docs" / "how-to" / "preferences.md").read_text()
+    page = (ROOT / "docs" / "reference" / "policy.md").read_text()
     page = re.sub(r"```.*?```", "", page, flags=re.DOTALL)  # these need a checkpoint
     code = [line[4:] for line in page.splitlines() if line.startswith("    ") or not line]
     assert sum(bool(line) for line in code) > 20

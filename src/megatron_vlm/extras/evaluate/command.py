@@ -46,10 +46,8 @@ def evaluate(
     from megatron_vlm.extras.evaluate.metrics import metric_of
 
     metrics = {name: metric_of(name) for name in metric or ["exact_match"]}
-    config = _with_data(arguments.config_of_model(model, settings, nproc), data)
-    names = set(os.listdir(output)) if output.exists() else set()
-    if names - {"errors", "lock"} and "settings.json" not in names:
-        raise ConfigError(f"--output: {output} holds no evaluation; give a new folder.")
+    config = with_data(arguments.config_of_model(model, settings, nproc), data)
+    check_folder(output)
     arguments.prepare_cuda(config.parallel)
     # with --nproc this process only starts the ranks, which run the same command
     if nproc:
@@ -65,7 +63,14 @@ def evaluate(
             typer.echo(printable(line))
 
 
-def _with_data(config: RunConfig, data: str | None) -> RunConfig:
+def check_folder(output: Path) -> None:
+    """Raise ConfigError if a folder holds something else than an evaluation."""
+    names = set(os.listdir(output)) if output.exists() else set()
+    if names - {"errors", "lock"} and "settings.json" not in names:
+        raise ConfigError(f"--output: {output} holds no evaluation; give a new folder.")
+
+
+def with_data(config: RunConfig, data: str | None) -> RunConfig:
     """The configuration whose held-out rows are the data, if that is given. Raises ConfigError for data that
     cannot be read, and if there is none."""
     if data is None:
