@@ -73,6 +73,7 @@ lint: $(READY)
 	@.venv/bin/ruff format --check .
 	@$(PY) tools/tables.py --check
 	@$(PY) tools/configs.py --check
+	@$(PY) tools/reference.py --check
 	@$(PY) tools/check_sentences.py
 
 # Every process that a test starts imports the package, also where PYTHONDONTWRITEBYTECODE is set.

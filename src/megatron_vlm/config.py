@@ -3,7 +3,8 @@
 
 A setting has its dotted key, such as `train.steps`, as its name everywhere: overrides, YAML files and errors.
 The rule that its value keeps by itself is a part of its type, which pydantic reads (`overrides.fit_to_type`).
-Rules over several settings are in `validate`.
+Rules over several settings are in `validate`. The comment above a setting and beside it is its line in
+docs/reference/settings.md (`tools/reference.py`).
 """
 
 import os
@@ -82,50 +83,55 @@ class ConfigError(ValueError):
 
 @dataclass
 class ModelConfig:
-    hf_path: PathName = MISSING  # folder or hub name of the Hugging Face checkpoint to start from
-    load_weights: bool = True  # False: random weights from the config alone
-    dtype: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; Adam is fp32
-    freeze: Parts = field(default_factory=list)
+    """The checkpoint, and how its model computes."""
+
+    hf_path: PathName = MISSING  # Hugging Face checkpoint to start from: a folder, a hub name or s3://…
+    load_weights: bool = True  # False: random weights, from config.json alone
+    dtype: Literal["bf16", "fp32"] = "bf16"  # data type of parameters and activations; Adam's state is fp32
+    freeze: Parts = field(default_factory=list)  # parts of the model that are not trained
     # "dense": the reference, with a mask over all pairs of tokens; "documents": plain PyTorch, one document
-    # at a time; "flash", "cudnn": kernels for CUDA in bf16; "auto": the fastest here, by measurement on CUDA
+    # at a time; "flash", "cudnn": kernels for CUDA in bf16; "auto": the fastest of them on this device
     attention: Literal["auto", "dense", "documents", "flash", "cudnn"] = "auto"
-    # what may go on without its kernel for CUDA, slower, where a check before the run finds that one wrong;
-    # for anything else the run ends then
+    # parts that use slower code if the check before a run finds their CUDA kernel wrong; if another part's
+    # kernel is wrong, the run ends
     fallbacks: list[Literal["attention", "towers", "fused", "delta_nets", "weight_gradients"]] = field(
         default_factory=list
     )
-    # activation recomputation: "selective" (outputs of norms and gates) or "full" (layers, also the tower's)
+    # activations to compute again in the backward pass, to save memory: "selective" (outputs of norms and
+    # gates) or "full" (layers, also the tower's)
     recompute: Literal["none", "selective", "full"] = "none"
-    # with "full", how many of the language model's layers in each (virtual) pipeline stage, the first ones
+    # with "full": recompute only the first layers of the language model in each (virtual) pipeline stage
     recompute_layers: FromZero | None = None  # None: all
-    load_balancing: NotNegative | None = None  # weight of the load-balancing loss; None: as in the checkpoint
+    # weight of the experts' load-balancing loss; None: as in the checkpoint
+    load_balancing: NotNegative | None = None
 
 
 @dataclass
 class AdapterConfig:
-    """Low-rank adapters, the only parameters that are then trained: names and meanings of peft's LoraConfig.
+    """Low-rank adapters (LoRA), with names and meanings of peft's LoraConfig. Nothing else is then trained.
 
     Modules are named as in Transformers, such as `model.language_model.layers.0.self_attn.q_proj`.
     """
 
     r: FromZero = 0  # rank; 0: no adapters, the model itself is trained
     lora_alpha: Positive = 8.0  # adapters are scaled by lora_alpha / r
-    use_rslora: bool = False  # scaled by lora_alpha / sqrt(r)
-    use_dora: bool = False  # trains the norms of the adapted weights' rows, too (arXiv 2402.09353)
-    lora_dropout: PartialShare = 0.0  # share of an adapter's inputs that is left out in training
-    # which linears have adapters: a list of ends of names, such as [q_proj, v_proj]; a regex for whole names;
-    # "all-linear" for tower, projector and language model; None: all of the language model
+    use_rslora: bool = False  # scale adapters by lora_alpha / sqrt(r)
+    use_dora: bool = False  # also train the norms of the adapted weights' rows (arXiv 2402.09353)
+    lora_dropout: PartialShare = 0.0  # share of an adapter's inputs that is dropped in training
+    # linears with adapters: a list of name endings, such as [q_proj, v_proj]; a regex for full names;
+    # "all-linear" for tower, projector and language model; None: all linears of the language model
     target_modules: ModuleNames = None
-    exclude_modules: ModuleNames = None  # those of them that have none; a list or a regex
-    layers_to_transform: list[FromZero] = field(default_factory=list)  # numbers of layers; empty: all
-    # names before a layer's number, as regexes; empty: the first number in a module's name is its layer's
+    exclude_modules: ModuleNames = None  # linears to leave out of target_modules; a list or a regex
+    # numbers of the layers with adapters; empty: all
+    layers_to_transform: list[FromZero] = field(default_factory=list)
+    # regexes of the name before a layer's number; empty: the first number in a module's name is the layer
     layers_pattern: list[Name] = field(default_factory=list)
-    # parameters of routed experts with adapters: ends of names, [experts.gate_up_proj, experts.down_proj]
+    # parameters of routed experts with adapters, by name endings: [experts.gate_up_proj, experts.down_proj]
     target_parameters: list[Name] = field(default_factory=list)
-    modules_to_save: list[Name] = field(default_factory=list)  # ends of names; these are trained whole
-    rank_pattern: dict[str, FromOne] = field(default_factory=dict)  # regex of the end of a name: its own r
-    alpha_pattern: dict[str, Positive] = field(default_factory=dict)  # and its own lora_alpha
-    # folder of an adapter that peft wrote, to train on; it settles all the others
+    modules_to_save: list[Name] = field(default_factory=list)  # modules to train in full, by name endings
+    rank_pattern: dict[str, FromOne] = field(default_factory=dict)  # rank by a regex of the name ending
+    alpha_pattern: dict[str, Positive] = field(default_factory=dict)  # lora_alpha in the same way
+    # folder of an adapter that peft wrote, to continue from; it sets all other adapter settings
     start: PathName | None = None
 
     @property
@@ -135,15 +141,17 @@ class AdapterConfig:
 
 @dataclass
 class ParallelConfig:
-    tp: FromOne = 1  # tensor
-    pp: FromOne = 1  # pipeline
+    """The layout. The processes that remain are data parallel."""
+
+    tp: FromOne = 1  # tensor parallel size
+    pp: FromOne = 1  # pipeline parallel size
     vpp: FromOne = 1  # virtual pipeline stages per rank (interleaved schedule)
-    cp: FromOne = 1  # context
-    ep: FromOne = 1  # expert; over the ranks of tensor and data parallelism
-    sp: bool | None = None  # sequence parallel; None: on exactly when tp > 1
+    cp: FromOne = 1  # context parallel size
+    ep: FromOne = 1  # expert parallel size, over the ranks of tensor and data parallelism
+    sp: bool | None = None  # sequence parallelism; None: if tp > 1
     tp_comm_overlap: bool = False  # linears of sequence parallelism exchange rows while they multiply
-    distributed_optimizer: bool = True
-    vision_dp: bool | None = None  # images of a micro batch spread over tp · cp ranks; None: if several
+    distributed_optimizer: bool = True  # divide Adam's state over the data parallel ranks
+    vision_dp: bool | None = None  # spread images of a micro batch over the tp · cp ranks; None: if several
 
     @property
     def sequence_parallel(self) -> bool:
@@ -161,83 +169,90 @@ class ParallelConfig:
 
 @dataclass
 class DataConfig:
-    # "hf": what `datasets` opens, JSON(L) of conversations, or a meta file that names several
+    """The training data, and how samples become rows."""
+
+    # "hf": JSON(L) of conversations, datasets that `datasets` opens, or a meta file that names several
     dataset_type: Literal["energon", "hf"] = "energon"
-    train_data_path: DataPaths = MISSING  # samples of several paths are mixed
-    # None: the validation split of train_data_path, if it has one; [charts=a.jsonl,…] gives valid_loss/charts
+    train_data_path: DataPaths = MISSING  # training data; samples of several paths are mixed
+    # validation data; [charts=a.jsonl,…] gives valid_loss/charts; None: the validation split of
+    # train_data_path, if it has one
     valid_data_path: DataPaths | None = None
-    # conversations that `train.score_every` asks, of dataset_type hf; None: the validation data
+    # questions and right answers for train.score_every, of dataset_type hf; None: the validation data
     score_path: PathName | None = None
-    # share of the training rows that are held out for validation, chosen by their keys; for dataset_type hf
+    # share of the training samples that is held out for validation, by their keys; for dataset_type hf
     validation_share: PartialShare = 0.0
-    columns: dict[str, Name] = field(default_factory=dict)  # our name: the source's, such as images: pictures
-    # FILE.py:NAME of your own, see docs/how-to/extend.md: a record as it is stored → a record
+    # our name of a column: its name in the data, such as images: pictures
+    columns: dict[str, Name] = field(default_factory=dict)
+    # your function FILE.py:NAME: a record as it is stored → a record of ours
     parser: UsersName | None = None
-    cooker: UsersName | None = None  # of energon: the parts of a sample → a record
-    sample_loader: UsersName | None = None  # of energon: the parts → the fields of the dataset's sample type
-    datasets: list[Name] = field(default_factory=list)  # names to read from a meta file; empty: all
-    media_dir: PathName | None = None  # folder of all media paths; None: the source's own folder
-    streaming: bool = False  # read training rows as a stream from a hub or a store; none is written to disk
-    seq_length: FromOne = 4096  # most tokens in a row
-    train_replies: Literal["all", "last"] = "all"  # "last": that of each conversation alone
-    # a Jinja file, or the text itself, which a run keeps; None: the checkpoint's own template
+    cooker: UsersName | None = None  # your function for Energon: the parts of a sample → a record of ours
+    # your function for Energon: the parts of a sample → the fields of the dataset's sample type
+    sample_loader: UsersName | None = None
+    datasets: list[Name] = field(default_factory=list)  # names in a meta file to read; empty: all
+    media_dir: PathName | None = None  # folder of relative media paths; None: the folder of the data
+    streaming: bool = False  # read the training data as a stream, without writing it to disk
+    seq_length: FromOne = 4096  # most tokens in a row, image tokens included
+    train_replies: Literal["all", "last"] = "all"  # replies of a conversation to train
+    # a Jinja file or its text, which is kept in the run folder; None: the checkpoint's template
     chat_template: Name | None = None
-    # values by the names that the template reads, such as enable_thinking: false
+    # variables of the template, such as enable_thinking: false
     chat_template_kwargs: dict[str, TemplateValue] = field(default_factory=dict)
-    # of each call of the image processor, as Transformers takes them, such as do_pan_and_scan: true
+    # arguments of the image processor, as in Transformers, such as do_pan_and_scan: true
     image_processor_kwargs: dict[str, TemplateValue] = field(default_factory=dict)
-    # in replies: "keep" it as the template writes it, "mask" it (read, not trained), or "drop" it
+    # thinking in replies: "keep" it as the template writes it, "mask" it (read, not trained), or "drop" it
     thinking: Literal["keep", "mask", "drop"] = "keep"
-    # how boxes of a record's `objects` are written; None: as the model's family does (docs/how-to/boxes.md)
+    # how boxes of a record's `objects` are written; None: as the model's family writes them
     box_format: BoxFormat | None = None
-    over_length: Literal["drop", "truncate"] = "drop"  # "drop" the sample, or "truncate" it to whole images
-    min_pixels: FromOne | None = None
-    max_pixels: FromOne | None = None
-    # sizes that an image has, another each epoch, drawn between min_pixels and max_pixels; 0: its own
+    over_length: Literal["drop", "truncate"] = "drop"  # a sample over seq_length: "drop" it, or "truncate" it
+    min_pixels: FromOne | None = None  # smaller images are enlarged; None: no limit
+    max_pixels: FromOne | None = None  # larger images are scaled down; None: no limit
+    # how many random sizes an image has between min_pixels and max_pixels, one per epoch; 0: its own size
     resize_jitter: FromZero = 0
     video_fps: Positive = 2.0  # frames taken per second of video
-    video_max_frames: FromOne = 128  # most frames of a video; in a longer one they are further apart
-    video_max_pixels: FromOne | None = None  # larger frames are scaled before the processor sees them
-    visual_share: Share = 0.5  # assumed share of image tokens in a row: balances the pipeline's first stage
-    decode_seconds: Positive = 60.0  # a sample with media that take longer to decode is dropped
-    # The run stops if a larger share of the samples is dropped, judged after 100 samples or, if an epoch has
-    # fewer rows, over whole epochs. 0: at the first drop; 1: when a whole epoch gives nothing to train on.
+    video_max_frames: FromOne = 128  # most frames of a video; of a longer one, frames further apart
+    video_max_pixels: FromOne | None = None  # larger frames are scaled down before the processor gets them
+    visual_share: Share = 0.5  # expected share of image tokens in a row; balances pipeline stages
+    decode_seconds: Positive = 60.0  # a sample whose media take longer to decode is dropped
+    # the run stops if a larger share of the samples is dropped, judged after 100 samples or, if an epoch has
+    # fewer, over whole epochs; 0: at the first drop; 1: only if a whole epoch gives nothing to train on
     max_drop_share: Share = 0.05
-    num_workers: FromZero = 2
+    num_workers: FromZero = 2  # data worker processes per reading rank; 0: read in the training process
     # "none": one sample per row; "stream": rows of seq_length packed from a buffer; "global": packed from all
-    # samples after measuring their lengths (`tools/precompute_tokens.py`), with rows of equal cost in a step
+    # samples, whose lengths are measured first, with rows of equal cost in a step
     packing: Literal["none", "stream", "global"] = "none"
-    packing_buffer_size: FromOne = 1000  # samples that "stream" packs at a time; a worker holds their images
-    max_patches: FromOne | None = None  # most raw patches of images in a packed row; None: no limit
+    packing_buffer_size: FromOne = 1000  # samples in the buffer of "stream", per worker
+    max_patches: FromOne | None = None  # most image patches in a packed row; None: no limit
     group_by_length: bool = False  # without packing: samples of similar length share a step
     lengths_cache: PathName | None = None  # folder of measured lengths; None: one in the user's cache
-    shuffle_buffer_size: FromZero = 1000
-    max_samples_per_sequence: FromOne = 100
-    restart: bool = False  # a resumed run begins its data again, with samples that it has seen
+    shuffle_buffer_size: FromZero = 1000  # samples in the shuffle buffer of a stream or of Energon
+    max_samples_per_sequence: FromOne = 100  # Energon: samples read in sequence before a jump in the shard
+    restart: bool = False  # a resumed run starts its data from the beginning, with samples it has seen
 
 
 @dataclass
 class OptimizerConfig:
-    lr: NotNegative = 1e-5
-    min_lr: NotNegative = 0.0
-    # how the learning rate goes on after its warm-up; "wsd" is constant before it falls, in a line
+    """AdamW and the learning rate."""
+
+    lr: NotNegative = 1e-5  # peak learning rate
+    min_lr: NotNegative = 0.0  # learning rate at the last step, except with "constant"
+    # schedule after the warm-up; "wsd" is constant, then falls linearly
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    decay_ratio: PositiveShare = 0.1  # of "wsd": the last share of the run, in which it falls to min_lr
-    warmup_steps: FromZero | None = 0  # None: a tenth of the run, at most 50
-    warmup_ratio: PartialShare | None = None  # in place of warmup_steps: a share of the run
-    weight_decay: NotNegative = 0.0
-    beta1: PartialShare = 0.9
-    beta2: PartialShare = 0.95
-    eps: Positive = 1e-8
-    clip_grad: NotNegative = 1.0
-    # False: gradients of a model in bf16 are added up and reduced in bf16, in half the memory and traffic
+    decay_ratio: PositiveShare = 0.1  # of "wsd": the share of the run in which it falls to min_lr
+    warmup_steps: FromZero | None = 0  # steps of linear warm-up; None: a tenth of the run, at most 50
+    warmup_ratio: PartialShare | None = None  # warm-up as a share of the run, in place of warmup_steps
+    weight_decay: NotNegative = 0.0  # decoupled weight decay; biases and norms have none
+    beta1: PartialShare = 0.9  # Adam's beta1
+    beta2: PartialShare = 0.95  # Adam's beta2
+    eps: Positive = 1e-8  # Adam's epsilon
+    clip_grad: NotNegative = 1.0  # largest gradient norm; greater ones are scaled down; 0: no limit
+    # accumulate and reduce gradients in fp32; False: in bf16, with half the memory and traffic
     reduce_in_fp32: bool = True
-    # what Adam keeps lies in host memory, and comes to the device piece by piece when it is updated
+    # keep Adam's state in host memory and move it to the device in pieces for each update
     offload: bool = False
-    # in place of `lr` and `weight_decay` for a part ("tower", "projector", "language_model", "adapters"), or
-    # for what a pattern finds in the names of HF tensors and adapters; `min_lr` is then less in proportion
+    # learning rates of parts ("tower", "projector", "language_model", "adapters"), or by a regex that is
+    # searched in names of HF tensors and adapters; min_lr changes in proportion
     lr_by_part: dict[str, Positive] = field(default_factory=dict)
-    weight_decay_by_part: dict[str, NotNegative] = field(default_factory=dict)
+    weight_decay_by_part: dict[str, NotNegative] = field(default_factory=dict)  # weight decay in the same way
 
     @property
     def by_part(self) -> dict[str, dict[str, float]]:
@@ -248,46 +263,49 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    steps: FromOne | None = 1000  # None: as many as `epochs` make
-    # in place of `steps`: how often the training data is passed over
+    """Length, batches, checkpoints, validation and objective of a run."""
+
+    steps: FromOne | None = 1000  # optimizer steps; None: as many as train.epochs make
+    # passes over the training data, in place of train.steps
     epochs: Annotated[float, Gt(0), Le(1_000_000)] | None = None
-    micro_batch_size: FromOne = 1
-    global_batch_size: FromOne = 32
-    seed: FromZero = 1234
-    # only algorithms that give the same bits in every run; on a CPU all do
+    micro_batch_size: FromOne = 1  # rows per forward pass of a rank
+    global_batch_size: FromOne = 32  # rows per optimizer step, over all ranks
+    seed: FromZero = 1234  # seed of shuffling and of random weights
+    # use only algorithms that give the same bits in every run; on a CPU all of them do
     deterministic: bool = False
     eval_every: Every = 0  # steps between validations, or "epoch": after each epoch; 0: none
     eval_steps: FromZero = 0  # validation steps; 0: the whole validation split
     save_every: Every = 0  # steps between checkpoints, or "epoch"; 0: only at the end
-    async_save: bool = True  # a checkpoint is written while training goes on; False: training waits for it
-    keep_checkpoints: FromOne = 2
-    # keep the best one, too, by `best_by`; each save then validates or scores first
+    async_save: bool = True  # write checkpoints while training continues; False: training waits
+    keep_checkpoints: FromOne = 2  # how many of the newest checkpoints to keep
+    # also keep the best checkpoint by train.best_by; each save then validates or scores first
     keep_best: bool = False
-    # a figure of validations or scores, such as valid_loss/charts or score/anls; of any other kind, with what
-    # is better: max:valid_accuracy, min:NAME
+    # metric that decides what is best, such as valid_loss/charts or score/anls; other metrics need a
+    # direction: max:valid_accuracy, min:NAME
     best_by: Name = "valid_loss"
-    patience: FromZero = 0  # the run ends after so many validations or scores without a better one; 0: never
-    score_every: Every = 0  # steps between scores of answers, or "epoch"; 0: none
-    score_metric: Names = "exact_match"
-    score_samples: FromOne = 100  # questions; the same ones each time
-    score_tokens: FromOne = 64  # of the longest answer
-    export_every: Every = 0  # steps between Hugging Face folders in run_dir/exports, or "epoch"; 0: none
-    # a command that is started for each of these folders, with the folder as its last word; numbers in a JSON
-    # object on the last line that it prints are figures of the run, on_export/NAME
+    patience: FromZero = 0  # stop after so many validations or scores without a better one; 0: never
+    score_every: Every = 0  # steps between scores of generated answers, or "epoch"; 0: none
+    score_metric: Names = "exact_match"  # one or several metrics, as in `megatron-vlm evaluate`
+    score_samples: FromOne = 100  # questions to answer, the same ones each time
+    score_tokens: FromOne = 64  # most tokens of an answer
+    export_every: Every = 0  # steps between Hugging Face exports in run_dir/exports, or "epoch"; 0: none
+    # command to start for each export, with the folder as its last argument; numbers in a JSON object on the
+    # last line that it prints are logged as on_export/NAME
     on_export: Name | None = None
-    upload_to: PathName | None = None  # s3:// or msc://: checkpoints and exports are copied there, too
-    # if no rank makes progress for this time, the job ends and writes all stacks
+    upload_to: PathName | None = None  # object store to copy checkpoints and exports to, s3://… or msc://…
+    # end the job and write all stacks if no rank makes progress for so many seconds
     hang_seconds: Seconds = 480.0
-    # when the command has run for so long, it saves and ends with exit code 75; the same command goes on
+    # time such as 3h50m after which the run saves and ends with exit code 75; the same command resumes it
     stop_after: Time | None = None
-    # what to do when loss or gradient norm jump (see `Spikes`): say it, leave out the step, or end the run
+    # if loss or gradient norm jump: "warn", "skip" the step or "stop" the run; None: do not look
     on_spike: Literal["warn", "skip", "stop"] | None = None
-    # FILE.py:CLASS of your own, see docs/how-to/extend.md
+    # your callbacks, FILE.py:CLASS
     callbacks: Name | list[Name] = field(default_factory=list)
-    # "tokens"; "dpo" (preference pairs), "grpo" (rewards): docs/how-to/preferences.md; FILE.py:NAME: own loss
+    # "tokens"; "dpo" (preference pairs); "grpo" (rewards); or a loss of your own, FILE.py:NAME
     objective: str = "tokens"
-    rewards: UsersName | list[UsersName] = field(default_factory=list)  # of grpo: TRL's `reward_funcs`
-    dpo_beta: Positive = 0.1  # how much a model may leave the starting weights; less leaves them further
+    # reward functions, as TRL's `reward_funcs`
+    rewards: UsersName | list[UsersName] = field(default_factory=list)
+    dpo_beta: Positive = 0.1  # DPO's beta: with less, the model may differ more from its start
 
     @property
     def best_figure(self) -> tuple[str, bool | None]:
@@ -306,49 +324,52 @@ class TrainConfig:
 
 @dataclass
 class GRPOConfig:
-    """The settings of `train.objective=grpo`, with names and meanings of TRL's GRPOConfig. A step has
-    `train.global_batch_size` prompts."""
+    """Settings of `train.objective=grpo`, with names and meanings of TRL's GRPOConfig.
 
-    num_generations: Annotated[int, Ge(2), Le(MOST)] = 8  # answers to each prompt
-    max_completion_length: FromOne = 512  # tokens of the longest answer
-    temperature: Positive = 1.0
-    top_p: PositiveShare = 1.0
-    beta: NotNegative = 0.0  # weight of the divergence from the starting weights; 0: without it
-    epsilon: Annotated[float, Gt(0), Lt(1)] = 0.2  # how far a token's ratio may leave 1 before it is clipped
-    epsilon_high: Positive | None = None  # the same above 1; None: as epsilon (DAPO: 0.28)
-    delta: Annotated[float, Gt(1)] | None = (
-        None  # the largest ratio that counts where an advantage is below 0
-    )
-    # the mean over answers of each one's mean ("grpo"), over all tokens ("dapo"), or a constant in its place
-    # ("dr_grpo", which goes with scale_rewards=none)
+    A step has `train.global_batch_size` prompts.
+    """
+
+    num_generations: Annotated[int, Ge(2), Le(MOST)] = 8  # sampled answers per prompt
+    max_completion_length: FromOne = 512  # most tokens of an answer
+    temperature: Positive = 1.0  # temperature of sampling
+    top_p: PositiveShare = 1.0  # sample among the likeliest tokens that have this probability together
+    beta: NotNegative = 0.0  # weight of the KL divergence from the starting weights; 0: none
+    epsilon: Annotated[float, Gt(0), Lt(1)] = 0.2  # a token's ratio is clipped at 1 - epsilon
+    epsilon_high: Positive | None = None  # and at 1 + epsilon_high; None: as epsilon (DAPO: 0.28)
+    # largest ratio of a token with a negative advantage; None: no limit
+    delta: Annotated[float, Gt(1)] | None = None
+    # the loss is the mean over answers of their means ("grpo"), the mean over all tokens ("dapo"), or the sum
+    # over a constant ("dr_grpo", which goes with scale_rewards=none)
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
-    # advantages are divided by the deviation of a prompt's rewards, of all rewards of the step, or not
+    # divide advantages by the standard deviation of a prompt's rewards, of all rewards of the step, or not
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    # of each of train.rewards in their sum; None: 1
+    # weight of each function of train.rewards in the sum; None: 1 for each
     reward_weights: Annotated[list[Number], MinLen(1)] | None = None
-    mask_truncated_completions: bool = False  # answers that reached max_completion_length train nothing
-    num_iterations: FromOne = 1  # how often a step trains its answers
-    steps_per_generation: FromOne = 1  # optimizer steps into which the answers of a step are divided
-    # FILE.py:NAME of an engine in place of the model itself (docs/how-to/preferences.md)
+    mask_truncated_completions: bool = False  # do not train answers cut at max_completion_length
+    num_iterations: FromOne = 1  # how often the answers of a step are trained
+    steps_per_generation: FromOne = 1  # optimizer steps per set of answers
+    # your engine that samples answers, FILE.py:NAME; None: the model itself
     engine: UsersName | None = None
 
 
 @dataclass
 class LoggingConfig:
-    log_every: FromOne = 1
-    tensorboard: bool = True
-    wandb_project: Name | None = None
-    # further ones, FILE.py:CLASS of your own among them
+    """Metrics of a run, and where they go."""
+
+    log_every: FromOne = 1  # steps between rows of training metrics
+    tensorboard: bool = True  # also write TensorBoard events
+    wandb_project: Name | None = None  # also log to this project of Weights & Biases
+    # further trackers, also your own FILE.py:CLASS
     trackers: list[Literal["csv", "mlflow"] | UsersName] = field(default_factory=list)
-    report: bool = True  # write run_dir/report.html, again and again while the run goes on
+    report: bool = True  # write run_dir/report.html, and update it during the run
 
 
 @dataclass
 class RunConfig:
     """Everything that determines a run. `run_dir` is its folder, from which it also resumes."""
 
-    name: Name = "run"
-    run_dir: PathName = MISSING
+    name: Name = "run"  # name of the run, in trackers and reports
+    run_dir: PathName = MISSING  # folder of checkpoints, metrics and logs; a run resumes from it
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
