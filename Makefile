@@ -10,7 +10,7 @@ IS_OURS := import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # pytest keeps what it makes of test files for the next time
 
-.PHONY: compiled demo demo-rl golden test test-unit test-long test-oldest test-soak test-all lint setup lock clean
+.PHONY: compiled demo demo-rl golden test test-unit test-long test-oldest test-soak test-all lint docs setup lock clean
 
 # FAMILY is a model_type of `supported.SUPPORTED`, such as qwen3_vl. With ADAPTER=lora, a model that knows five
 # digits learns the others by adapters. With FAMILY=compose, a tower and a language model become a model. With
@@ -75,6 +75,12 @@ lint: $(READY)
 	@$(PY) tools/configs.py --check
 	@$(PY) tools/reference.py --check
 	@$(PY) tools/check_sentences.py
+
+# The pages as a site in build/site, with links and anchors checked. To read it with its search:
+# .venv/bin/python -m http.server -d build/site
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(READY)
+	@$(PY) -m mkdocs --quiet build --strict
 
 # Every process that a test starts imports the package, also where PYTHONDONTWRITEBYTECODE is set.
 compiled: $(READY)

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.job.errors import BUG_CODE, SIGNALS, USERS_CODE
+from megatron_vlm.job.stops import STOPPED_CODE
+from megatron_vlm.job.watchdog import HANG_CODE
+from site_hooks import first_sentence, for_site
+
 ROOT = Path(__file__).parents[3]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "reports").glob("*.md")]
 FOLDERS = [ROOT / name for name in ("src", "tests", "tools", "tiny", "examples")]
@@ -29,3 +34,33 @@ def test_tests_that_the_makefile_names_are_there():
     for path, test in named:
         text = (ROOT / path).read_text("utf-8")
         assert f"\ndef {test or 'test_'}" in text and "\npytestmark" not in text, (path, test)
+
+
+def test_the_site_reads_pages_as_github_does():
+    page = """# A title
+Text with [a report](../../reports/demo.md#x), [a file](../../Makefile) and [a page](../start/lora.md):
+- an item
+  that goes on
+- another
+<!-- a:begin -->
+| a |
+|---|
+<!-- a:end -->
+```
+text
+- no item, [no link](../../Makefile)
+```
+"""
+    text = for_site(page, "how-to/page.md")
+    links = "[a report](../reference/measured/demo.md#x), a file (`Makefile`) and [a page](../start/lora.md)"
+    assert text.startswith(
+        f"# A title\nText with {links}:\n\n- an item\n  that goes on\n- another\n\n| a |\n"
+    )
+    assert text.endswith("```\ntext\n- no item, [no link](../../Makefile)\n```\n")
+    assert first_sentence(text) == "Text with a report, a file (`Makefile`) and a page."
+
+
+def test_the_page_of_exit_codes_has_them_all():
+    text = (ROOT / "docs/reference/exit-codes.md").read_text("utf-8")
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
+    assert codes == {0, BUG_CODE, USERS_CODE, HANG_CODE, STOPPED_CODE, *SIGNALS}
