@@ -150,7 +150,7 @@ def run_problems(run_dir: Path) -> Iterator[str]:
     """Yield a message about a folder that cannot be read as a run's."""
     if not (run_dir / "config.yaml").exists():
         kind = f"is {kind_of(run_dir)}, not the folder of a run" if run_dir.exists() else "does not exist"
-        yield f"{run_dir} {kind}; give what was --run_dir when it was trained."
+        yield f"{run_dir} {kind}; give what was --run-dir when it was trained."
 
 
 def validate_paths(config: RunConfig, needs_data: bool = True) -> None:

@@ -31,10 +31,16 @@ from megatron_vlm.extras.report.command import report
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.errors import exit_with_reason
 from megatron_vlm.messages import PrintableRecord, join_lines, printable, printable_lines
-from megatron_vlm.overrides import refuse_keys
+from megatron_vlm.overrides import FLAGS, refuse_keys
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+# flags are accepted with `_`, too, and some by the name of the setting that they set, as by `flag_of`
+PLAIN["context_settings"] = {
+    "token_normalize_func": lambda name: FLAGS.get(name := name.replace("_", "-"), name),
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+}
 
 UsageError = typer.BadParameter.__base__  # click's, which newer versions of typer have under another name
 
@@ -99,12 +105,10 @@ def train(
     recipe: arguments.Recipe = None,
     file: arguments.ConfigFile = None,
     dataset_type: arguments.DatasetType = None,
-    train_data_path: arguments.TrainData = None,
-    valid_data_path: arguments.ValidData = None,
-    hf_path: arguments.Checkpoint = None,
-    run_dir: Annotated[str | None, typer.Option("--run_dir", help="Where the run lives and resumes.")] = None,
     model: arguments.Model = None,
     data: arguments.Data = None,
+    valid_data: arguments.ValidData = None,
+    run_dir: arguments.RunDir = None,
     nproc: arguments.Processes = None,
     restarts: arguments.Restarts = 0,
     callbacks: arguments.OwnCallbacks = None,
@@ -116,36 +120,23 @@ def train(
     The run folder holds checkpoints and metrics, which samples were dropped and why (drops/), which each
     step was trained on (batches/, see `replay`), and what --profile recorded (profile/).
     """
-    flags = arguments.given_flags(
-        dataset_type=dataset_type,
-        train_data_path=train_data_path,
-        valid_data_path=valid_data_path,
-        hf_path=hf_path,
-        run_dir=run_dir,
-        callbacks=callbacks,
-    )
-    # --model and --data make a recipe of their own
-    if model or data:
-        from megatron_vlm.extras.plan.proposal import recipe_for
-
-        if recipe or file:
-            raise configs.ConfigError(
-                "--model and --data make a recipe of their own; to change a recipe's checkpoint and data, "
-                "give --hf_path and --train_data_path."
-            )
-        file = recipe_for(model, data, settings or (), flags, nproc, dry_run)
-        settings = None
-        flags = {}
-        if dry_run:
-            return
-    config = recipe_table.compose(recipe, file, settings or (), flags)
-    if dry_run:
+    flags = {"dataset_type": dataset_type, "run_dir": run_dir, "callbacks": callbacks}
+    flags = arguments.given_flags(model, data, valid_data, **flags)
+    config = recipe_table.compose(recipe, file, settings or (), flags, processes=nproc or 1)
+    if dry_run and (recipe or file):
         arguments.show(config, arguments.processes(nproc))
         return
     # what needs no GPU is checked before processes start
     arguments.check(config, nproc, restarts=restarts)
     arguments.check_run_folder(config)
     arguments.check_profile(config, profile)
+    # without a recipe, one was made; the run folder keeps it, and ranks start by it
+    if not (recipe or file):
+        file = arguments.keep_recipe(config, dry_run)
+        settings = None
+        flags = {}
+        if dry_run:
+            return
     if arguments.is_first_process() and (
         note := recipe_table.family_note(recipe, file, config.model.hf_path)
     ):
@@ -194,15 +185,22 @@ def import_(
     settings: arguments.Settings = None,
     recipe: arguments.Recipe = None,
     file: arguments.ConfigFile = None,
+    dataset_type: arguments.DatasetType = None,
+    model: arguments.Model = None,
+    data: arguments.Data = None,
+    valid_data: arguments.ValidData = None,
+    run_dir: arguments.RunDir = None,
     nproc: arguments.Processes = None,
 ) -> None:
     """Convert a Hugging Face checkpoint to a run folder's first checkpoint, ready to train from."""
-    config = recipe_table.compose(recipe, file, settings or ())
+    flags = arguments.given_flags(model, data, valid_data, dataset_type=dataset_type, run_dir=run_dir)
+    processes = arguments.processes(nproc) or 1
+    config = recipe_table.compose(recipe, file, settings or (), flags, processes=processes)
     arguments.check(config, nproc, needs_data=False)
     arguments.check_run_folder(config)
     arguments.prepare_cuda(config.parallel)
     if nproc:
-        options = {"recipe": recipe, "config": file}
+        options = {"recipe": recipe, "config": file, **flags}
         raise typer.Exit(arguments.start_ranks(nproc, "import", options, settings))
 
     with watchdog.watching(Path(config.run_dir, "errors"), config.train.hang_seconds):

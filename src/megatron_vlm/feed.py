@@ -95,7 +95,7 @@ class Feed:
             self._submit(partial(self._begin, resumed))()
 
     def _begin(self, resumed: CheckpointInfo | None) -> None:
-        if resumed and not self._config.data.restart:
+        if resumed and resumed.step and not self._config.data.restart:  # an import, step 0, has read no data
             self._data.train_loader.load_states(resumed.loader_states)
         self._batches = iter(self._data.train_loader)
 

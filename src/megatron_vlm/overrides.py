@@ -41,6 +41,8 @@ ARGUMENTS_OF_GROUP = {
 }
 SETTING_OF_ARGUMENT = {name: group + name for group, names in ARGUMENTS_OF_GROUP.items() for name in names}
 ARGUMENT_OF_SETTING = {setting: argument for argument, setting in SETTING_OF_ARGUMENT.items()}
+# flags of the command line that have another name than the argument, which is accepted as well
+FLAGS = {"hf-path": "model", "train-data-path": "data", "valid-data-path": "valid-data"}
 # names of Hugging Face's trainers and of peft, and what sets the same here
 NAMES_ELSEWHERE = {
     **{"learning_rate": "lr", "output_dir": "run_dir", "num_train_epochs": "epochs", "max_steps": "steps"},
@@ -118,6 +120,12 @@ def as_settings(arguments: Mapping[str, Any], extra: Collection[str] = ()) -> di
 def as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings (by dotted key) that a recipe takes as arguments, by argument name."""
     return {ARGUMENT_OF_SETTING[key]: value for key, value in settings.items() if key in ARGUMENT_OF_SETTING}
+
+
+def flag_of(name: str) -> str:
+    """Return an argument's or a flag's name as `--help` spells it, without the dashes before it."""
+    name = name.replace("_", "-")
+    return FLAGS.get(name, name)
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +242,7 @@ def setting_problems(config: RunConfig) -> list[str]:
     problems = []
     for key, value in all_settings(config).items():
         if value == MISSING:
-            problems.append(f"{key}: not set; pass --{key.split('.')[-1]} or {key}=…")
+            problems.append(f"{key}: not set; pass --{flag_of(key.split('.')[-1])} or {key}=…")
             continue
         try:
             checked(key, value)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,15 +17,17 @@ from megatron_vlm.callbacks import callback_class
 from megatron_vlm.checks import run_problems, validate_model, validate_paths
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.data.on_disk.paths import items_of
-from megatron_vlm.files import check_output, read_file, refuse_existing
+from megatron_vlm.files import atomic_write, check_output, read_file, read_text, refuse_existing
 from megatron_vlm.imports import is_users
 from megatron_vlm.job.watchdog import LAUNCHER
 from megatron_vlm.messages import join_lines
-from megatron_vlm.overrides import apply_overrides, to_yaml
+from megatron_vlm.overrides import apply_overrides, flag_of, to_yaml
+from megatron_vlm.recipes.proposal import as_recipe, changes
 from megatron_vlm.run_folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
 from megatron_vlm.supported import read_config
 from megatron_vlm.validate import validate
 
+RECIPE = "recipe.yaml"  # in the run folder
 NO_DATA = "none://"
 ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "sp": None}
 
@@ -59,7 +63,7 @@ def start_ranks(
     flags = []
     for name, value in options.items():
         values = value if isinstance(value, list) else [value]
-        flags += [f"--{name}={item}" for item in values if item is not None]
+        flags += [f"--{flag_of(name)}={item}" for item in values if item is not None]
     return launch(nproc, [command, *flags, *(words or ())], restarts=restarts)
 
 
@@ -92,21 +96,16 @@ Recipe = Annotated[
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="A file of recipes/ or a run's config.yaml.")
 ]
-DatasetType = Annotated[str | None, typer.Option("--dataset_type", help="energon or hf.")]
-TrainData = Annotated[
-    list[str] | None, typer.Option("--train_data_path", help="Training data; again for more.")
-]
-ValidData = Annotated[
-    list[str] | None, typer.Option("--valid_data_path", help="Validation data; again for more.")
-]
-Checkpoint = Annotated[str | None, typer.Option("--hf_path", help="Checkpoint folder or hub name.")]
+DatasetType = Annotated[str | None, typer.Option(help="energon or hf.")]
 Model = Annotated[
-    str | None, typer.Option(help="A checkpoint to train without a recipe: folder or hub name. With --data.")
+    str | None, typer.Option(help="Checkpoint: folder or hub name. It replaces the recipe's, or needs none.")
 ]
 Data = Annotated[
     list[str] | None,
-    typer.Option(help="Data for --model: file (or a.jsonl#5000, a.jsonl*0.3), folder, hub name."),
+    typer.Option(help="Training data: file (or a.jsonl#5000, a.jsonl*0.3), folder, hub name; repeat to mix."),
 ]
+ValidData = Annotated[list[str] | None, typer.Option(help="Validation data; repeat for several.")]
+RunDir = Annotated[str | None, typer.Option(help="The run folder; a run goes on from it.")]
 Processes = Annotated[
     int | None,
     typer.Option(
@@ -297,17 +296,36 @@ def image_of(path: Path) -> bytes:
     return content
 
 
-def config_of_data(
-    recipe: str | None, file: Path | None, settings: list[str] | None, flags: dict[str, Any]
-) -> RunConfig:
-    """The checked configuration of a command that reads data only in this process."""
-    config = recipe_table.compose(recipe, file, settings or (), flags, ONE_PROCESS)
-    check(config, 1)
-    return config
+def keep_recipe(config: RunConfig, dry_run: bool) -> Path:
+    """Print the recipe of a run that was started without one, and write it into the run folder.
+
+    Nothing is written in a dry run. Returns the file. Raises ConfigError if the run folder has the recipe of
+    another run, and in torchrun's processes.
+    """
+    if processes(None) is not None or machines() > 1:
+        raise ConfigError(
+            "--model and --data make a recipe for one machine; write it there, with --dry-run, and give it "
+            "to torchrun's processes as --config FILE."
+        )
+    text = as_recipe(config, shlex.join(["megatron-vlm", *sys.argv[1:]]))
+    typer.echo(text)
+    file = Path(config.run_dir) / RECIPE
+    if dry_run:
+        return file
+    if file.exists() and (different := changes(read_text(file), config)):
+        remedy = f"give another --run-dir; to change a setting and go on, start it by --config {file}."
+        raise ConfigError(join_lines([*(f"{file}: {text}" for text in different), f"{file}: {remedy}"]))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, text)
+    typer.echo(f"wrote {file}")
+    return file
 
 
-def given_flags(**flags: Any) -> dict[str, Any]:
-    """The flags that were given; of a list of one path the path, as in a configuration file."""
+def given_flags(
+    model: str | None, data: list[str] | None, valid_data: list[str] | None, **flags: Any
+) -> dict[str, Any]:
+    """Return the flags that were given, as arguments of recipes; of a list of one path the path."""
+    flags |= {"hf_path": model, "train_data_path": data, "valid_data_path": valid_data}
     set_flags = {name: value for name, value in flags.items() if value not in (None, [])}
     return {
         name: value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -18,11 +18,13 @@ from megatron_vlm.overrides import (
     apply_overrides,
     as_arguments,
     as_settings,
+    flag_of,
     flatten,
     load_yaml,
     merged,
     split_override,
 )
+from megatron_vlm.recipes.proposal import propose
 from megatron_vlm.recipes.published import OF_PARTS, RECIPES, Recipe
 from megatron_vlm.recipes.users import UsersRecipe
 from megatron_vlm.supported import read_config
@@ -49,11 +51,13 @@ def compose(
     settings: Iterable[str] = (),
     arguments: Mapping[str, Any] | None = None,
     assumed: Mapping[str, Any] | None = None,
+    processes: int = 1,
+    has_gpu: bool | None = None,
 ) -> RunConfig:
     """The configuration that a command line asks for. Each of these replaces what those before it set:
 
     1. the recipe, or the file's: `file` is YAML with `recipe`, `args` and `overrides`, or a run's own
-       `config.yaml`;
+       `config.yaml`; without both, what `propose` makes for the checkpoint on so many `processes`;
     2. the file's `args`, then its `overrides`;
     3. `assumed`, arguments of the recipe that a command sets unless its user does;
     4. `arguments` (the command's flags) and `settings`: `key=value` is a keyword argument of the recipe,
@@ -87,6 +91,8 @@ def compose(
         command_settings = _without(command_settings, decided)
     elif file_content:
         config = apply_overrides(RunConfig(), file_content)
+    elif "model.hf_path" in command_settings:
+        return propose(command_settings, processes, has_gpu)
     else:
         raise ConfigError(
             "give --recipe NAME or --config FILE, or --model and --data; `megatron-vlm recipes` lists them."
@@ -119,7 +125,7 @@ def read_settings(
     Raises ConfigError if it gives a setting two values.
     """
     pairs = dict(split_override(text) for text in settings)
-    entries = [(f"--{name} {value}", name, value) for name, value in arguments.items()]
+    entries = [(f"--{flag_of(name)} {value}", name, value) for name, value in arguments.items()]
     entries += [(f"{name}={value}", name, value) for name, value in pairs.items()]
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}

@@ -79,7 +79,7 @@ def test_a_layout_that_does_not_divide_the_processes_says_what_would():
         (["parallel.vpp=2"], "parallel: vpp 2 divides pipeline stages, but pp is 1; raise pp or use vpp 1."),
         (["parallel.tp=0"], "parallel.tp: '0': Input should be greater than or equal to 1."),
         (["model.dtype=fp16"], "model.dtype: 'fp16': Input should be 'bf16' or 'fp32'."),
-        (["run_dir=???"], "run_dir: not set; pass --run_dir or run_dir=…"),
+        (["run_dir=???"], "run_dir: not set; pass --run-dir or run_dir=…"),
         (["train.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps: 5 is not within the run's"),
         (["optimizer.lr=inf"], "optimizer.lr: 'inf': Input should be a finite number."),
         (["data.max_drop_share=5"], "data.max_drop_share: '5': Input should be less than or equal to 1."),

@@ -19,6 +19,11 @@ def plan(
     settings: arguments.Settings = None,
     recipe: arguments.Recipe = None,
     file: arguments.ConfigFile = None,
+    dataset_type: arguments.DatasetType = None,
+    model: arguments.Model = None,
+    data: arguments.Data = None,
+    valid_data: arguments.ValidData = None,
+    run_dir: arguments.RunDir = None,
     gpus: arguments.Gpus = None,
     gpu_memory: Annotated[float, typer.Option(min=1, help="GB of one GPU.")] = 80,
     rehearse: Annotated[bool, typer.Option("--rehearse", help="Run a real step on shapes alone.")] = False,
@@ -31,7 +36,8 @@ def plan(
     a row has.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
-    config = recipe_table.compose(recipe, file, settings or ())
+    flags = arguments.given_flags(model, data, valid_data, dataset_type=dataset_type, run_dir=run_dir)
+    config = recipe_table.compose(recipe, file, settings or (), flags, processes=gpus or 1, has_gpu=True)
     config = apply_overrides(config, dict.fromkeys(configs.missing_settings(config), "given later"))
     validate(config, gpus)
     shipped = shipped_config(config.model.hf_path)

@@ -15,8 +15,10 @@ def preview(
     recipe: arguments.Recipe = None,
     file: arguments.ConfigFile = None,
     dataset_type: arguments.DatasetType = None,
-    train_data_path: arguments.TrainData = None,
-    hf_path: arguments.Checkpoint = None,
+    model: arguments.Model = None,
+    data: arguments.Data = None,
+    valid_data: arguments.ValidData = None,
+    run_dir: arguments.RunDir = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
     rows_shown: Annotated[int, typer.Option("--shown", min=0, help="Rows to show whole.")] = 10,
     output: arguments.HtmlFile = Path("preview.html"),
@@ -25,8 +27,9 @@ def preview(
 
     Images as processed, text with the trained tokens marked, documents of a row, what was dropped.
     """
-    flags = arguments.given_flags(dataset_type=dataset_type, train_data_path=train_data_path, hf_path=hf_path)
-    config = arguments.config_of_data(recipe, file, settings, flags)
+    flags = arguments.given_flags(model, data, valid_data, dataset_type=dataset_type, run_dir=run_dir)
+    config = arguments.recipe_table.compose(recipe, file, settings or (), flags, arguments.ONE_PROCESS)
+    arguments.check(config, 1)
 
     from megatron_vlm.extras.preview.preview import preview_page
 
