@@ -34,9 +34,10 @@ RUN_FILE = {"recipe": str, "args": dict | None, "overrides": dict | None}
 
 
 def load_recipe(name: str) -> Recipe | UsersRecipe:
-    """The recipe of that name, or a user's function, `FILE.py:NAME` or `package.module:NAME`.
+    """Return the recipe of a name, or a user's function, `FILE.py:NAME` or `package.module:NAME`.
 
-    Raises ConfigError on an unknown name.
+    Raises:
+        ConfigError: There is no such recipe.
     """
     if name in RECIPES:
         return RECIPES[name]

@@ -60,6 +60,14 @@ text
     assert first_sentence(text) == "Text with a report, a file (`Makefile`) and a page."
 
 
+def test_the_navigation_of_the_site_has_every_page():
+    """`make docs` refuses a page that mkdocs.yml does not list."""
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    reports = [f"reference/measured/{page.name}" for page in (ROOT / "reports").glob("*.md")]
+    assert sorted(listed) == sorted([*pages, *reports])
+
+
 def test_the_page_of_exit_codes_has_them_all():
     text = (ROOT / "docs/reference/exit-codes.md").read_text("utf-8")
     codes = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
