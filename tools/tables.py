@@ -500,7 +500,7 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "weights": ("bench_weights.json", REPORTS / "weights.md", weights),
     "packing": ("bench_packing.json", DOCS / "how-to" / "packing.md", packing),
     "boxes": ("bench_boxes.json", DOCS / "how-to" / "boxes.md", boxes),
-    "saves": ("bench_saves.json", DOCS / "how-to" / "multi-node.md", saves),
+    "saves": ("bench_saves.json", DOCS / "how-to" / "resume.md", saves),
     "data": ("bench_data.json", REPORTS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "reference" / "recipes.md", recipes),
     "adapters": ("rehearsal_lora.json", DOCS / "start" / "lora.md", adapters),
