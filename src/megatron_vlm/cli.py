@@ -30,8 +30,9 @@ from megatron_vlm.extras.preview.command import preview, replay
 from megatron_vlm.extras.report.command import report
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.errors import exit_with_reason
-from megatron_vlm.messages import PrintableRecord, join_lines, printable, printable_lines
+from megatron_vlm.messages import PrintableRecord, aligned, join_lines, printable, printable_lines
 from megatron_vlm.overrides import FLAGS, refuse_keys
+from megatron_vlm.recipes.published import DEMO
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
 PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -161,12 +162,20 @@ def train(
 
 
 @app.command()
-def recipes() -> None:
-    """List the recipes and their arguments."""
-    width = max(map(len, recipe_table.RECIPES))
-    for recipe in recipe_table.RECIPES.values():
-        typer.echo(f"{recipe.name:<{width}}  {recipe.summary}")
-    typer.echo(f"\nArguments: {', '.join(recipe_table.ARGUMENTS)}.")
+def recipes(as_json: arguments.Json = False) -> None:
+    """List recipes, run files and the arguments of recipes.
+
+    A recipe is a model size. A run file is a recipe with settings for a purpose, such as adapters on one GPU.
+    """
+    published = (recipe for name, recipe in recipe_table.RECIPES.items() if not name.endswith(DEMO))
+    names = {recipe.name: recipe.summary for recipe in published}
+    files = {name: recipe_table.summary_of(file) for name, file in recipe_table.run_files().items()}
+    if as_json:
+        arguments.print_json(recipes=names, run_files=files, arguments=recipe_table.ARGUMENTS)
+        return
+    for title, table in (("Recipes, for --recipe", names), ("Run files, for --config", files)):
+        typer.echo("\n".join([f"{title}:", *aligned([*table.items()]), ""]))
+    typer.echo(f"Arguments of recipes: {', '.join(recipe_table.ARGUMENTS)}.")
     typer.echo("\nSee one: megatron-vlm train --recipe NAME --dry-run")
 
 

@@ -1,5 +1,6 @@
 """The real command in real processes."""
 
+import json
 import re
 import signal
 import subprocess
@@ -39,13 +40,22 @@ def test_answers_within_a_second(arguments):
     assert is_quick(take, QUICK_SECONDS)
 
 
-def test_recipes_lists_each_with_its_line():
-    from megatron_vlm.recipes import RECIPES
-
+def test_recipes_lists_recipes_and_run_files_but_no_demo():
     listing = ask(*TYPED, "recipes").stdout.splitlines()
-    lines = [line.split(maxsplit=1) for line in listing[: len(RECIPES)]]
-    assert [name for name, _ in lines] == list(RECIPES)
-    assert lines[0] == ["gemma3_vl_4b", "Gemma3 4B, for 2 GPUs of 80 GB and up (of 141 GB: tp=1)."]
+    assert "gemma3_vl_4b          Gemma3 4B, for 2 GPUs of 80 GB and up (of 141 GB: tp=1)." in listing
+    names = [line.split()[0] for line in listing if line]
+    assert names.index("gemma3_vl_4b") < names.index("Run") < names.index("qwen3_vl_8b_lora")
+    assert not [name for name in names if "digits" in name]
+    table = json.loads(ask(*TYPED, "recipes", "--json").stdout)
+    assert set(names) >= {*table["recipes"], *table["run_files"]} and "tp" in table["arguments"]
+    assert len(table["run_files"]) == len(list((ROOT / "recipes").glob("*.yaml"))) > 40
+
+
+@pytest.mark.parametrize("file", ["qwen3_vl_8b_lora", "recipes/qwen3_vl_8b_lora.yaml"])
+def test_run_files_of_the_package_work_by_name_from_anywhere(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = from_yaml(ask(*TYPED, "train", "--config", file, "--dry-run").stdout)
+    assert (config.name, config.adapter.r) == ("qwen3_vl_8b_lora", 16)
 
 
 @pytest.mark.parametrize("program", [[*TYPED, "train"], RUN_RECIPE], ids=["megatron-vlm", "run_recipe"])

@@ -1,10 +1,12 @@
 """The configuration that a command works with, checked before anything heavy is imported."""
 
+import contextlib
+import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,7 +96,8 @@ Recipe = Annotated[
     typer.Option(help="A name that `megatron-vlm recipes` lists, or your own FILE.py:NAME."),
 ]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="A file of recipes/ or a run's config.yaml.")
+    Path | None,
+    typer.Option("--config", help="A run file that `megatron-vlm recipes` lists, or a file of your own."),
 ]
 DatasetType = Annotated[str | None, typer.Option(help="energon or hf.")]
 Model = Annotated[
@@ -121,9 +124,34 @@ OwnCallbacks = Annotated[
 ProfiledSteps = Annotated[
     int, typer.Option(min=0, help="Record so many steps: a trace, and a table of where the time went.")
 ]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
+]
 Gpus = Annotated[
     int | None, typer.Option(min=1, help="GPUs of the run; default: the fewest that the layout needs.")
 ]
+
+
+def print_json(**values: Any) -> None:
+    """Print a JSON object with these keys."""
+    typer.echo(json.dumps(values, indent=1))
+
+
+@contextlib.contextmanager
+def stdout_kept(for_json: bool) -> Iterator[None]:
+    """Send what is printed in the block to stderr, a library's lines too, if JSON is to follow on stdout."""
+    if not for_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def show(config: RunConfig, world_size: int | None) -> None:

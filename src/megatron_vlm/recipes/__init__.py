@@ -5,6 +5,7 @@ config = load_recipe("gemma3_vl_4b")(train_data_path="/data/shards", tp=4)
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron_vlm.supported import read_config
 
 ARGUMENTS = tuple(SETTING_OF_ARGUMENT)
 RUN_FILE = {"recipe": str, "args": dict | None, "overrides": dict | None}
+RUN_FILES = Path(__file__).parent / "files"  # recipes/ of the repository, see `run_files`
 
 
 def load_recipe(name: str) -> Recipe | UsersRecipe:
@@ -43,7 +45,20 @@ def load_recipe(name: str) -> Recipe | UsersRecipe:
         return RECIPES[name]
     if is_users(name):
         return UsersRecipe(name)
+    if name in run_files():
+        raise ConfigError(f"{name}: a run file and no recipe; give it as --config {name}.")
     raise ConfigError(f"{name}: no such recipe{suggestion(name, RECIPES)}")
+
+
+@cache
+def run_files() -> dict[str, Path]:
+    """Return this package's own files for `--config`, by name."""
+    return {file.stem: file for file in sorted(RUN_FILES.glob("*.yaml"))}
+
+
+def summary_of(file: Path) -> str:
+    """Return the sentence in the first line of one of `run_files`."""
+    return read_text(file).partition("\n")[0].removeprefix("# ")
 
 
 def compose(
@@ -139,10 +154,17 @@ def read_settings(
 
 
 def _read_run_file(file: Path) -> dict[str, Any]:
+    # a file of the user's comes before one of ours, which also has the path that it has in the repository
+    name = file.stem if file.parent.name == "recipes" else str(file)
+    if not file.exists() and name in run_files():
+        file = run_files()[name]
     try:
         content = load_yaml(read_text(file), place=str(file))
+    except FileNotFoundError as error:
+        fact = "no such file, and no run file of this package"
+        raise ConfigError(f"{file}: {fact}{suggestion(name, run_files())}") from error
     except OSError as error:
-        raise ConfigError(f"{file}: not readable ({error.strerror}); give a file of recipes/.") from error
+        raise ConfigError(f"{file}: not readable ({error.strerror}); give another file.") from error
     if "recipe" not in content:
         if entries := [name for name in ("args", "overrides") if name in content]:
             raise ConfigError(
