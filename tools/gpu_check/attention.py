@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from gpu_check.clock import both_ways, difference, with_gradients
+from gpu_check.expected import rate
 from gpu_check.rows import Row
 from gpu_check.sizes import DTYPE, NAME, ON_CUDA, About, Sizes, documents_of
+from megatron_vlm.extras.plan.search import ATTENTION
 from megatron_vlm.models.costs import pairs_seen
 from megatron_vlm.models.layers.attention import Attend, dense
 from megatron_vlm.models.layers.attention_kernels import KERNELS
@@ -144,6 +146,8 @@ def start_of_peak() -> int:
 
 
 def speed_row(what: str, sizes: Sizes, function: Callable, inputs: list[Tensor], flops: float) -> Row:
-    """`flops` are of the forward pass; the backward pass has two and a half times as many."""
-    rate = 3.5 * flops / both_ways(sizes, function, *inputs) / 1e12
-    return Row("attention", f"{what}, TFLOP/s" + ("" if ON_CUDA else " of a CPU"), rate)
+    """`flops` are of the forward pass; the backward pass has two and a half times as many. The model of time
+    counts two."""
+    measured = 3.5 * flops / both_ways(sizes, function, *inputs) / 1e12
+    name = f"{what}, TFLOP/s" + ("" if ON_CUDA else " of a CPU")
+    return Row("attention", name, measured, expected=rate(ATTENTION) * 3.5 / 3 / 1e12)

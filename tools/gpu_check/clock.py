@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from gpu_check.sizes import ON_CUDA, Sizes
+
+LONGEST_QUERY = 20  # seconds
 
 
 def seconds(call: Callable[[], object], rounds: int) -> float:
@@ -32,6 +35,49 @@ def _once(call: Callable[[], object]) -> float:
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop) / 1000
+
+
+QUERY = {  # names of nvidia-smi
+    "clocks.sm": "SM clock, MHz",
+    "clocks.max.sm": "SM clock at most, MHz",
+    "power.draw": "power, W",
+    "power.limit": "power at most, W",
+    "temperature.gpu": "degrees Celsius",
+}
+
+
+def under_load(call: Callable[[], object]) -> dict[str, float | str]:
+    """Clocks, power and temperature of the card while it works: nvidia-smi is asked during calls.
+
+    It says why if nvidia-smi does not answer.
+    """
+    card = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    words = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", f"--id={card}"]
+    return asked_during(call, words)
+
+
+def asked_during(call: Callable[[], object], words: list[str]) -> dict[str, float | str]:
+    """The answer of a program that is asked for QUERY while `call` is called again and again."""
+    try:
+        asked = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError as error:
+        return {"clocks and power": f"not known: {error}"}
+    began = time.monotonic()
+    while asked.poll() is None and time.monotonic() - began < LONGEST_QUERY:
+        call()
+    asked.kill()
+    answer = asked.communicate()[0].strip()
+    values = answer.splitlines()[0].split(", ") if answer else []
+    if len(values) != len(QUERY):
+        return {"clocks and power": f"not known: {answer[:200] or 'nvidia-smi says nothing'}"}
+    return {name: _number(value) for name, value in zip(QUERY.values(), values, strict=True)}
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # such as [N/A]
 
 
 def both_ways(sizes: Sizes, function: Callable[..., Tensor], *inputs: Tensor) -> float:

@@ -78,8 +78,7 @@ def versions() -> dict[str, str]:
 def kernels(sizes: Sizes) -> Iterator[Row]:
     """What a model of a single layer with the heads of the stack ends with."""
     config = run_config(sizes.rows[0])
-    short = {"text": sizes.dense["text"] | {"num_hidden_layers": 1}}
-    chunks, _ = built(config, "qwen3_vl_8b", sizes.dense | short)
+    chunks, _ = built(config, "qwen3_vl_8b", sizes.with_layers(1))
     model = chunks[0]
     for channels, backend in model.config.attention_backends.items():
         yield Row("environment", f"attention of heads of {channels}", backend)

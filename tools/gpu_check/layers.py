@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from gpu_check.clock import both_ways, difference, seconds, with_gradients
+from gpu_check.expected import rate
 from gpu_check.rows import Row
 from gpu_check.sizes import DTYPE, About, Sizes, described
 from gpu_check.stack import built, run_config
+from megatron_vlm.extras.plan.search import PRODUCTS
 from megatron_vlm.models.head import token_statistics
 from megatron_vlm.models.layers.kernel_checks import LARGEST
 from megatron_vlm.models.layers.moe import FREE_ROUTE, MoE
@@ -41,7 +43,8 @@ def head(sizes: Sizes, about: About) -> Iterator[Row]:
     yield Row("head", f"of {len(few)} tokens against fp32", error, LARGEST[DTYPE])
     took = both_ways(sizes, ours, hidden, weight)
     name = f"{len(hidden)} tokens, {vocabulary} in the vocabulary, {width} wide"
-    yield Row("head", f"{name}, forward and backward, milliseconds", 1000 * took)
+    modelled = 1000 * 4 * 2 * hidden.numel() * vocabulary / rate(PRODUCTS)
+    yield Row("head", f"{name}, forward and backward, milliseconds", 1000 * took, expected=modelled)
     products = four_products(sizes, hidden, weight)
     yield Row("head", f"{name}, over its four products, times", took / products)
 
@@ -77,7 +80,7 @@ def experts(sizes: Sizes, about: About) -> Iterator[Row]:
     flops = 3 * 2 * tokens * chosen * 3 * width * ffn
     name = f"{tokens} tokens, {layer.experts.experts} experts, {chosen} of each token"
     yield Row("experts", f"{name}, forward and backward, milliseconds", 1000 * took)
-    yield Row("experts", f"{name}, TFLOP/s", flops / took / 1e12)
+    yield Row("experts", f"{name}, TFLOP/s", flops / took / 1e12, expected=rate(PRODUCTS) / 1e12)
     rows = torch.randn(tokens * chosen, width, device=device, dtype=dtype)
     one = torch.randn(3 * ffn, width, device=device, dtype=dtype)
     dense = both_ways(sizes, torch.nn.functional.linear, rows, one)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from gpu_check.rows import Row
-from gpu_check.sizes import ON_CUDA, About, Sizes, documents_of
-from gpu_check.stack import documents, our_step, packed
+from gpu_check.sizes import ON_CUDA, About, Sizes, described, documents_of
+from gpu_check.stack import MODEL, OurStep, documents, packed, run_config
 from megatron_vlm.callbacks import Callbacks, Run
 from megatron_vlm.callbacks.profiler import Profiler
 from megatron_vlm.config import PROFILE_WARM_UP, RunConfig
@@ -25,11 +25,11 @@ def rows(sizes: Sizes, about: About) -> Iterator[Row]:
     tokens = sizes.rows[0]
     limits: list[str] = []
     with recompile_limits(limits):
-        step, chunks, description = our_step(sizes, tokens)
-        batch = packed(documents(documents_of(tokens), description))
+        step = OurStep(run_config(tokens), described(MODEL, sizes.dense))
+        batch = packed(documents(documents_of(tokens), step.description))
         config = RunConfig(run_dir=str(about.folder))
         profiler = Profiler(STEPS)
-        run = Run(config, StepSchedule(config.train, STEPS), Callbacks([profiler]), model=chunks)
+        run = Run(config, StepSchedule(config.train, STEPS), Callbacks([profiler]), model=step.chunks)
         run.callbacks.on_train_begin(run)
         for _ in range(PROFILE_WARM_UP + STEPS):
             step(batch)

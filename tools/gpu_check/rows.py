@@ -8,17 +8,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+MOST_OFF = 1 / 3  # of what was expected
+
 
 @dataclass(frozen=True)
 class Row:
     """A line of the table. `limit` is the largest right value; without one the value is only shown, unless
-    it is `wrong`."""
+    it is `wrong`. `expected` is what a model of time or memory says; the value may differ by a third."""
 
     part: str
     what: str
     value: float | str
     limit: float | None = None
     wrong: bool = False
+    expected: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -30,9 +33,18 @@ class Row:
     def shown(self) -> str:
         return self.value if isinstance(self.value, str) else f"{self.value:.4g}"
 
+    @property
+    def shown_expected(self) -> str:
+        """What was expected, with a mark if the value is off by more than a third of it."""
+        if not self.expected or isinstance(self.value, str):
+            return ""
+        is_off = not abs(self.value - self.expected) <= MOST_OFF * self.expected
+        return f"{self.expected:.4g}" + f" OFF: {self.value / self.expected:.2g} times" * is_off
+
     def __str__(self) -> str:
         limit = "" if self.limit is None else f"<= {self.limit:g}"
-        return f"{self.verdict:5}  {self.part:12} {self.shown:>12} {limit:10} {self.what}"
+        expected = f"; expected {self.shown_expected}" if self.shown_expected else ""
+        return f"{self.verdict:5}  {self.part:12} {self.shown:>12} {limit:10} {self.what}{expected}"
 
 
 def add(folder: Path, row: Row) -> None:
@@ -68,10 +80,10 @@ def write_tables(folder: Path, about: dict[str, str], order: list[str]) -> None:
     listed = [asdict(row) | {"verdict": row.verdict} for row in rows]
     (folder / "gpu_check.json").write_text(json.dumps({"about": about, "rows": listed}, indent=1) + "\n")
     lines = ["# What this machine showed", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
-    lines += ["| part | what | value | limit | verdict |", "|---|---|---|---|---|"]
+    lines += ["| part | what | value | expected | limit | verdict |", "|---|---|---|---|---|---|"]
     for row in rows:
-        if row.part != "environment" or row.verdict:
+        if row.part not in ("environment", "expected") or row.verdict:
             limit = "" if row.limit is None else f"{row.limit:g}"
-            cells = (row.part, row.what, row.shown, limit, row.verdict)
+            cells = (row.part, row.what, row.shown, row.shown_expected, limit, row.verdict)
             lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     (folder / "gpu_check.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -49,13 +49,10 @@ def run_all(parts: list[str], folder: Path, families: list[str], minutes: float,
 
 def run_apart(name: str, folder: Path, families: list[str], limit: float) -> str | None:
     """Runs a part in a process of its own; None, or why it did not end well. Nothing of it is left."""
-    part, log = PARTS[name], folder / f"{name}.log"
+    log = folder / f"{name}.log"
     words = [sys.executable, Path(__file__).parent, "--only", name, "--out", folder, "--families", *families]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if part.hides_cuda else {}
     with open(log, "w") as errors:
-        process = subprocess.Popen(
-            [str(word) for word in words], stderr=errors, start_new_session=True, env=os.environ | hidden
-        )
+        process = subprocess.Popen([str(word) for word in words], stderr=errors, start_new_session=True)
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -78,10 +75,18 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def hide_card(name: str) -> None:
+    """Starts this process again without CUDA; the name of the card says that sizes are a card's."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "GPU_CHECK_CARD": name}
+    os.execve(sys.executable, sys.orig_argv, os.environ | hidden)
+
+
 def run_here(name: str, folder: Path, families: list[str]) -> None:
     """Runs a part in this process, which ends with code 1 and a trace if it raises."""
     import torch
 
+    if PARTS[name].hides_cuda and torch.cuda.is_available():
+        hide_card(torch.cuda.get_device_name())
     from gpu_check.sizes import About, sizes
     from megatron_vlm.config import ParallelConfig
     from megatron_vlm.parallel import setup

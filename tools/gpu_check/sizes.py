@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_vlm.recipes.published import CONFIGS
 cpu.install()
 ON_CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_CUDA else torch.float32  # of kernels' inputs
+CARD = "GPU_CHECK_CARD"  # names the card that is hidden from a process
 NAME = {torch.bfloat16: "bf16", torch.float32: "fp32"}[DTYPE]
 
 
@@ -52,8 +54,15 @@ class Sizes:
     delta_documents: tuple[int, ...] = (8192, 4096, 2048, 1024, 700, 323, 1)
     delta_heads: tuple[tuple[int, int], ...] = ((16, 16), (16, 32), (16, 48), (16, 64))  # of Qwen3.5
     delta_channels: int = 128
+    depths: tuple[int, int] = (2, 4)  # layers, whose difference shows one
+    prompt_tokens: int = 1024
+    decoded_tokens: int = 32
     dense: dict[str, Any] = field(default_factory=lambda: {"text": {"num_hidden_layers": 4}, "vision": {}})
     experts: dict[str, Any] = field(default_factory=lambda: {"text": {"num_hidden_layers": 1}, "vision": {}})
+
+    def with_layers(self, layers: int) -> dict[str, Any]:
+        """`dense` with so many layers."""
+        return self.dense | {"text": self.dense["text"] | {"num_hidden_layers": layers}}
 
 
 TINY_VISION = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
@@ -79,6 +88,9 @@ TINY = Sizes(
     grouped=(64, 32),
     numbers=2**16,
     rows=(1024,),
+    depths=(1, 2),
+    prompt_tokens=64,
+    decoded_tokens=4,
     head_tokens=32,
     delta_documents=(70, 1, 64, 5),
     delta_heads=((2, 6),),
@@ -89,7 +101,8 @@ TINY = Sizes(
 
 
 def sizes() -> Sizes:
-    return Sizes() if ON_CUDA else TINY
+    """Real ones on CUDA, and in a process from which the runner hides a card."""
+    return Sizes() if ON_CUDA or CARD in os.environ else TINY
 
 
 def described(name: str, changed: dict[str, Any]) -> Description:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from transformers import AutoModelForImageTextToText
 from gpu_check.clock import seconds
 from gpu_check.rows import Row, read
 from gpu_check.sizes import ON_CUDA, About, Sizes, described, documents_of
-from megatron_vlm.batch import Batch, GenericVisualInputs
+from megatron_vlm.batch import Batch, GenericVisualInputs, Prompt
 from megatron_vlm.config import ModelConfig, RunConfig
-from megatron_vlm.extras.plan.plan import RESERVE, make_plan
-from megatron_vlm.extras.plan.rehearsal import example_batch, rehearse
+from megatron_vlm.extras.plan.rehearsal import example_batch
 from megatron_vlm.models.costs import StepWork
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.language_model import DTYPES
 from megatron_vlm.models.opened import build_model
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.parallel import setup
 from megatron_vlm.training.figures import peak_flops
 from megatron_vlm.training.optimizer import build_optimizer
@@ -48,7 +49,35 @@ def built(config: RunConfig, name: str, changed: dict[str, Any]) -> tuple[list[M
     return build_model(config, description, setup.device()), description
 
 
-def cases(sizes: Sizes) -> Iterator[tuple[str, int, list[int]]]:
+@dataclass(frozen=True)
+class Case:
+    """A packed row of so many tokens, and with which settings and how many layers its step is measured."""
+
+    tokens: int
+    depths: tuple[int, ...]  # the last is the deepest
+    settings: tuple[str, ...] = ()
+    is_first: bool = False  # in which also decoding is measured
+
+    @property
+    def name(self) -> str:
+        layers = (f"{self.depths[-1]} layers",) if self.settings else ()
+        return ", ".join((f"{self.tokens} tokens", *self.settings, *layers))
+
+    def config(self, dtype: str | None = None) -> RunConfig:
+        return apply_overrides(run_config(self.tokens, dtype), self.settings)
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """Each row as it is, and the shortest with recomputation and with Adam's state on the host. All of that
+    state is moved, so that one depth shows it."""
+    for tokens in sizes.rows:
+        yield Case(tokens, sizes.depths, is_first=tokens == sizes.rows[0])
+    for how in ("selective", "full"):
+        yield Case(sizes.rows[0], sizes.depths, (f"model.recompute={how}",))
+    yield Case(sizes.rows[0], sizes.depths[:1], ("optimizer.offload=true",))
+
+
+def rows_of_documents(sizes: Sizes) -> Iterator[tuple[str, int, list[int]]]:
     """(name, tokens, lengths of documents) of the rows. Of one document Transformers needs no mask, and then
     PyTorch takes FlashAttention for it."""
     for tokens in sizes.rows:
@@ -72,33 +101,36 @@ def packed(rows: list[Batch]) -> Batch:
     return batch | keys
 
 
+def example_prompt(tokens: int, description: Description) -> Prompt:
+    row = example_batch(run_config(tokens), description)
+    return Prompt(
+        input_ids=row["input_ids"][0],
+        position_ids=row["position_ids"][..., 0, :],
+        visual_inputs=row["visual_inputs"] and row["visual_inputs"].to(setup.device()),
+    )
+
+
 def images_of(rows: list[Batch]) -> GenericVisualInputs:
     """Those of all documents; short ones have none."""
     return GenericVisualInputs.cat([r["visual_inputs"] for r in rows if r["visual_inputs"] is not None])
 
 
-def our_step(sizes: Sizes, tokens: int) -> tuple[Callable[[Batch], float], list[Module], Description]:
-    """(a step with a row, the chunks, what is known of the model)"""
-    config = run_config(tokens)
-    chunks, description = built(config, MODEL, sizes.dense)
-    model = data_parallel(chunks, config)
-    optimizer, scheduler = build_optimizer(model, config)
-    return lambda batch: train_step(model, optimizer, scheduler, [batch])[0], chunks, description
+class OurStep:
+    """A model with random weights and its optimizer; called with a row, it takes a step."""
+
+    def __init__(self, config: RunConfig, description: Description):
+        self.description = description
+        self.chunks = build_model(config, description, setup.device())
+        # schedules may then be timed alone, without the reductions of a step
+        self.model = data_parallel(self.chunks, config, one_backward=False)
+        self.optimizer, self.scheduler = build_optimizer(self.model, config)
+
+    def __call__(self, batch: Batch) -> float:
+        return train_step(self.model, self.optimizer, self.scheduler, [batch])[0]
 
 
 def flops_of(batch: Batch, description: Description) -> float:
     return StepWork(run_config(batch["input_ids"].shape[-1]), description).of(batch).flops
-
-
-def ours(sizes: Sizes, about: About) -> Iterator[Row]:
-    step, chunks, description = our_step(sizes, max(sizes.rows))
-    backends = ", ".join(sorted(set(chunks[0].config.attention_backends.values())))
-    yield Row("step", "attention", backends, wrong=ON_CUDA and "dense" in backends)
-    for name, tokens, lengths in cases(sizes):
-        batch = packed(documents(lengths, description))
-        flops = flops_of(batch, description)
-        yield from measured("step", name, lambda row=batch: step(row), tokens, flops, sizes)
-        free()
 
 
 def measured(
@@ -151,7 +183,7 @@ def theirs(sizes: Sizes, about: About) -> Iterator[Row]:
             yield Row("transformers", f"{attention}: {str(error).splitlines()[0][:200]}", "not installed")
             continue
         step = their_step(model.train())
-        for name, tokens, lengths in cases(sizes):
+        for name, tokens, lengths in rows_of_documents(sizes):
             rows = documents(lengths, description)
             flops, arguments = flops_of(packed(rows), description), padded(rows)
             what = f"{name}, {attention}"
@@ -195,21 +227,3 @@ def quotient(about: About, name: str, what: str) -> Iterator[Row]:
     mine, other = seconds_of.get(f"{name}, seconds"), seconds_of.get(f"{what}, seconds")
     if mine and other:
         yield Row("transformers", f"{what}, its seconds over ours", other / mine)
-
-
-# --- what was planned -------------------------------------------------------------------------------------
-
-
-def planned(sizes: Sizes, about: About) -> Iterator[Row]:
-    """Peak memory by `plan` and by its rehearsal, in GiB, and what was measured over each."""
-    peaks = {row.what: row.value for row in read(about.folder) if row.part == "step"}
-    for tokens in sizes.rows:
-        config, description = run_config(tokens, "bf16"), described(MODEL, sizes.dense)
-        stages = make_plan(config, description, 1).stages
-        expected = {"plan": max(stage.memory - RESERVE for stage in stages)}
-        expected["rehearsal"] = rehearse(config, description, 1).peak
-        peak = peaks.get(f"{tokens} tokens, peak GiB")
-        for name, nbytes in expected.items():
-            yield Row("memory", f"{tokens} tokens, {name}, GiB", nbytes / 2**30)
-            if peak is not None:
-                yield Row("memory", f"{tokens} tokens, measured over {name}", peak / (nbytes / 2**30))
