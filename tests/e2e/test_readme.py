@@ -48,6 +48,8 @@ def test_the_readme_trains_exports_and_answers(tmp_path):
     answers, scores = ran.stdout.splitlines()[-2:]
     assert isinstance(eval(answers)[0], str) and eval(scores)["contained"] in (0, 0.5, 1)
     AutoModelForImageTextToText.from_pretrained(tmp_path / "my-model")
+    card = (tmp_path / "my-model/README.md").read_text()
+    assert "of `my-gemma`" in card and "| steps | 2 |" in card and str(tmp_path) not in card
 
 
 def test_the_policy_has_the_loss_and_gradients_of_transformers(tmp_path):

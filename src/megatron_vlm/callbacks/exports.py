@@ -23,9 +23,8 @@ from megatron_vlm.callbacks.run_log import last_lines
 from megatron_vlm.config import RunConfig
 from megatron_vlm.files import add_path_to_errors, need_room, open_to_write, temporary_name
 from megatron_vlm.job import stops, watchdog
-from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.hf import Source
-from megatron_vlm.models.weights.exporting import export_hf
+from megatron_vlm.models.publishing import export_model
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import remove_leftovers
@@ -193,10 +192,7 @@ def export_step(
         running(config.run_dir, step).parent.mkdir(exist_ok=True)
         running(config.run_dir, step).touch()
     chunks = unwrap_model(model)
-    if config.adapter.used:
-        save_adapters(chunks, folder, config.adapter, config.model.hf_path, source.own_template)
-    else:
-        export_hf(chunks, folder, source.folder, source.weight_map, source.own_template)
+    export_model(chunks, folder, config, source, step, adapters_alone=config.adapter.used)
 
 
 def _make_room(folder: Path, needed: int) -> None:

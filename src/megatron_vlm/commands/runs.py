@@ -14,12 +14,11 @@ from megatron_vlm.data.media.images import decode_image
 from megatron_vlm.files import write_output
 from megatron_vlm.generation.generate import generate, reply_text
 from megatron_vlm.generation.prompt import encode_prompt, stop_tokens
-from megatron_vlm.models.adapters.files import save_adapters
 from megatron_vlm.models.adapters.model import merge
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.opened import open_model
+from megatron_vlm.models.publishing import export_model
 from megatron_vlm.models.vlm import VLMModel
-from megatron_vlm.models.weights.exporting import export_hf
 from megatron_vlm.overrides import to_yaml
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import with_own_start
@@ -72,14 +71,10 @@ def export_run(config: RunConfig, output: str | Path, adapter: bool = False) -> 
     With `adapter`, write the adapters alone, as peft does, see `models.adapters.save_adapters`.
     """
     chunks, source = open_run(config)
-    if adapter:
-        save_adapters(
-            chunks, output, with_own_start(config).adapter, config.model.hf_path, source.own_template
-        )
-    else:
-        for chunk in chunks if config.adapter.used else ():
-            merge(chunk)
-        export_hf(chunks, output, source.folder, source.weight_map, source.own_template)
+    for chunk in chunks if config.adapter.used and not adapter else ():
+        merge(chunk)
+    step = checkpoint.saved(config.run_dir).step
+    export_model(chunks, output, with_own_start(config), source, step, adapters_alone=adapter)
     setup.shutdown()
 
 

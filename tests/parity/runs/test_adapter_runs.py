@@ -21,7 +21,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vlm import adapter_settings
 from megatron_vlm.adapter_settings import with_peft_settings
@@ -512,6 +512,8 @@ def test_the_command_exports_the_same_in_one_process(parts, story, adapter):
             tensors |= load_file(file)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
+    AutoProcessor.from_pretrained(story[1] / names[1])
+    assert ("library_name: peft" in (story[1] / names[1] / "README.md").read_text()) == adapter
 
 
 @pytest.mark.long

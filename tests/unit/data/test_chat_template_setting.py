@@ -15,7 +15,7 @@ from megatron_vlm.data.encode.encoder import HFEncoderVLMTaskEncoder
 from megatron_vlm.data.encode.processing import TextEncoder
 from megatron_vlm.generation.prompt import processor_outputs
 from megatron_vlm.models.hf import Source
-from megatron_vlm.models.weights.exporting import write_chat_template
+from megatron_vlm.models.weights.exporting import write_texts
 from tiny.checkpoints import TINY_FAMILIES
 from tiny.corpus import default_corpus
 
@@ -109,7 +109,7 @@ def test_transformers_reads_an_exports_own_template(tiny_gemma3, tmp_path, place
     old = {"chat_template": "{{ 'old' }}"}
     file.write_text(json.dumps(described | old) if file.suffix == ".json" else old["chat_template"])
     assert AutoProcessor.from_pretrained(tmp_path).chat_template == "{{ 'old' }}"
-    write_chat_template(tmp_path, source.own_template)
+    write_texts(tmp_path, source.own_template, None)
     exported = AutoProcessor.from_pretrained(tmp_path)
     assert exported.chat_template == exported.tokenizer.chat_template == source.processor.chat_template
     assert exported.chat_template.endswith(text) and "set enable_thinking" in exported.chat_template

@@ -24,12 +24,13 @@ from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
 from megatron_vlm.files import atomic_directory, atomic_write, open_file, read_file
 from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.models.adapters.model import PREFIX, adapter_tensors, peft_key, saved_weights
-from megatron_vlm.models.weights.exporting import from_every_stage, write_chat_template
+from megatron_vlm.models.weights.exporting import copy_side_files, from_every_stage, write_texts
 from megatron_vlm.parallel.setup import on_first_rank
 from megatron_vlm.run_folder import adapter_copy, keep_adapter
 from megatron_vlm.weight_files import Renames, hub_name
 
 WEIGHTS = "adapter_model.safetensors"
+OF_THE_MODEL = ("config.json", "generation_config.json")  # files of a checkpoint that are not its processor's
 SAMPLE = 4096  # bytes that are looked at in the middle of each tensor of a checkpoint
 
 
@@ -165,10 +166,13 @@ def save_adapters(
     adapter: AdapterConfig,
     base: str,
     chat_template: str | None = None,
+    source: Path | None = None,
+    card: str | None = None,
 ) -> None:
     """Write the folder that `peft.PeftModel.from_pretrained` loads onto the checkpoint `base`. Collective.
 
-    It has the `chat_template`, unless that is the checkpoint's.
+    It has the processor's files of the checkpoint in `source`, the `chat_template` unless it is the
+    checkpoint's, and the model `card` as README.md.
 
     Raises FileExistsError if it exists, and OSError if it cannot be written.
     """
@@ -181,7 +185,9 @@ def save_adapters(
         with atomic_directory(output) as aside:
             save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
             atomic_write(aside / CONFIG, text + "\n")
-            write_chat_template(aside, chat_template)
+            if source is not None:
+                copy_side_files(source, aside, leave_out=OF_THE_MODEL)
+            write_texts(aside, chat_template, card)
 
     on_first_rank(write)
 

@@ -130,9 +130,10 @@ def export_hf(
     weight_map: WeightMap,
     chat_template: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    card: str | None = None,
 ) -> None:
     """Write the model as an HF folder: weights named and typed as in `source`, its other files copied, with
-    the `chat_template` in place of the source's.
+    the `chat_template` in place of the source's, and the model `card` as README.md.
 
     From an FP8 source, weights are written in the config's dtype, without scales and quantization_config.
 
@@ -144,7 +145,7 @@ def export_hf(
     with atomic_directory(output) as aside:
         # the small files first; then each stage writes its weights, and rank 0 names all files
         on_first_rank(copy_side_files, checkpoint.folder, aside)
-        on_first_rank(write_chat_template, aside, chat_template)
+        on_first_rank(write_texts, aside, chat_template, card)
         on_first_rank(adapt_config, aside / CONFIG_FILE, weight_map, checkpoint.is_fp8)
         written = _write_stage(chunks, weight_map, checkpoint, aside, shard_bytes)
         stages = setup.from_all_ranks(written)
@@ -154,7 +155,7 @@ def export_hf(
             name_shards(aside, files)
 
 
-def copy_side_files(source: Path, output: Path) -> None:
+def copy_side_files(source: Path, output: Path, leave_out: Collection[str] = ()) -> None:
     """Copies config, tokenizer, processor and chat template: everything small that is not a weight.
 
     Links are followed within the folder and to where config.json's own file lies, as in the hub's cache or in
@@ -163,7 +164,11 @@ def copy_side_files(source: Path, output: Path) -> None:
     homes = {source.resolve(), (source / CONFIG_FILE).resolve().parent}
     for file in source.iterdir():
         is_index = file.name.endswith(".safetensors.index.json")
-        if file.suffix in {".json", ".jinja", ".model", ".txt"} and not is_index:
+        if (
+            file.suffix in {".json", ".jinja", ".model", ".txt"}
+            and file.name not in leave_out
+            and not is_index
+        ):
             if not homes & {*file.resolve().parents}:
                 raise ConfigError(
                     f"{file} leads out of its folder, to {file.resolve()}; put a copy "
@@ -172,8 +177,10 @@ def copy_side_files(source: Path, output: Path) -> None:
             copy_file(file, output / file.name)
 
 
-def write_chat_template(folder: Path, chat_template: str | None) -> None:
-    """Write the only chat template of a folder, unless it is None."""
+def write_texts(folder: Path, chat_template: str | None, card: str | None) -> None:
+    """Write the model card and the only chat template of a folder, unless they are None."""
+    if card is not None:
+        atomic_write(folder / "README.md", card)
     if chat_template is None:
         return
     atomic_write(folder / TEMPLATE_FILE, chat_template)
