@@ -7,10 +7,13 @@ python tools/tables.py --check    exit 1 when a page does not show the numbers o
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from megatron_vlm.data.accounts.drops import REASONS
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING_AGAIN, ALL_AGAIN = "one GPU, recompute none", "one GPU, recompute full"  # cases of rehearsal_lora
@@ -422,7 +425,6 @@ def exchange(report: dict) -> str:
     )
 
 
-# name of the marks -> (report, page, function)
 def bundle(report: dict) -> str:
     """The largest wheels of the last bundle, and its size."""
     largest = sorted(report["wheels"], key=lambda each: -each["bytes"])[:5]
@@ -491,7 +493,14 @@ def boxes(report: dict) -> str:
     return markdown(heads, rows)
 
 
-TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
+def drops() -> str:
+    """A line for each reason to drop a sample, with the remedy that a run prints; `<image>` is no HTML."""
+    rows = ((f"`{reason}`", re.sub(r"<\w+>", r"`\g<0>`", remedy)) for reason, remedy in REASONS.items())
+    return markdown(("reason", "what to do"), rows)
+
+
+# name of the marks -> (report, or None if the package's code is the source; page; function)
+TABLES: dict[str, tuple[str | None, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
     "parity": ("parity.json", REPORTS / "parity.md", parity),
     "demo": ("demo.json", REPORTS / "demo.md", demo),
@@ -503,7 +512,8 @@ TABLES: dict[str, tuple[str, Path, Callable[..., str]]] = {
     "saves": ("bench_saves.json", DOCS / "how-to" / "resume.md", saves),
     "data": ("bench_data.json", REPORTS / "data-speed.md", data),
     "plan": ("plan.json", DOCS / "reference" / "recipes.md", recipes),
-    "adapters": ("rehearsal_lora.json", DOCS / "start" / "lora.md", adapters),
+    "adapters": ("rehearsal_lora.json", DOCS / "reference" / "recipes.md", adapters),
+    "drops": (None, DOCS / "how-to" / "troubleshooting.md", drops),
     "rehearsal": ("rehearsal.json", REPORTS / "rehearsal.md", rehearsal),
     "waits": ("waits.json", REPORTS / "waits.md", waits),
     "checkpoints": ("bench_optimizer.json", DOCS / "reference" / "checkpoints.md", checkpoints),
@@ -535,9 +545,11 @@ def main() -> None:
             file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for name, (report, page, table) in TABLES.items():
         old = page.read_text(encoding="utf-8")
-        new = replaced(old, table(json.loads((REPORTS / report).read_text(encoding="utf-8"))), name)
+        values = [json.loads((REPORTS / report).read_text(encoding="utf-8"))] if report else []
+        new = replaced(old, table(*values), name)
         if check and new != old:
-            sys.exit(f"{page.name} does not show the numbers of reports/{report}; run tools/tables.py")
+            source = f"the numbers of reports/{report}" if report else "what the package's code says"
+            sys.exit(f"{page.name} does not show {source}; run tools/tables.py")
         page.write_text(new, encoding="utf-8")
 
 
