@@ -9,10 +9,11 @@ and reads the boxes of its own runs. The files hold the same tensors under the s
 reads them.
 
 With `optimizer.offload` the fp32 parameters and both moments lie in host memory, 12 bytes a parameter in
-bf16 (`offload`). A step brings them to the device piece by piece, computes there and sends them back, so it
-is the same to the bit as without. Megatron 0.19's own offload computes on the host and asks for Transformer
-Engine. On CUDA this has not run yet; copies to and from pinned memory then queue behind each other, and the
-host waits for none.
+bf16 (`offload`). A step brings them to the device bucket by bucket, computes there and sends them back, so
+it is the same to the bit as without. While a bucket is updated and leaves, the next one arrives. Megatron
+0.19's own offload (`HybridDeviceOptimizer`) overlaps copies, too. But it computes on the host, to other bits,
+keeps gradients there besides, 16 bytes a parameter, and asks for Transformer Engine. On CUDA this has not run
+yet; the host waits for no copy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -44,7 +45,8 @@ from megatron_vlm.parallel.pinned import host_tensors
 from megatron_vlm.training.step import take_norms_on_device
 
 KEPT = ("param", "exp_avg", "exp_avg_sq")
-PIECE = 2**26  # numbers that are on the device at a time
+BUCKET = 2**25  # parameters whose state comes to the device at once; two of these are there at a time
+ALIGNED = 64  # numbers: where parts of a bucket begin, so that kernels read and round all alike
 
 
 def offload(part: DistributedOptimizer) -> None:
@@ -55,6 +57,7 @@ def offload(part: DistributedOptimizer) -> None:
     """
     adam = part.optimizer
     adam.__class__ = OffloadedAdam
+    adam.arriving, adam.leaving = torch.cuda.Stream(), torch.cuda.Stream()
     mains = sum(part.shard_fp32_from_float16_groups, [])
     models = sum(part.shard_float16_groups, [])
     model_of = {id(main): model for main, model in zip(mains, models, strict=True)}
@@ -83,39 +86,104 @@ def offloaded_bytes(optimizer: MegatronOptimizer) -> int:
     return sum(state[name].nbytes for state in states for name in KEPT if name in state)
 
 
+class Bucket(NamedTuple):
+    """Runs of parameters of one group, with the places that each has in memory for `BUCKET` numbers."""
+
+    group: dict[str, Any]
+    parts: list[tuple[Tensor, slice, slice]]  # parameter, run, place
+
+    @property
+    def numbers(self) -> int:
+        return -(-self.parts[-1][2].stop // ALIGNED) * ALIGNED if self.parts else 0
+
+
 class OffloadedAdam(torch.optim.AdamW):
     """torch's AdamW after `offload`."""
 
+    arriving: torch.cuda.Stream  # of copies to the device
+    leaving: torch.cuda.Stream  # of copies to the host
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for main in group["params"]:
-                if main.grad is not None:
-                    for start in range(0, len(main), PIECE):
-                        self._step_of(main, group, slice(start, start + PIECE))
-                    self.state[main]["step"] += 1
+        buckets = [*self._buckets()]
+        if not buckets:
+            return
+        # Two parts of device memory take turns. Streams are joined at both ends: before, what used this
+        # memory is over and the host has the last step's numbers; after, others may have the memory.
+        here = torch.cuda.current_stream()
+        sizes = len(KEPT), max(bucket.numbers for bucket in buckets)
+        memory = [torch.empty(sizes, device=buckets[0].parts[0][0].device) for _ in buckets[:2]]
+        self.arriving.wait_stream(here)
+        arrived = self._fetch(buckets[0], memory[0])
+        for number, bucket in enumerate(buckets):
+            here.wait_stream(self.arriving)
+            copies = arrived
+            if number + 1 < len(buckets):
+                self.arriving.wait_stream(self.leaving)  # the bucket before, whose memory the next one gets
+                arrived = self._fetch(buckets[number + 1], memory[1 - number % 2])
+            self._update(bucket, copies)
+            self.leaving.wait_stream(here)
+            self._send(bucket, copies)
+        here.wait_stream(self.leaving)
 
-    def _step_of(self, main: Tensor, group: dict[str, Any], piece: slice) -> None:
-        state = self.state[main]
-        kept = {name: state[name][piece] for name in KEPT if name in state}
-        on_device = {name: t.to(main.device, non_blocking=True, copy=True) for name, t in kept.items()}
-        param = on_device.get("param", main[piece])
-        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    def _buckets(self) -> Iterator[Bucket]:
+        """All parameters with a gradient, in order; their steps are counted."""
+        for group in self.param_groups:
+            bucket = Bucket(group, [])
+            for main in group["params"]:
+                if main.grad is None:
+                    continue
+                self.state[main]["step"] += 1
+                start = 0
+                while start < len(main):
+                    place = bucket.numbers
+                    length = min(len(main) - start, BUCKET - place)
+                    bucket.parts.append((main, slice(start, start + length), slice(place, place + length)))
+                    start += length
+                    if bucket.numbers == BUCKET:
+                        yield bucket
+                        bucket = Bucket(group, [])
+            if bucket.parts:
+                yield bucket
+
+    def _on_host(self, bucket: Bucket) -> list[dict[str, Tensor]]:
+        """The state on the host of each part; of parameters in fp32 the moments alone."""
+        states = [(self.state[main], run) for main, run, _ in bucket.parts]
+        return [{name: state[name][run] for name in KEPT if name in state} for state, run in states]
+
+    def _fetch(self, bucket: Bucket, memory: Tensor) -> list[dict[str, Tensor]]:
+        """Copies in this memory (3, numbers) of what the host keeps of each part."""
+        copies = []
+        with torch.cuda.stream(self.arriving):
+            for kept, (_, _, place) in zip(self._on_host(bucket), bucket.parts, strict=True):
+                places = dict(zip(KEPT, memory[:, place], strict=True))
+                copies.append({name: places[name].copy_(x, non_blocking=True) for name, x in kept.items()})
+        return copies
+
+    def _update(self, bucket: Bucket, copies: list[dict[str, Tensor]]) -> None:
+        group = bucket.group
+        mains, runs, _ = zip(*bucket.parts, strict=True)
+        params = [c.get("param", main[run]) for c, main, run in zip(copies, mains, runs, strict=True)]
         torch._fused_adamw_(
-            [param],
-            [main.grad[piece]],
-            [on_device["exp_avg"]],
-            [on_device["exp_avg_sq"]],
+            params,
+            [main.grad[run] for main, run in zip(mains, runs, strict=True)],
+            [of_part["exp_avg"] for of_part in copies],
+            [of_part["exp_avg_sq"] for of_part in copies],
             [],
-            [state["step"] + 1],
+            [self.state[main]["step"] for main in mains],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            **settings,
+            **{name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
         )
-        for name, tensor in kept.items():
-            tensor.copy_(on_device[name], non_blocking=True)
-        if main.model is not None:
-            main.model[piece].copy_(param)
+        for main, run, param in zip(mains, runs, params, strict=True):
+            if main.model is not None:
+                main.model[run].copy_(param)
+
+    def _send(self, bucket: Bucket, copies: list[dict[str, Tensor]]) -> None:
+        with torch.cuda.stream(self.leaving):
+            for kept, of_part in zip(self._on_host(bucket), copies, strict=True):
+                for name, tensor in kept.items():
+                    tensor.copy_(of_part[name], non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over the settings of groups. torch's would move the state to the device of parameters."""

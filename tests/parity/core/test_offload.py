@@ -34,7 +34,7 @@ def trained(folder: str, dtype: str) -> dict[str, list]:
     from megatron_vlm.callbacks.exports import export_step
     from megatron_vlm.training import optimizer
 
-    optimizer.PIECE = 1000  # most parameters have several
+    optimizer.BUCKET = 1024  # most parameters have several
     case = saved_cases.read(f"{folder}/case.pt")
     found = {}
     for name, ways in {"kept": (0, 0), "away": (1, 1), "then away": (0, 1), "then kept": (1, 0)}.items():

@@ -43,7 +43,7 @@ ATTENTION = 0.35 * PEAK  # of FlashAttention 2, forward and backward
 LAUNCH = 120 * 15e-6  # seconds in which the host starts the operations of a layer in all its passes
 LINK = 0.8 * 450e9  # bytes a second to other GPUs of the node, each way
 NETWORK = 0.8 * 50e9  # bytes a second to other nodes
-HOST = 50e9  # bytes a second to the host's memory, and from it
+HOST = 50e9  # bytes a second to the host's memory, and as many from it at the same time
 LATENCY = 20e-6  # seconds that the smallest exchange takes
 AGAIN = 1.03  # a step's time with model.recompute=selective over its time without
 BESIDE = 0.85  # of its speed that a product keeps while an exchange runs beside it
@@ -150,7 +150,7 @@ def estimated_seconds(plan: MemoryPlan) -> float:
     # once a step, gradients and weights travel, and so does what Adam keeps on the host
     replicas = plan.gpus // (config.parallel.tp * config.parallel.pp)
     once = _exchange(busiest.gradients + busiest.weights, replicas, config.parallel.tp)
-    once += 2 * busiest.offloaded / HOST
+    once += busiest.offloaded / HOST
     return micro_batch_seconds * (micro_batches + waiting) + once
 
 
