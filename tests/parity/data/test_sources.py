@@ -268,7 +268,7 @@ def test_a_mapped_question_leaves_the_answer_to_be_found():
 
 def test_the_records_that_the_documentation_shows_are_read():
     page = (ROOT / "docs/reference/records.md").read_text()
-    shown = page.partition("## Records")[2].partition("\n\n    ")[2].partition("\n\n")[0]
+    shown = page.partition("## Keys of a record")[2].partition("\n\n    ")[2].partition("\n\n")[0]
     shown, decoder, records = re.sub(" # .*", "", shown).strip(), json.JSONDecoder(), []
     while shown:
         record, end = decoder.raw_decode(shown)
@@ -328,7 +328,7 @@ def test_ways_to_name_media(media, named):
 def test_the_table_of_formats():
     rows = re.findall(
         r"^\| [^|]+ \| `(\{.*\})` \| ([^|]*)\| ([^|]+) \|$",
-        (ROOT / "docs/reference/records.md").read_text(),
+        (ROOT / "docs/how-to/prepare-data.md").read_text(),
         re.M,
     )
     assert len(rows) > 12

@@ -20,7 +20,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.jpg"}}
 LAYOUTS = [
     *map(
         json.loads,
-        re.findall(r"^\| [^|]+ \| `(\{.*\})` \|", (ROOT / "docs/reference/records.md").read_text(), re.M),
+        re.findall(r"^\| [^|]+ \| `(\{.*\})` \|", (ROOT / "docs/how-to/prepare-data.md").read_text(), re.M),
     ),
     {"messages": [{"role": "user", "content": [IMAGE, {"type": "text", "text": "What?"}]}, REPLY]},
     {"messages": [USER, REPLY], "images": [{"image_url": {"url": "a.jpg"}}]},

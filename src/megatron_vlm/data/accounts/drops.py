@@ -45,9 +45,9 @@ def refused_by_processor(error: Exception) -> BadSample:
 # Every reason a sample can be dropped for, and what to do about it.
 REASONS = {
     "bad_json": "the record is not JSON; repair it in its source, one record a line",
-    "bad_conversation": "write turns of role and content; docs/reference/records.md lists the formats",
+    "bad_conversation": "write turns of role and content; docs/how-to/prepare-data.md lists the formats",
     "bad_preference": "write one prompt with a chosen and a rejected answer, which differ "
-    "(docs/reference/records.md lists the formats); train.objective=tokens trains the chosen answers alone",
+    "(docs/how-to/prepare-data.md lists the formats); train.objective=tokens trains the chosen answers alone",
     "missing_media": "a file that the record names is not there or is none: download addresses; for "
     "dataset_type hf set data.media_dir to the folder that paths start from; for energon prepare the "
     "dataset again, with --image-root",

@@ -1,6 +1,6 @@
 """Read a record of any source: its conversation as chat templates take it, and the media that it names.
 
-`data.on_disk.fields` is the table of names, and docs/reference/records.md has an example of each layout:
+`data.on_disk.fields` is the table of names, and docs/how-to/prepare-data.md has an example of each layout:
 
     turns                        under one of `fields.TURNS`
     question, answer             one exchange, with `history` before it; both may be lists of turns
