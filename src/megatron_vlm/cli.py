@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,9 +28,10 @@ from megatron_vlm.extras.evaluate.command import evaluate
 from megatron_vlm.extras.plan.command import plan
 from megatron_vlm.extras.preview.command import preview, replay
 from megatron_vlm.extras.report.command import report
+from megatron_vlm.imports import installed_versions
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.errors import exit_with_reason
-from megatron_vlm.messages import PrintableRecord, aligned, join_lines, printable, printable_lines
+from megatron_vlm.messages import QUIET, PrintableRecord, aligned, join_lines, printable, printable_lines
 from megatron_vlm.overrides import FLAGS, refuse_keys
 from megatron_vlm.recipes.published import DEMO
 
@@ -48,6 +49,14 @@ UsageError = typer.BadParameter.__base__  # click's, which newer versions of typ
 
 class Commands(TyperGroup):
     """Commands whose errors tell a flag that does not exist from a setting that is written as one."""
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+        """Return the command, which takes the group's --quiet and --verbose as well."""
+        command = super().get_command(ctx, cmd_name)
+        shared = [param for param in self.params if param.name in ("quiet", "verbose")]
+        if command is not None and shared[0] not in command.params:
+            command.params += shared
+        return command
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:
@@ -76,7 +85,7 @@ def single(command) -> typer.Typer:
 def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> None:
     """Run a program and end the process with the exit code of `job.errors.exit_with_reason`.
 
-    MEGATRON_VLM_DEBUG=1 shows every traceback and every library's warning.
+    MEGATRON_VLM_DEBUG=1, as --verbose, shows every traceback and every library's warning.
     """
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # the shell has closed it
@@ -94,10 +103,45 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 
 app = typer.Typer(
     cls=Commands,
-    **PLAIN,
+    **PLAIN | {"add_completion": True},
     no_args_is_help=True,
     help="Train vision-language models: Hugging Face checkpoint in and out.",
 )
+
+
+def _set_quiet(value: bool) -> None:
+    if value:  # ranks inherit it; tqdm reads its own variable
+        os.environ |= {QUIET: "1", "TQDM_DISABLE": "1"}
+
+
+def _set_verbose(value: bool) -> None:
+    if value:
+        os.environ["MEGATRON_VLM_DEBUG"] = "1"
+
+
+def _show_versions(value: bool) -> None:
+    if value:
+        for package, number in installed_versions().items():
+            typer.echo(f"{package} {number or 'not installed'}")
+        raise typer.Exit
+
+
+def _option(action: Callable[[bool], None], *names: str, **about: Any) -> Any:
+    """Return an option that does something by itself, before the command."""
+    return typer.Option(*names, callback=action, is_eager=True, expose_value=False, **about)
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, _option(_show_versions, "--version", help="Print versions and stop.")] = False,
+    quiet: Annotated[
+        bool, _option(_set_quiet, "--quiet", "-q", help="Print errors and the closing lines alone.")
+    ] = False,
+    verbose: Annotated[
+        bool, _option(_set_verbose, "--verbose", "-v", help="Print tracebacks and libraries' warnings.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -201,7 +245,10 @@ def import_(
     run_dir: arguments.RunDir = None,
     nproc: arguments.Processes = None,
 ) -> None:
-    """Convert a Hugging Face checkpoint to a run folder's first checkpoint, ready to train from."""
+    """Convert a Hugging Face checkpoint to a run's first one.
+
+    `train` goes on from it in the same --run-dir.
+    """
     flags = arguments.given_flags(model, data, valid_data, dataset_type=dataset_type, run_dir=run_dir)
     processes = arguments.processes(nproc) or 1
     config = recipe_table.compose(recipe, file, settings or (), flags, processes=processes)
@@ -226,7 +273,10 @@ def export(
     nproc: arguments.Processes = None,
     adapter: bool = False,
 ) -> None:
-    """Write a run's latest checkpoint as a Hugging Face folder, adapters merged; --adapter: these alone."""
+    """Write a run's latest checkpoint as a Hugging Face folder.
+
+    Adapters are merged; --adapter writes these alone, as peft does.
+    """
     config = arguments.config_of_trained_run(run_dir, settings, nproc)
     output = arguments.new_output(output, run_dir)
     if adapter and not config.adapter.used:
@@ -255,9 +305,10 @@ def verify(
     question: Annotated[str, typer.Option(help="What is asked about it.")] = "What is in this picture?",
     tolerance: Annotated[float, typer.Option(min=0, help="Largest difference of a logit allowed.")] = 1e-3,
 ) -> None:
-    """Compare the logits of two checkpoints on an image, in fp32; exit code 1 beyond the tolerance.
+    """Compare the logits of two checkpoints on an image.
 
-    Both are computed in this process, one after the other. A run is its latest checkpoint.
+    The exit code is 1 beyond the tolerance. Both are computed in fp32 in this process, one after the other.
+    A run is its latest checkpoint.
     """
     encoded = arguments.image_of(image) if image else None
     config, other = arguments.configs_of_two(checked, source)
@@ -295,7 +346,10 @@ def generate(
         typer.Option(help="A PNG to write: the image with its boxes.", callback=arguments.output_file),
     ] = None,
 ) -> None:
-    """Ask a run's latest checkpoint, or a Hugging Face checkpoint, a question, in one process."""
+    """Ask a run, or a Hugging Face checkpoint, a question.
+
+    A run is its latest checkpoint. The answer is computed in one process.
+    """
     if answers > 1 and not temperature:
         raise configs.ConfigError(
             f"--answers {answers}: at temperature 0 all are the same; add --temperature 1, or ask for one."

@@ -16,6 +16,21 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import suggestion
 
+PACKAGES = ("megatron-vlm", "torch", "megatron-core", "transformers", "megatron-energon")
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Return the versions of this package and of those that compute, without importing them."""
+    from importlib.metadata import PackageNotFoundError, version  # a tenth of what --help takes
+
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return versions
+
 
 def is_users(name: str) -> bool:
     """Return whether a setting names an object of the user's, `FILE.py:NAME` or `package.module:NAME`."""

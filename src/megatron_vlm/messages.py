@@ -2,11 +2,13 @@
 
 import difflib
 import logging
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
 LONGEST = 2_000  # characters of a line that are shown
+QUIET = "MEGATRON_VLM_QUIET"  # set by --quiet, also for ranks
 
 
 class PrintableText(str):
@@ -67,6 +69,11 @@ class PrintableRecord(logging.LogRecord):
 
     def getMessage(self) -> str:  # noqa: N802 - the name in logging
         return printable_lines(re.sub(r"\x1b\[[\d;]*m", "", super().getMessage()))
+
+
+def is_quiet() -> bool:
+    """Return whether only errors and the closing lines are printed."""
+    return bool(os.environ.get(QUIET))
 
 
 def listed(texts: Sequence[str], count: int = 20, comma: str = ", ") -> str:

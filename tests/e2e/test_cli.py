@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,39 @@ def test_answers_within_a_second(arguments):
         return processor_seconds() - before
 
     assert is_quick(take, QUICK_SECONDS)
+
+
+def test_help_shows_a_sentence_of_each_command_and_the_flags_of_all():
+    text = ask(*TYPED, "-h", COLUMNS="80").stdout
+    commands = [line for line in text.partition("Commands:\n")[2].splitlines() if line.strip()]
+    assert len(commands) >= 14 and all(re.fullmatch(r"  [a-z-]+ +[A-Z].*[^.]\.", line) for line in commands)
+    assert "--version" in text and "-q, --quiet" in ask(*TYPED, "plan", "--help").stdout
+    for command in ("train", "preview", "plan", "import"):
+        flags = ask(*TYPED, command, "-h").stdout
+        assert all(f"  {flag} " in flags for flag in ("--model", "--data", "--valid-data", "--run-dir"))
+        assert not re.search(r"--\w+_", flags)
+
+
+def test_version_is_read_without_importing():
+    code = "import sys\nfrom megatron_vlm import cli\ntry:\n    cli.app(['--version'])\n"
+    code += "finally:\n    assert not {'torch', 'transformers', 'megatron.core'} & sys.modules.keys()"
+    answer = ask(sys.executable, "-c", code)
+    assert answer.returncode == 0, answer.stderr
+    versions = dict(line.split() for line in answer.stdout.splitlines())
+    assert versions["torch"] == version("torch") and "megatron-core" in versions
+
+
+@pytest.mark.parametrize("words", [["-v", "train"], ["train", "--verbose"]], ids=" ".join)
+def test_verbose_shows_tracebacks_of_mistakes(words):
+    answer = ask(*TYPED, *words, "--recipe=no")
+    assert answer.returncode == 2 and "Traceback (most recent call last)" in answer.stderr
+
+
+def test_completion_knows_commands_and_flags():
+    for words, last, completed in (("tr", "1", "train"), ("train --valid", "2", "--valid-data")):
+        line = {"COMP_WORDS": f"megatron-vlm {words}", "COMP_CWORD": last}
+        answer = ask(*TYPED, _MEGATRON_VLM_COMPLETE="complete_bash", **line)
+        assert answer.stdout.split() == [completed]
 
 
 def test_recipes_lists_recipes_and_run_files_but_no_demo():

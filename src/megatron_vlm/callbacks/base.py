@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.imports import calling, load_object
-from megatron_vlm.messages import printable, suggestion
+from megatron_vlm.messages import is_quiet, printable, suggestion
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -46,6 +46,7 @@ class Run:
     parts: list[list[Batch]] = field(default_factory=list)
     # The ways (`stops.WAYS`) in which the run was asked to stop, when that has ended it.
     stopped_by: list[str] = field(default_factory=list)
+    has_ended: bool = False  # its last step is trained
     higher_is_better: set[str] = field(default_factory=set)  # names of metrics
     notes: list[str] = field(default_factory=list)  # lines for the user about the start
 
@@ -69,9 +70,9 @@ class Run:
         """Write a row to metrics.jsonl and to trackers; of this step, unless an earlier one is given."""
         self.callbacks.on_log(self, self.step if step is None else step, dict(metrics))
 
-    def message(self, text: str) -> None:
-        """Print a line, above the progress bar, on the first rank."""
-        if self.is_first_rank:
+    def message(self, text: str, is_error: bool = False) -> None:
+        """Print a line, above the progress bar, on the first rank; with --quiet errors and closing lines."""
+        if self.is_first_rank and (self.has_ended or is_error or not is_quiet()):
             tqdm.write(printable(text), file=sys.stdout)
             sys.stdout.flush()
 
@@ -189,6 +190,7 @@ class Callbacks(Callback):
         self._call("on_exception", run, error)
 
     def on_train_end(self, run: Run) -> None:
+        run.has_ended = True
         self._call("on_train_end", run)
 
     def close(self) -> None:
@@ -217,7 +219,9 @@ class Callbacks(Callback):
                     raise
                 self._callbacks.remove(callback)
                 reason = f"{type(error).__name__}: {error}"
-                run.message(f"{type(callback).__name__} failed and is called no more: {reason}")
+                run.message(
+                    f"{type(callback).__name__} failed and is called no more: {reason}", is_error=True
+                )
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
         """The callbacks with a name of their own, also of two of one class.

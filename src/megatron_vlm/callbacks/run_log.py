@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,12 +24,12 @@ from tqdm import tqdm
 from megatron_vlm.callbacks import Callback, Run
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import atomic_write, open_file, open_to_write
+from megatron_vlm.imports import installed_versions
 from megatron_vlm.job import watchdog
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.overrides import to_yaml
 
 STARTS = "starts.jsonl"
-PACKAGES = ("megatron-vlm", "torch", "megatron-core", "transformers", "megatron-energon")
 PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
 IN_WORDS = {  # figures of a step, as the bar shows them; docs/reference/metrics.md explains them
     "epoch": "epoch {:.2f}",
@@ -153,7 +152,7 @@ def note_start(run_dir: str | Path, first_step: int, total_steps: int) -> None:
     """Add a line about this start to starts.jsonl: time, command, host and versions."""
     row = {"step": first_step, "total_steps": total_steps, "time": time.time(), "command": sys.argv}
     row |= {"processes": watchdog.world_size(), "host": socket.gethostname(), "device": _device()}
-    row["versions"] = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
+    row["versions"] = {"python": sys.version.split()[0], **installed_versions()}
     with open_to_write(Path(run_dir) / STARTS, "ab") as file:
         file.write(json.dumps(row).encode() + b"\n")
 
@@ -161,13 +160,6 @@ def note_start(run_dir: str | Path, first_step: int, total_steps: int) -> None:
 def _device() -> str:
     torch = sys.modules.get("torch")  # a run has imported it
     return torch.cuda.get_device_name() if torch and torch.cuda.is_available() else "CPU"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def draw_losses(metrics: str | Path, picture: str | Path) -> None:

@@ -10,6 +10,7 @@ from megatron_vlm.checks import data_problems, is_prepared
 from megatron_vlm.commands.arguments import on_disk
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.on_disk.paths import tar_shards
+from megatron_vlm.messages import is_quiet
 from megatron_vlm.overrides import fit_to_type
 
 
@@ -45,7 +46,9 @@ def prepare(
     ] = 0.5,
     engine: Annotated[str, typer.Option(help="local, or ray: on a cluster at RAY_ADDRESS.")] = "local",
 ) -> None:
-    """Write image conversations as an Energon dataset, or make one of plain WebDataset shards (.tar).
+    """Write conversations as an Energon dataset, or index shards.
+
+    Shards are plain WebDataset files (.tar), which become an Energon dataset where they are.
 
     Example: prepare conversations.jsonl dataset/ --image-root images/ --split train=0.95 --split val=0.05
 
@@ -68,7 +71,8 @@ def prepare(
         from megatron_vlm.data.prepare import index_shards
 
         output = None if is_source else output
-        typer.echo(str(index_shards(sources, output, splits=sizes or None, workers=workers, seed=seed)))
+        options = {"splits": sizes or None, "workers": workers, "seed": seed, "progress": not is_quiet()}
+        typer.echo(str(index_shards(sources, output, **options)))
         return
     if is_source:
         raise ConfigError(f"prepare: {output} has no .tar shards to index; write prepare SOURCE OUTPUT.")
@@ -95,6 +99,7 @@ def prepare(
         columns=columns,
         datasets=dataset or [],
         engine=engine,
+        progress=not is_quiet(),
     )
     typer.echo(str(summary))
     if summary.skipped:

@@ -16,9 +16,10 @@ PARALLEL = {None: "replicated", 0: "column", 1: "row"}  # by the axis of a weigh
 def show_weights(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder or hub name; config.json is enough.")],
 ) -> None:
-    """Print how the tensors of a checkpoint become parameters here, and what ranks hold of each.
+    """Print which tensors of a checkpoint make which parameter.
 
-    `*` is any number, `**` the rest of a name. Where tensors have several rows, checkpoints store either.
+    The table also says what each rank holds of it. `*` is any number, `**` the rest of a name. Where tensors
+    have several rows, checkpoints store either.
     """
     from megatron_vlm.models.hf import look_at
 

@@ -1,6 +1,7 @@
 """`train --model … --data …`: the recipe that is made, and that a run starts from it."""
 
 import json
+import re
 
 import programs
 import pytest
@@ -95,3 +96,6 @@ def test_other_commands_need_no_recipe_either(tmp_path, tiny_gemma3):
     ):
         ended = run_program(programs.COMMAND, *words)
         assert ended.returncode == 0 and says in ended.stdout, (words, ended)
+    quiet = run_program(programs.COMMAND, "train", "-q", *words[1:-3], "steps=2", *words[-2:])
+    assert quiet.returncode == 0 and not re.search("wrote|resumed|step 2/2|loss", quiet.stdout + quiet.stderr)
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 2

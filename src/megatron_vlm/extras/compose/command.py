@@ -47,7 +47,7 @@ def compose(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the special tokens and stop.")] = False,
 ) -> None:
-    """Make a vision-language model out of a vision tower and a language model: see docs/how-to/compose.md."""
+    """Make a model out of a vision tower and a language model."""
     output = output.resolve()
     tokens = named_tokens(token or ())
     if new_rows not in NEW_ROWS:

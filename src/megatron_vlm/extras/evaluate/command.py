@@ -32,10 +32,11 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
     nproc: arguments.Processes = None,
 ) -> None:
-    """Answer the last turn of held-out conversations, and score the answers against the replies there.
+    """Score a model's answers to held-out conversations.
 
-    Writes into --output: answers.jsonl, as they come, so that a killed evaluation goes on; scores.json; and
-    answers.html, a page of the worst answers with their images.
+    It answers the last turn of each, and is scored against the reply there. Writes into --output:
+    answers.jsonl, as they come, so that a killed evaluation goes on; scores.json; and answers.html, a page of
+    the worst answers with their images.
     """
     # DATA may be left out: then the first word may be a setting already
     if data and data.partition("=")[0] in {*setting_types(), *arguments.recipe_table.ARGUMENTS}:

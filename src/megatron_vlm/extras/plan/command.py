@@ -30,10 +30,10 @@ def plan(
     rank: Annotated[int | None, typer.Option(min=0, help="Rehearse this rank; default: several.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Propose the quickest layouts that fit.")] = False,
 ) -> None:
-    """Say what each GPU would hold and do, and what to change when it does not fit. Needs no GPU.
+    """Compute what each GPU would hold and do, without one.
 
-    Of the checkpoint it reads only config.json. `data.visual_share` and `data.max_pixels` say how many images
-    a row has.
+    Says what to change when it does not fit. Of the checkpoint it reads only config.json.
+    `data.visual_share` and `data.max_pixels` say how many images a row has.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
     flags = arguments.given_flags(model, data, valid_data, dataset_type=dataset_type, run_dir=run_dir)

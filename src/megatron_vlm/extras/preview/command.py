@@ -23,9 +23,10 @@ def preview(
     rows_shown: Annotated[int, typer.Option("--shown", min=0, help="Rows to show whole.")] = 10,
     output: arguments.HtmlFile = Path("preview.html"),
 ) -> None:
-    """Write a page that shows the training data as the model will see it, and print how long its samples are.
+    """Write a page of the training data as the model will see it.
 
-    Images as processed, text with the trained tokens marked, documents of a row, what was dropped.
+    Prints how long its samples are. The page has images as processed, text with the trained tokens marked,
+    documents of a row, and what was dropped.
     """
     flags = arguments.given_flags(model, data, valid_data, dataset_type=dataset_type, run_dir=run_dir)
     config = arguments.recipe_table.compose(recipe, file, settings or (), flags, arguments.ONE_PROCESS)
@@ -44,7 +45,10 @@ def replay(
     step: Annotated[int, typer.Option(min=1, help="The step, counted from 1.")] = 1,
     output: arguments.HtmlFile = None,
 ) -> None:
-    """Show the very samples that a step of a run was trained on: their keys, and with --output a page."""
+    """Show the very samples that a step of a run was trained on.
+
+    Prints their keys, and writes a page with --output.
+    """
     config = arguments.config_of_run(run_dir, settings, None)
 
     from megatron_vlm.callbacks.samples import read_step

@@ -15,6 +15,7 @@ from megatron_vlm.data.run_data import RunData
 from megatron_vlm.extras.grounding.boxes import Boxes
 from megatron_vlm.extras.pages import render
 from megatron_vlm.extras.preview.rows import VISUAL, Row, RowReader
+from megatron_vlm.messages import is_quiet
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.overrides import apply_overrides, to_yaml
 
@@ -78,7 +79,7 @@ def _first(data: RunData, count: int) -> Iterator[Batch]:
     """
     seen: set[str] = set()
     fresh = repeated = 0
-    with tqdm(total=count, desc="reading", unit="row", leave=False, disable=None) as bar:
+    with tqdm(total=count, desc="reading", unit="row", leave=False, disable=is_quiet() or None) as bar:
         for batch in data.train_loader:
             if fresh == count or repeated > fresh:
                 return

@@ -19,9 +19,10 @@ def report(
         typer.Option(help="The page; default: report.html, of one run in its folder.", callback=output_file),
     ] = None,
 ) -> None:
-    """Write a page of a run, or of several over each other: curves, settings, data, checkpoints.
+    """Write a page of a run, or of several over each other.
 
-    The page needs no network. A run writes its own at each checkpoint and now and then between.
+    It has curves, settings, data and checkpoints, and needs no network. A run writes its own at each
+    checkpoint and now and then between.
     """
     page = output or (run_dirs[0] / FILE if len(run_dirs) == 1 else Path(FILE))
 
