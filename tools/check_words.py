@@ -1,10 +1,10 @@
-"""Count words that make code and pages hard to read.
+"""Count words that make code hard to read; `tools/check_sentences.py` reads pages.
 
     python tools/check_words.py [--list N]
 
 Counts, in src: local names, parameters and functions that say nothing (EMPTY); functions named by a
 participle or adverb alone (PARTICIPLES); docstrings whose first sentence uses turned-round grammar (GRAMMAR);
-long functions without a comment. In README.md and docs/*.md: lines with such grammar, and long sentences.
+long functions without a comment.
 Prints one figure a row; --list N also prints the first N places of each.
 """
 
@@ -71,27 +71,11 @@ def main(root: Path, listed: int) -> None:
                         "docstrings turned round",
                         f"{path.relative_to(root)}:{getattr(node, 'lineno', 1)} {first[:90]}",
                     )
-    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
-    for page in pages:
-        if not page.exists():
-            continue
-        prose = re.sub(r"```.*?```|<!--.*?-->|^\s*\|.*$|^    .*$", "", page.read_text(), flags=re.S | re.M)
-        for number, line in enumerate(page.read_text().splitlines(), 1):
-            if GRAMMAR.search(line):
-                add("page lines turned round", f"{page.relative_to(root)}:{number} {line.strip()[:90]}")
-        for sentence in re.split(r"(?<=[.!?])\s", prose):
-            if len(sentence.split()) > 32:
-                add(
-                    "page sentences over 32 words",
-                    f"{page.relative_to(root)} {' '.join(sentence.split())[:90]}",
-                )
     for kind in (
         "empty names",
         "functions named by a participle",
         "docstrings turned round",
         "functions over 25 lines without a comment",
-        "page lines turned round",
-        "page sentences over 32 words",
     ):
         print(f"{kind} {len(places.get(kind, []))}")
         for place in places.get(kind, [])[:listed]:
