@@ -80,7 +80,7 @@ lint: $(READY)
 # .venv/bin/python -m http.server -d build/site
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(READY)
-	@$(PY) -m mkdocs --quiet build --strict
+	@$(PY) -m mkdocs build --strict
 
 # Every process that a test starts imports the package, also where PYTHONDONTWRITEBYTECODE is set.
 compiled: $(READY)
