@@ -7,7 +7,8 @@ takes longer on a CPU than a small product. The sums are the same.
 
 Gradients of linears and of the head are added to Megatron's buffers by the product that computes them.
 Otherwise each micro batch writes the gradient of every weight in 16 bits, reads it again and adds it.
-Megatron takes the product from Apex, which has to be compiled; on CUDA torch has one, too.
+Megatron takes the product from Apex, which has to be compiled; on CUDA torch has one, too. Experts' gradients
+are added so where the host knows how many rows each expert has: with expert parallelism.
 
 With `tp_comm_overlap` the products exchange rows while they multiply, by torch's operators on symmetric
 memory: a rank multiplies its own rows while the next rank's rows arrive, and sends the rows of one rank
@@ -17,6 +18,7 @@ there before a run.
 """
 
 import sys
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -239,35 +241,81 @@ def _with_bias(module: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor 
     return (output if module.bias is None else output + module.bias), None
 
 
-def grouped_product(rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor) -> Tensor:
-    """(Z, O): rows times the weights of their expert. torch takes widths of 16 bytes alone: 8 channels in 16
-    bits; others are filled up with zeros, in a copy. More rows than it can count are multiplied in parts."""
-    _, out, width = weights_XOI.shape
+def grouped_product(
+    rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor, counts_X: Sequence[int] | None = None
+) -> Tensor:
+    """Return (Z, O): rows times the weights of their expert.
+
+    Args:
+        rows_ZI: Sorted by expert.
+        weights_XOI: The experts' weights.
+        ends_X: Where the rows of each expert end, int32.
+        counts_X: How many rows each has, if the host knows it. Then each expert's product adds its gradient
+            to Megatron's buffer, if there is one in fp32.
+    """
     if not len(rows_ZI):
         return rows_ZI @ weights_XOI[0].t()  # no row either, and zero as gradients
+    if torch.is_grad_enabled():
+        return GroupedProduct.apply(rows_ZI, weights_XOI, ends_X, counts_X)
+    return _grouped(rows_ZI, weights_XOI, ends_X)
+
+
+class GroupedProduct(torch.autograd.Function):
+    """`grouped_product`. No grouped product of torch 2.15 adds, or returns fp32 for operands in 16 bits."""
+
+    @staticmethod
+    def forward(ctx, rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor, counts_X: Sequence[int] | None):
+        ctx.save_for_backward(rows_ZI if ctx.needs_input_grad[1] else None, weights_XOI, ends_X)
+        ctx.counts_X = counts_X
+        return _grouped(rows_ZI, weights_XOI, ends_X)
+
+    @staticmethod
+    def backward(ctx, grad_ZO: Tensor):
+        rows_ZI, weights_XOI, ends_X = ctx.saved_tensors
+        grad_ZO = grad_ZO.contiguous()
+        grad_ZI = _grouped(grad_ZO, weights_XOI.mT, ends_X) if ctx.needs_input_grad[0] else None
+        if rows_ZI is None:
+            return grad_ZI, None, None, None
+        buffer = getattr(weights_XOI, "main_grad", None)
+        if ctx.counts_X is None or buffer is None or buffer.dtype != torch.float32:
+            return grad_ZI, _grouped_gradient(grad_ZO, rows_ZI, ends_X), None, None
+        experts = zip(rows_ZI.split(ctx.counts_X), grad_ZO.split(ctx.counts_X), buffer, strict=True)
+        for rows, grad, total_OI in experts:
+            if len(rows):
+                wgrad_gemm_accum_fp32(rows, grad, total_OI)
+        return grad_ZI, gradient_of(weights_XOI, buffer), None, None
+
+
+def _grouped(rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor) -> Tensor:
+    """`grouped_product`. torch takes widths of 16 bytes alone: 8 channels in 16 bits; others are filled up
+    with zeros, in a copy. More rows than it can count are multiplied in parts."""
+    _, out, width = weights_XOI.shape
     if out % ALIGNED or width % ALIGNED:
         weights_XOI = pad(weights_XOI, (0, -width % ALIGNED, 0, -out % ALIGNED))
-        return grouped_product(pad(rows_ZI, (0, -width % ALIGNED)), weights_XOI, ends_X)[:, :out]
-    rows_at_once = MOST_NUMBERS // max(out, width)
-    if not torch.is_grad_enabled() and len(rows_ZI) <= rows_at_once:
-        return grouped_mm(rows_ZI, weights_XOI.mT, offs=ends_X)
-    parts = []
-    for start, rows in zip(range(0, len(rows_ZI), rows_at_once), rows_ZI.split(rows_at_once), strict=True):
-        ends = ends_X if len(rows) == len(rows_ZI) else (ends_X - start).clamp(0, len(rows))
-        parts.append(grouped_mm(rows, ZeroWithoutRows.apply(weights_XOI, ends).mT, offs=ends))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows_ZI = pad(rows_ZI, (0, -width % ALIGNED))
+    parts = [
+        grouped_mm(rows, weights_XOI.mT, offs=ends)
+        for ends, rows in _parts(ends_X, MOST_NUMBERS // max(weights_XOI.shape[1:]), rows_ZI)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:, :out]
 
 
-class ZeroWithoutRows(torch.autograd.Function):
-    """Experts' weights. The gradient of one without rows is zero, whatever torch's product left in its place:
-    not every kernel for GPUs writes it (pytorch #172439)."""
+def _grouped_gradient(grad_ZO: Tensor, rows_ZI: Tensor, ends_X: Tensor) -> Tensor:
+    """(X, O, I): the gradient of experts' weights. That of one without rows is zero, whatever torch's product
+    left in its place: not every kernel for GPUs writes it (pytorch #172439)."""
+    out, width = grad_ZO.shape[1], rows_ZI.shape[1]
+    grad_ZO, rows_ZI = (pad(x, (0, -x.shape[1] % ALIGNED)) for x in (grad_ZO, rows_ZI))
+    total = None
+    at_once = MOST_NUMBERS // max(grad_ZO.shape[1], rows_ZI.shape[1])
+    for ends, grad, rows in _parts(ends_X, at_once, grad_ZO, rows_ZI):
+        empty_X = ends.diff(prepend=ends.new_zeros(1)) == 0
+        gradient = grouped_mm(grad.t(), rows, offs=ends).masked_fill_(empty_X[:, None, None], 0)
+        total = gradient if total is None else total.add_(gradient)
+    return total[:, :out, :width]
 
-    @staticmethod
-    def forward(ctx, weights_XOI: Tensor, ends_X: Tensor) -> Tensor:
-        ctx.ends_X = ends_X
-        return weights_XOI.view_as(weights_XOI)
 
-    @staticmethod
-    def backward(ctx, gradient_XOI: Tensor):
-        empty_X = ctx.ends_X.diff(prepend=ctx.ends_X.new_zeros(1)) == 0
-        return gradient_XOI.masked_fill_(empty_X[:, None, None], 0), None
+def _parts(ends_X: Tensor, at_once: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """At most so many rows at once, after where the experts' rows end in them."""
+    for start in range(0, len(rows[0]), at_once):
+        parts = [x[start : start + at_once] for x in rows]
+        yield ends_X if len(rows[0]) <= at_once else (ends_X - start).clamp(0, len(parts[0])), *parts

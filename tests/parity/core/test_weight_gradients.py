@@ -31,19 +31,19 @@ LARGEST = {"fp32": 1e-6, "bf16": 8e-3}  # difference, of a parameter's largest; 
 LINEARS, MICRO_BATCHES = 4, 2  # of a layer: q k v together, output, gate and up together, down
 
 
-def every_case(path: str, file: str) -> dict[str, dict[str, float]]:
+def every_case(path: str, file: str, layout: ParallelConfig) -> dict[str, dict[str, float]]:
     """By case: calls of the product, and the largest difference."""
     from megatron_vlm.parallel import linears, setup
 
-    setup.init_distributed(ParallelConfig(tp=2), seed=1)
+    setup.init_distributed(layout, seed=1)
     case, found, calls = saved_cases.read(file), {}, []
     product = linears.wgrad_gemm_accum_fp32
     linears.wgrad_gemm_accum_fp32 = lambda *given: calls.append(given) or product(*given)
     for name, settings in CASES.items():
-        expected = outcome(path, case, ParallelConfig(tp=2), **settings)
+        expected = outcome(path, case, layout, **settings)
         assert not calls
         linears.DEVICES.append("cpu")
-        ours = outcome(path, case, ParallelConfig(tp=2), **settings)
+        ours = outcome(path, case, layout, **settings)
         linears.DEVICES.remove("cpu")
         found[name] = {"calls": len(calls), "difference": largest_difference(ours, expected)}
         calls.clear()
@@ -55,10 +55,26 @@ def test_gradients_that_linears_add_themselves_are_the_same(tmp_path):
     source = open_source(build_tiny_checkpoint("gemma3", tmp_path / "model"))
     parity.save_case(source, ["it", "t"], tmp_path / "case.pt")
     layers = source.description.text.num_hidden_layers
-    for rank in run_distributed(2, every_case, str(tmp_path / "model"), str(tmp_path / "case.pt")):
+    paths = str(tmp_path / "model"), str(tmp_path / "case.pt")
+    for rank in run_distributed(2, every_case, *paths, ParallelConfig(tp=2)):
         for name, found in rank.items():
             trained = 0 if name in ("frozen", "adapters") else LINEARS * MICRO_BATCHES
             assert found["calls"] == trained * layers, name
+            assert found["difference"] <= LARGEST["bf16" if name == "bf16" else "fp32"], name
+        assert rank["bf16"]["difference"] > LARGEST["fp32"]  # which is not rounded to 16 bits in between
+
+
+@pytest.mark.long
+def test_gradients_that_experts_add_themselves_are_the_same(tmp_path):
+    """Of two ranks with half of the experts each. The linears are those of attention alone."""
+    source = open_source(build_tiny_checkpoint("qwen3_vl_moe", tmp_path / "model"))
+    parity.save_case(source, ["it", "t"], tmp_path / "case.pt")
+    of_linears = 2 * source.description.text.num_hidden_layers
+    paths = str(tmp_path / "model"), str(tmp_path / "case.pt")
+    for rank in run_distributed(2, every_case, *paths, ParallelConfig(ep=2)):
+        for name, found in rank.items():
+            trained = name not in ("frozen", "adapters")
+            assert found["calls"] > 2 * of_linears if trained else not found["calls"], name
             assert found["difference"] <= LARGEST["bf16" if name == "bf16" else "fp32"], name
         assert rank["bf16"]["difference"] > LARGEST["fp32"]  # which is not rounded to 16 bits in between
 

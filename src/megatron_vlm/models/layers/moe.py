@@ -10,7 +10,7 @@ every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,15 +169,24 @@ class Experts(MegatronModule):
                 init(weights)
         return weights
 
-    def forward(self, rows_ZD: Tensor, by_expert: TokenOrder, weights_Z: Tensor) -> Tensor:
-        """The experts' outputs (Z, D), times `weights_Z`. Rows are sorted by their expert's number here."""
+    def forward(
+        self,
+        rows_ZD: Tensor,
+        by_expert: TokenOrder,
+        weights_Z: Tensor,
+        counts_X: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The experts' outputs (Z, D), times `weights_Z`. Rows are sorted by their expert's number here.
+        `counts_X` are rows of each, if the host knows them."""
         ends_X = by_expert.ends(self.experts)
-        gate_up = self._projected("linear_fc1", rows_ZD, ends_X)
+        if not self.config.gradient_accumulation_fusion:
+            counts_X = None
+        gate_up = self._projected("linear_fc1", rows_ZD, ends_X, counts_X)
         inner = gated(gate_up, self.config.activation_func, weights_Z)
-        return self._projected("linear_fc2", inner, ends_X)
+        return self._projected("linear_fc2", inner, ends_X, counts_X)
 
-    def _projected(self, name: str, rows: Tensor, ends_X: Tensor) -> Tensor:
-        output = grouped_product(rows, getattr(self, name), ends_X)
+    def _projected(self, name: str, rows: Tensor, ends_X: Tensor, counts_X: Sequence[int] | None) -> Tensor:
+        output = grouped_product(rows, getattr(self, name), ends_X, counts_X)
         return self.adapted[name](rows, output, ends_X) if name in self.adapted else output
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, ShardedTensor]:
@@ -250,7 +259,8 @@ class MoE(BaseMoELayer):
         rows, weights = exchange.there(rows), exchange.there(weights)
         by_local = TokenOrder.by(exchange.experts)
         rows, weights = reordered(rows, by_local, False), weights[by_local.places]
-        output = reordered(self.experts(rows, by_local, weights), by_local, True)
+        output = self.experts(rows, by_local, weights, exchange.counts)
+        output = reordered(output, by_local, True)
         return reordered(exchange.back(output), by_expert, True)
 
 
@@ -307,7 +317,8 @@ class ExpertExchange:
     """Rows sorted by expert that travel to the ranks of their experts.
 
     `counts_X` are this rank's rows of every expert. Afterwards `experts` (Z) says for which expert here each
-    received row is. Collective; the host waits once, for the numbers.
+    received row is, and `counts` how many rows each expert here has. Collective; the host waits once, for the
+    numbers.
     """
 
     def __init__(self, counts_X: Tensor, group: dist.ProcessGroup):
@@ -315,7 +326,9 @@ class ExpertExchange:
         sent = counts_X.view(ranks, -1)
         received = torch.empty_like(sent)  # [rank, expert]: rows that the rank has for an expert of mine
         dist.all_to_all_single(received, sent.contiguous(), group=group)
-        self._sent, self._received = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        of_experts = torch.stack((counts_X, received.flatten())).cpu().view(2, ranks, -1)
+        self._sent, self._received = of_experts.sum(2).tolist()
+        self.counts: list[int] = of_experts[1].sum(0).tolist()
         numbers = torch.arange(received.shape[1], device=received.device).repeat(ranks)
         self.experts = numbers.repeat_interleave(received.flatten(), output_size=sum(self._received))
 
