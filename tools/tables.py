@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from gpu_check.parts import LEVELS, PARTS
 from megatron_vlm.data.accounts.drops import REASONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -425,6 +426,48 @@ def exchange(report: dict) -> str:
     )
 
 
+def gpu_box(report: dict) -> str:
+    """A line for each level of the check of a GPU: where its parts ran last."""
+    parts = report["parts"]
+    link = "[`python tools/gpu_check`](docs/reference/gpu.md)"
+    if parts:
+        lines = [f"The lines on GPUs are of {link}, which writes them:"]
+    else:
+        shows = f"{link} shows in half an hour what works on a card, and writes it here"
+        lines = [f"**No run on a GPU is recorded.** {shows}:"]
+    lines += ["- CPU: all but kernels for CUDA and NCCL, tested by `.ci/run` against Transformers"]
+    for level, what in LEVELS.items():
+        names = [name for name, part in PARTS.items() if part.level == level]
+        ran = [name for name in names if name in parts]
+        places = "; ".join(dict.fromkeys(gpu_run(parts[name]["about"]) for name in ran))
+        wrong = [f"`{name}`" for name in ran if gpu_wrong(parts[name])]
+        count = f", {len(ran)} of {len(names)} parts" if ran else ""
+        found = f"; **wrong values** in {', '.join(wrong)}" if wrong else ""
+        lines.append(f"- GPU, {level} ({what}): {places or 'not run yet'}{count}{found}")
+    return "\n".join(lines)
+
+
+def gpu_run(about: dict) -> str:
+    versions = [f"{name} {about[name]}" for name in ("torch", "transformers", "driver") if name in about]
+    return ", ".join((about["date"][:10], about["card"], *versions))
+
+
+def gpu_wrong(part: dict) -> list[str]:
+    return [row["what"] for row in part["rows"] if row["verdict"] == "WRONG"]
+
+
+def gpu(report: dict) -> str:
+    """A line for each part of the check of a GPU, with what was wrong."""
+    rows = []
+    for level in LEVELS:
+        for name in (name for name, part in PARTS.items() if part.level == level):
+            run = report["parts"].get(name)
+            wrong = "; ".join(what[:100].replace("|", "/") for what in gpu_wrong(run)) if run else ""
+            counted = (len(run["rows"]), wrong or "none") if run else ("", "")
+            rows.append((level, f"`{name}`", gpu_run(run["about"]) if run else "not yet", *counted))
+    return markdown(("level", "part", "last run", "values", "wrong"), rows)
+
+
 def bundle(report: dict) -> str:
     """The largest wheels of the last bundle, and its size."""
     largest = sorted(report["wheels"], key=lambda each: -each["bytes"])[:5]
@@ -520,6 +563,8 @@ TABLES: dict[str, tuple[str | None, Path, Callable[..., str]]] = {
     "gradients": ("bench_optimizer.json", DOCS / "design" / "exactness.md", gradients),
     "exchange": ("delta_exchange.json", DOCS / "design" / "streams.md", exchange),
     "step": ("bench_step.json", REPORTS / "step-speed.md", step),
+    "gpu_box": ("gpu.json", README, gpu_box),
+    "gpu": ("gpu.json", DOCS / "reference" / "gpu.md", gpu),
     "cubins": ("cubins.json", DOCS / "reference" / "gpu.md", cubins),
     "cubins_fla": ("cubins_fla.json", DOCS / "reference" / "gpu.md", cubins_fla),
     "bundle": ("bundle.json", DOCS / "reference" / "gpu.md", bundle),

@@ -63,7 +63,7 @@ def expected_of(case: Case, sizes: Sizes) -> Iterator[tuple[str, float]]:
     yield "peak GiB by the plan", (stage.memory - RESERVE) / 2**30
     yield "peak GiB", rehearse(config, plans[measured].description, 1).peak / 2**30
     if config.optimizer.offload:
-        yield "optimizer, milliseconds", 1000 * 2 * stage.offloaded / search.HOST
+        yield "optimizer, milliseconds", 1000 * stage.offloaded / search.HOST
         return
     less, more = (seconds_of_documents(plans[layers], documents_of(case.tokens)) for layers in sizes.depths)
     layer = (more - less) / (many - few)

@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 
 from gpu_check.parts import PARTS
+from gpu_check.record import record
 from gpu_check.rows import Row, add, read, without, write_tables
 
 LAST_LINES = 600  # characters of a log that go into the row of a part that failed
@@ -44,6 +45,7 @@ def run_all(parts: list[str], folder: Path, families: list[str], minutes: float,
     wrong = [row for row in rows if row.verdict == "WRONG"]
     seconds = time.monotonic() - began
     print(f"{len(rows)} values, {len(wrong)} wrong, {seconds:.0f} s; the table: {folder}/gpu_check.md")
+    print(record(folder, parts))
     return int(bool(wrong))
 
 

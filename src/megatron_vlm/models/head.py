@@ -3,7 +3,7 @@
 Hidden states of other tokens are dropped first. The rest goes through the output layer in chunks, and each
 chunk's logits are reduced to a few numbers per token. The backward computes them again, except the
 last chunk's, which are kept: so the most that is ever held is one chunk. What is between the products is one
-function in each direction, compiled on CUDA; it has not run on a GPU yet.
+function in each direction, compiled on CUDA.
 """
 
 from collections.abc import Sequence

@@ -13,8 +13,7 @@ are added so where the host knows how many rows each expert has: with expert par
 With `tp_comm_overlap` the products exchange rows while they multiply, by torch's operators on symmetric
 memory: a rank multiplies its own rows while the next rank's rows arrive, and sends the rows of one rank
 while it multiplies the next rank's. On a CPU, and on shapes, torch's stand-ins of the same signature
-exchange all rows at once. None of this has run on a GPU yet: `models.layers.kernel_checks` compares it
-there before a run.
+exchange all rows at once. On a GPU `models.layers.kernel_checks` compares it before a run.
 """
 
 import sys

@@ -79,7 +79,7 @@ def reset_layout(parallel: ParallelConfig, seed: int) -> None:
 def _repeat_exactly() -> None:
     """Lets torch use only algorithms that give the same bits in every run, also in FlashAttention's backward.
 
-    On CUDA torch then raises RuntimeError at an operation that has none. It has not run there yet.
+    On CUDA torch then raises RuntimeError at an operation that has none.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it begins
     torch.use_deterministic_algorithms(True)

@@ -12,8 +12,8 @@ With `optimizer.offload` the fp32 parameters and both moments lie in host memory
 bf16 (`offload`). A step brings them to the device bucket by bucket, computes there and sends them back, so
 it is the same to the bit as without. While a bucket is updated and leaves, the next one arrives. Megatron
 0.19's own offload (`HybridDeviceOptimizer`) overlaps copies, too. But it computes on the host, to other bits,
-keeps gradients there besides, 16 bytes a parameter, and asks for Transformer Engine. On CUDA this has not run
-yet; the host waits for no copy.
+keeps gradients there besides, 16 bytes a parameter, and asks for Transformer Engine. The host waits for no
+copy.
 """
 
 from __future__ import annotations

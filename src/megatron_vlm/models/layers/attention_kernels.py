@@ -199,7 +199,7 @@ def _parts(segments: Segments, scores_like: Tensor) -> Iterator[Part]:
 
 
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
-    """FlashAttention 2 in torch, for CUDA, in 16 bits. It has not run on a GPU yet."""
+    """FlashAttention 2 in torch, for CUDA, in 16 bits."""
     outputs = flash_kernel(
         *(query, key, value, *segments.bounds, *segments.longest, 0.0, segments.is_causal, False),
         **_options(segments, scale),
@@ -262,7 +262,7 @@ def most_workspace(query: Sequence[int], key: Sequence[int], segments: int, long
 
 
 def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
-    """cuDNN's attention through torch, for CUDA, in 16 bits. It has not run on a GPU yet.
+    """cuDNN's attention through torch, for CUDA, in 16 bits.
 
     Windows, unknown to it, go to `flash_forward`, and so do uneven segments (`cudnn_workspace`). cuDNN plans
     a call for its number of tokens, the longest segment and strides, so these are rounded or always the same.

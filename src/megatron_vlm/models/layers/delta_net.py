@@ -6,9 +6,9 @@ place if it had none of these limits, with another order of the rows of `in_proj
 rows together, so that a checkpoint goes from any tensor parallelism to any other.
 
 Convolution and rule take the documents of a stream in one call: by flash-linear-attention's kernels where a
-check before the run took them, else in plain PyTorch. The kernels are for CUDA and 16 bits, and have not run
-on a GPU yet. They get the chunks of documents beside their bounds: else they would count them on the device,
-and the host would wait for it.
+check before the run took them, else in plain PyTorch. The kernels are for CUDA and 16 bits. They get the
+chunks of documents beside their bounds: else they would count them on the device, and the host would wait for
+it.
 """
 
 from collections.abc import Callable

@@ -3,7 +3,7 @@ each, and other devices run them as they are written.
 
 The callers of these functions are autograd functions with backward passes of their own: so what is kept
 between the two passes does not depend on a compiler and is the same on every device, `meta` included.
-Compiled, they have not run on a GPU yet, only on a CPU in tests.
+Tests compile them for a CPU.
 """
 
 from collections.abc import Callable, Iterator
