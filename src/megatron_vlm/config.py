@@ -90,8 +90,9 @@ class ModelConfig:
     dtype: Literal["bf16", "fp32"] = "bf16"  # data type of parameters and activations; Adam's state is fp32
     freeze: Parts = field(default_factory=list)  # parts of the model that are not trained
     # "dense": the reference, with a mask over all pairs of tokens; "documents": plain PyTorch, one document
-    # at a time; "flash", "cudnn": kernels for CUDA in bf16; "auto": the fastest of them on this device
-    attention: Literal["auto", "dense", "documents", "flash", "cudnn"] = "auto"
+    # at a time; "flash", "cudnn", "flash4": kernels for CUDA in bf16, the last of the package flash-attn-4;
+    # "auto": the fastest of them on this device
+    attention: Literal["auto", "dense", "documents", "flash", "cudnn", "flash4"] = "auto"
     # parts that use slower code if the check before a run finds their CUDA kernel wrong; if another part's
     # kernel is wrong, the run ends
     fallbacks: list[Literal["attention", "towers", "fused", "delta_nets", "weight_gradients"]] = field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -227,6 +228,30 @@ def cudnn_backward_stand_in(
     return tuple(torch.cat((grad, torch.full_like(x[len(grad) :], torch.nan))) for grad, x in pairs_of)
 
 
+def flash4_segments(q, k, options) -> Segments:
+    """The segments that FlashAttention 4's arguments describe."""
+    bounds = options["cu_seqlens_q"], options["cu_seqlens_k"]
+    lengths = [of.diff().numpy() for of in bounds]
+    assert [options["max_seqlen_q"], options["max_seqlen_k"]] == [n.max() for n in lengths]
+    assert [of[-1] for of in bounds] == [len(q), len(k)] and all(of.dtype == torch.int32 for of in bounds)
+    return Segments(*lengths, options["window_size_left"], options["window_size_right"], CPU)
+
+
+def flash4_stand_in(q, k, v, *, softmax_scale, return_lse, **options):
+    """`flash_attn.cute.interface._flash_attn_fwd`, which returns more than torch's"""
+    assert return_lse and len(options) == 6
+    segments = flash4_segments(q, k, options)
+    return *KERNELS["documents"].forward(q, k, v, segments, softmax_scale), None, None, None
+
+
+def flash4_backward_stand_in(q, k, v, out, dout, lse, *, softmax_scale, deterministic, **options):
+    """`flash_attn.cute.interface._flash_attn_bwd`"""
+    assert dout.is_contiguous() and lse.shape == (q.shape[1], len(q)) and not deterministic
+    segments = flash4_segments(q, k, options)
+    return KERNELS["documents"].backward(dout, (q, k, v), (out, lse), segments, softmax_scale)
+
+
+FLASH4 = {"_flash_attn_fwd": flash4_stand_in, "_flash_attn_bwd": flash4_backward_stand_in}
 STAND_INS = {
     "flash_kernel": flash_stand_in,
     "flash_kernel_backward": flash_backward_stand_in,
@@ -241,11 +266,14 @@ def with_stand_ins(monkeypatch):
     for name, stand_in in STAND_INS.items():
         monkeypatch.setattr(kernels, name, stand_in)
     monkeypatch.setattr(kernels, "NO_CUDNN", None)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", SimpleNamespace(**FLASH4))
     return monkeypatch
 
 
 @pytest.mark.parametrize("lengths", [[700, 3, 90, 1, 8], [509, 400]], ids=["uneven", "even"])
-@pytest.mark.parametrize("name", ["flash", "cudnn"])
+@pytest.mark.parametrize("name", ["flash", "cudnn", "flash4"])
 @pytest.mark.parametrize("window", [None, 50])
 def test_kernels_for_cuda_get_the_same_lists(with_stand_ins, name, window, lengths):
     planned.clear()
@@ -365,6 +393,8 @@ def test_the_check_before_a_run_passes_what_agrees(dtype):
 
 def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
     assert all(problem.startswith("flash does not run here (") for problem in check("flash"))
+    absent = "flash4 does not run here (flash-attn-4: ModuleNotFoundError: No module named 'flash_attn')"
+    assert check("flash4") == (absent, absent)
     forward, backward = KERNELS["documents"]
 
     def wrong_gradient(*args):
@@ -485,6 +515,18 @@ def test_the_faster_kernel_is_taken_or_the_one_that_is_named(as_on_cuda, recwarn
     assert taken(attention=slow) == {16: slow}
     check_towers(Tower(), CUDA, torch.bfloat16, ModelConfig(attention=slow))
     assert tower_attention.kernels == {(4, 16): slow} and not recwarn.list
+
+
+def test_flash_attention_4_is_measured_where_it_is_installed(as_on_cuda):
+    slow = slowed("flash", as_on_cuda)
+    for name in ("flash", "cudnn"):
+        as_on_cuda.setitem(KERNELS, name, slow)
+    for is_installed in (False, True):
+        as_on_cuda.setattr(kernel_checks, "flash4_is_installed", lambda there=is_installed: there)
+        assert (taken() == {16: "flash4"}) is is_installed
+        check_towers(Tower(), CUDA, torch.bfloat16, ModelConfig())
+        assert (tower_attention.kernels == {(4, 16): "flash4"}) is is_installed
+        kernel_checks.chosen.clear()
 
 
 def test_all_ranks_take_the_kernel_that_is_fastest_on_all_together(as_on_cuda):

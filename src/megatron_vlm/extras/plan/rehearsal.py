@@ -154,7 +154,7 @@ def as_on_a_gpu(config: RunConfig) -> RunConfig:
     """A copy with what `auto` means on a GPU."""
     config = deepcopy(config)
     config.model.load_weights = True  # so that nothing is drawn at random
-    if config.model.attention in ("auto", "cudnn"):  # both kernels hold the same
+    if config.model.attention in ("auto", "cudnn", "flash4"):  # all kernels hold the same
         config.model.attention = "flash" if config.model.dtype == "bf16" else "dense"
     return config
 

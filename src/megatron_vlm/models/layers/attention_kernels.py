@@ -14,6 +14,7 @@ and each call's backward gives its part of the gradients.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module, metadata
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,8 +303,60 @@ def _rounded(x: Tensor) -> Tensor:
     return pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % step)) if len(x) % step else x.contiguous()
 
 
+def flash4_is_installed() -> bool:
+    """Whether the package flash-attn-4 is there; others put modules of the same name elsewhere."""
+    return any(metadata.distributions(name="flash-attn-4"))
+
+
+def _flash4(name: str, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Call a function of FlashAttention 4 (checked against 4.0.0b36), for CUDA, in 16 bits.
+
+    torch's `activate_flash_attention_impl("FA4")` calls the same two, but in the place of FlashAttention 2,
+    for all of a process. Their errors of many types become RuntimeErrors. None has run on a GPU yet.
+    """
+    try:
+        interface = import_module("flash_attn.cute.interface")
+        return getattr(interface, name)(*tensors, **options)
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"flash-attn-4: {type(error).__name__}: {error}") from error
+
+
+def _flash4_options(segments: Segments, scale: float) -> dict[str, Any]:
+    queries, keys = segments.bounds
+    return {
+        "softmax_scale": scale,
+        "window_size_left": segments.left,
+        "window_size_right": segments.right,
+        "cu_seqlens_q": queries,
+        "cu_seqlens_k": keys,
+        "max_seqlen_q": segments.longest[0],
+        "max_seqlen_k": segments.longest[1],
+    }
+
+
+def flash4_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
+    """See the module."""
+    options = _flash4_options(segments, scale)
+    context, log_sum_exp, *_ = _flash4("_flash_attn_fwd", query, key, value, return_lse=True, **options)
+    return context, log_sum_exp
+
+
+def flash4_backward(
+    gradient: Tensor, inputs: Inputs, outputs: Outputs, segments: Segments, scale: float
+) -> Inputs:
+    """See the module. It holds what `flash_workspace` says or less, and 4 bytes for each query and head."""
+    context, log_sum_exp = outputs
+    options = _flash4_options(segments, scale)
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    tensors = *inputs, context, gradient.contiguous(), log_sum_exp
+    return _flash4("_flash_attn_bwd", *tensors, **options)[:3]
+
+
 KERNELS = {
     "documents": Kernel(documents_forward, documents_backward),
     "flash": Kernel(flash_forward, flash_backward),
     "cudnn": Kernel(cudnn_forward, cudnn_backward),
+    "flash4": Kernel(flash4_forward, flash4_backward),
 }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.layers.attention import Attend, dense
-from megatron_vlm.models.layers.attention_kernels import KERNELS
+from megatron_vlm.models.layers.attention_kernels import KERNELS, flash4_is_installed
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
 from megatron_vlm.models.layers.delta_net import (
@@ -33,7 +33,7 @@ from megatron_vlm.parallel import linears
 from megatron_vlm.parallel.linears import GatheredProduct, ScatteredProduct, wgrad_gemm_accum_fp32
 from megatron_vlm.parallel.setup import from_all_ranks, local_rank_0_first
 
-FOR_CUDA = ("flash", "cudnn")  # in 16 bits
+FOR_CUDA = ("flash", "cudnn", "flash4")  # in 16 bits
 ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, OSError, subprocess.SubprocessError)
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference allowed, of the largest number
 # Lengths of documents with blocks in them: cuDNN leaves the first to FlashAttention (`Segments.is_even`), and
@@ -52,7 +52,7 @@ SLOWER = {
 OVERLAP = "parallel.tp_comm_overlap: products that exchange rows"
 WITHOUT = "parallel.tp_comm_overlap=false trains with exchanges before and after them."
 WITHOUT_KERNEL = {
-    "cudnn": "model.attention=flash trains without it.",
+    **dict.fromkeys(("cudnn", "flash4"), "model.attention=flash trains without it."),
     "flash": "model.attention=dense trains without it, slowly.",
     "flash-linear-attention": "a run trains without it if the package is not installed.",
 }
@@ -117,7 +117,9 @@ def check_towers(vision: nn.Module, device: torch.device, dtype: torch.dtype, mo
 
 def names_for_cuda() -> tuple[str, ...]:
     """The kernels to choose from. Torch cannot tell cuDNN's backward pass to add in a fixed order."""
-    return FOR_CUDA[:1] if torch.are_deterministic_algorithms_enabled() else FOR_CUDA
+    if torch.are_deterministic_algorithms_enabled():
+        return FOR_CUDA[:1]
+    return FOR_CUDA if flash4_is_installed() else FOR_CUDA[:2]
 
 
 def _fastest(
