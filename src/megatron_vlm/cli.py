@@ -193,10 +193,11 @@ def train(
 
     # from here on this process is a rank
     with watchdog.watching(Path(config.run_dir, "errors"), config.train.hang_seconds):
-        gc.disable()  # imports make a million objects that all stay; looking through them takes time
-        from megatron_vlm.training.loop import train as train_run
+        with watchdog.stage("importing torch and Megatron"):
+            gc.disable()  # imports make a million objects that all stay; looking through them takes time
+            from megatron_vlm.training.loop import train as train_run
 
-        gc.enable()
+            gc.enable()
         if not profile:
             train_run(config)
             return

@@ -45,7 +45,6 @@ class Feed:
     """
 
     def __init__(self, config: RunConfig, source: Source, saved: CheckpointInfo):
-        watchdog.beat("opening the data")
         self._config, self._train = config, config.train
         self._begun = saved.step, 0 if config.data.restart else saved.extra.get("rows", 0)
         # no thread without workers: encoding draws from generators of this process, which a step may be using

@@ -89,6 +89,12 @@ def aligned(rows: Sequence[Sequence[str]], side: str = "<") -> list[str]:
     return ["  ".join(row).rstrip() for row in cells]
 
 
+def plural(count: int, noun: str) -> str:
+    """The count with its noun: `1 step`, `2,000 steps`, `2 processes`."""
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 def readable_size(size: int) -> str:
     """A number of bytes in a readable unit: `12.3 GB`, `4.5 MB`."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -18,7 +18,7 @@ from megatron_vlm.config import (
 )
 from megatron_vlm.data.on_disk.paths import DataSource, sources_of
 from megatron_vlm.imports import is_users
-from megatron_vlm.messages import join_lines, suggestion
+from megatron_vlm.messages import join_lines, plural, suggestion
 from megatron_vlm.objectives import OBJECTIVES, objective_of
 from megatron_vlm.overrides import setting_problems
 
@@ -300,5 +300,5 @@ def _size_problem(sizes: dict[str, int], world_size: int) -> Iterator[str]:
     sizes_text = " · ".join(f"{name} {value}" for name, value in sizes.items())
     below = world_size // size * size
     start = f"{below} or {below + size}" if below else f"{size}"
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    processes = plural(world_size, "process")
     yield f"parallel: {sizes_text} = {size} does not divide {processes}; change one size or start {start}."

@@ -12,10 +12,11 @@ import io
 import json
 import math
 import os
+import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,21 +27,16 @@ from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.files import atomic_write, open_file, open_to_write
 from megatron_vlm.imports import installed_versions
 from megatron_vlm.job import watchdog
+from megatron_vlm.messages import plural
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.overrides import to_yaml
+from megatron_vlm.run_folder import checkpoints
 
 STARTS = "starts.jsonl"
-PLAIN_LINES = 20  # lines that a whole run prints if there is no terminal for a bar
-IN_WORDS = {  # figures of a step, as the bar shows them; docs/reference/metrics.md explains them
-    "epoch": "epoch {:.2f}",
-    "mfu": "MFU {:.1%}",
-    "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
-    "images_per_second_per_device": "{:,.1f} images/s/device",
-    "padding": "padding {:.0%}",
-    "data_seconds": "data {:.2f} s",
-    "peak_memory_gb": "{:.1f} GB",
-    "expert_balance": "experts {:.2f}",
-}
+# metrics of a step in its line and beside the bar, which have room for few; see docs/reference/metrics.md
+SHOWN = {"loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "grad {:.2f}"}
+RATE = {"tokens_per_second": "{:,.0f} tok/s"}
+BAR = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 TOTALS = ("trained_tokens", "dropped_samples")  # of a run since its first step, resumes included
 OF_A_SOURCE = ("trained_tokens/", "samples/")  # so begin the names of further totals, if there are sources
 
@@ -56,6 +52,7 @@ class RunLog(Callback):
         self._totals = dict.fromkeys(TOTALS, 0)
         self._file: BinaryIO | None = None  # on the first rank
         self._bar: tqdm | None = None
+        self._logged: dict[int, set[str]] = {}  # the names of the rows of the step that was logged last
 
     def state_dict(self) -> dict[str, Any]:
         return self._totals
@@ -71,14 +68,16 @@ class RunLog(Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._first_step = run.step + 1
         self._started = time.monotonic()
-        self._formats = {**objective_of(run.config).figures, **IN_WORDS}
+        # the first metric of the objective that is shown, such as its reward, says more than the norm
+        own = [item for item in objective_of(run.config).figures.items() if item[1]]
+        self._formats = dict([*SHOWN.items()][: 2 if own else 3] + own[:1]) | RATE
         steps = run.milestones.steps
         atomic_write(self._folder / "config.yaml", to_yaml(self._config))
         note_start(self._folder, self._first_step, steps)
         keep_rows_before(self._folder / "metrics.jsonl", self._first_step)
         self._file = open_to_write(self._folder / "metrics.jsonl", "ab")
         if sys.stderr.isatty():
-            self._bar = tqdm(total=steps, initial=run.step, desc=run.config.name, unit="step")
+            self._bar = tqdm(total=steps, initial=run.step, bar_format=BAR, dynamic_ncols=True)
         for note in run.notes:
             run.message(note)
 
@@ -86,27 +85,31 @@ class RunLog(Callback):
         if self._file is None:
             return
         row = dict(metrics)
-        tokens = row["trained_tokens"]
         for name in filter(_is_total, metrics):
             self._totals[name] = self._totals.get(name, 0) + row.pop(name)
         self._totals["dropped_samples"] = run.feed.dropped_everywhere()
-        rate = tokens / max(metrics["seconds"], 1e-9)
-        if run.step % run.config.logging.log_every == 0 or run.step in (1, run.milestones.last):
-            run.log({**row, "tokens_per_second": rate, **self._totals})
-        words = [f"loss {row['loss']:.4f} · lr {row['lr']:.2e} · grad {row['grad_norm']:.2f}"]
-        words += [f"{_short(rate)} trained tokens/s", *_in_words(row, self._formats)]
-        self._show(run, " · ".join(words))
+        is_logged = run.step % run.config.logging.log_every == 0 or run.step in (1, run.milestones.last)
+        if is_logged:
+            run.log({**row, **self._totals})
+        words = [text.format(row[name]) for name, text in self._formats.items() if name in row]
+        self._show(run, " · ".join(words), is_logged or run.step == self._first_step)
 
     def on_validation_end(self, run: Run, metrics: dict[str, float]) -> None:
         run.log(metrics)
         words = [f"{name} {value:.4f}" for name, value in metrics.items() if _is_shown(name)]
-        if "valid_loss" in metrics:
+        if "valid_loss" in metrics and "valid_reward" not in metrics:  # which it is, negated
             words.insert(0, f"validation loss {metrics['valid_loss']:.4f}")
-        run.message(f"step {run.step}: {' · '.join(words)}")
+        self._message(run, f"step {run.step} · {' · '.join(words)}")
 
     def on_log(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         if self._file is None:
             return
+        # a second value of a step would hide the first
+        names = self._logged.get(step, set())
+        if repeated := sorted(names & metrics.keys()):
+            place = f"run.log: {repeated[0]} of step {step}"
+            raise ConfigError(f"{place} is logged already; give another name.")
+        self._logged = {step: names | metrics.keys()}
         # JSON knows no NaN; null keeps the row readable everywhere
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **row}).encode() + b"\n")
@@ -116,7 +119,10 @@ class RunLog(Callback):
         self._draw()
 
     def on_train_end(self, run: Run) -> None:
-        """Say what the run dropped, and why it ended early."""
+        """Say where the run is, how to go on with it, what it dropped, and why it ended early."""
+        if not run.stopped_by and run.step:
+            for line in closing_lines(run.config, run.step):
+                run.message(line)
         dropped = run.feed.dropped_by_reason()  # which all ranks add up
         if dropped:
             folder = Path(run.config.run_dir, "drops")
@@ -135,17 +141,40 @@ class RunLog(Callback):
         if self._file is not None:
             draw_losses(self._folder / "metrics.jsonl", self._folder / "loss.png")
 
-    def _show(self, run: Run, text: str) -> None:
+    def _message(self, run: Run, text: str) -> None:
+        """A line with the time of day if there is no bar, which tells how much time goes by."""
+        run.message(text if self._bar is not None else f"{time.strftime('%H:%M:%S')} {text}")
+
+    def _show(self, run: Run, text: str, is_logged: bool) -> None:
         steps = run.milestones.steps
         if self._bar is not None:
             self._bar.total = steps
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(run.step - self._bar.n)
             return
-        if run.step % max(1, steps // PLAIN_LINES) == 0 or run.step in (self._first_step, steps):
+        if is_logged:
             per_step = (time.monotonic() - self._started) / (run.step - self._first_step + 1)
             time_left = tqdm.format_interval(per_step * (steps - run.step))
-            run.message(f"step {run.step}/{steps} · {text} · {time_left} left")
+            self._message(run, f"step {run.step}/{steps} · {text} · {time_left} left")
+
+
+def settings_line(config: RunConfig, steps: int, warmup_steps: int) -> str:
+    """The settings that decide most about a run, for its first lines."""
+    adam = config.optimizer
+    schedule = f"{adam.lr_scheduler_type}, {plural(warmup_steps, 'warmup step')}"
+    batch = f"batch {config.train.global_batch_size} in micro batches of {config.train.micro_batch_size}"
+    length = f"rows of up to {config.data.seq_length:,} tokens"
+    return f"{plural(steps, 'step')} · learning rate {adam.lr:g} ({schedule}) · {batch} · {length}"
+
+
+def closing_lines(config: RunConfig, step: int) -> Iterator[str]:
+    """Where a run that is trained to a step has it, and the commands that use it."""
+    folder = config.run_dir
+    yield f"saved in {checkpoints(folder)}/step_{step:08d}"
+    if config.logging.report:
+        yield f"report: {folder}/report.html"
+    yield f"export it: megatron-vlm export {shlex.quote(folder)} {shlex.quote(f'{folder}-hf')}"
+    yield f'ask it: megatron-vlm generate {shlex.quote(folder)} "<image>What is this?" --image FILE'
 
 
 def note_start(run_dir: str | Path, first_step: int, total_steps: int) -> None:
@@ -223,13 +252,3 @@ def _is_total(name: str) -> bool:
 def _is_shown(name: str) -> bool:
     """Whether a metric of a validation is printed: losses of sources, rewards, and scores."""
     return name.startswith(("valid_loss/", "valid_reward", "score/"))
-
-
-def _in_words(figures: Mapping[str, float], formats: Mapping[str, str | None]) -> list[str]:
-    rates = [f"{name} {figures[name]:.2e}" for name in figures if name.startswith("lr_")]
-    texts = [words.format(figures[name]) for name, words in formats.items() if words and name in figures]
-    return rates + texts
-
-
-def _short(number: float) -> str:
-    return f"{number / 1000:.1f}k" if number >= 10_000 else f"{number:.0f}"

@@ -25,6 +25,7 @@ class Samples(Callback):
     """Writes `<run_dir>/batches` on ranks that read, for `megatron-vlm replay`."""
 
     log: BatchLog | None = None
+    _logged = 0  # the last step in the log
 
     def on_train_begin(self, run: Run) -> None:
         from megatron_vlm.parallel import setup  # readers of the log need no torch
@@ -34,10 +35,12 @@ class Samples(Callback):
             self.log = BatchLog(run.config.run_dir, rank, ranks, run.step + 1)
 
     def on_step_begin(self, run: Run) -> None:
-        if self.log is not None:
+        if self.log is not None and self._logged < run.step:
             self.log.write(run.step, run.micro_batches)
+            self._logged = run.step
 
     def on_exception(self, run: Run, error: BaseException) -> None:
+        self.on_step_begin(run)  # another callback may have failed before this one was called
         note_samples(error, run.config.run_dir, run.step, run.micro_batches)
 
     def close(self) -> None:

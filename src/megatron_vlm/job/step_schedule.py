@@ -42,7 +42,8 @@ class Epochs:
             return
         more = rows - self.rows(epochs)
         filled = f"; {more:,} rows of the epoch after them fill the last" if more else ""
-        yield f"train.epochs: {epochs:g} epochs end with step {last:,}{filled}"
+        ends = "epoch ends" if epochs == 1 else "epochs end"
+        yield f"train.epochs: {epochs:g} {ends} with step {last:,}{filled}"
         data = config.data
         if data.dataset_type == "energon" and data.shuffle_buffer_size > 1:
             yield (

@@ -107,6 +107,19 @@ def beat(doing: str | None = None, *, step: int | None = None) -> None:
         _watch.write(doing=doing)
 
 
+@contextlib.contextmanager
+def stage(doing: str) -> Iterator[None]:
+    """Report a part of a command's start with a beat; once it is done, print on rank 0 how long it took."""
+    before = _watch and _watch.content["doing"]
+    beat(doing)
+    began = time.monotonic()
+    yield
+    beat(before)
+    seconds = time.monotonic() - began
+    if _watch is not None and rank() == 0 and seconds >= 0.05:
+        print(f"{doing} {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
 def count_as_progress(progress: Callable[[], Any]) -> None:
     """From now on, a change of what `progress` returns counts as progress of this rank."""
     if _watch is not None:

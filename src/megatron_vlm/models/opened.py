@@ -36,12 +36,12 @@ def open_model(
     leave some as they are, and adapters do not begin with `config.adapter.start`. A run that does begin with
     it keeps a copy in `run_dir`. Without `raw_pixels` the checkpoint needs no processor.
     """
-    watchdog.beat("building the model")
-    processor = source.processor if raw_pixels else None
-    chunks = build_model(config, source.description, setup.device(), processor)
+    with watchdog.stage("building the model"):
+        processor = source.processor if raw_pixels else None
+        chunks = build_model(config, source.description, setup.device(), processor)
     if config.model.load_weights and (config.adapter.used or not resumes):
-        watchdog.beat(f"importing {source.folder}")
-        import_hf(chunks, source.folder, source.description.weight_map)
+        with watchdog.stage("loading weights"):
+            import_hf(chunks, source.folder, source.description.weight_map)
     if config.adapter.used:
         start = None if resumes else config.adapter.start
         load_adapters(chunks, source.folder, source.description.renames, start, run_dir)

@@ -108,6 +108,7 @@ class StepFigures:
         figures = {
             "mfu": done.flops / device_seconds / self._peak if self._peak else None,
             "tflops_per_device": done.flops / device_seconds / 1e12,
+            "tokens_per_second": done.tokens / max(seconds, 1e-9),
             "tokens_per_second_per_device": done.tokens / device_seconds,
             "images_per_second_per_device": done.images / device_seconds,
             "padding": 1 - done.tokens / done.places if done.places else 0.0,

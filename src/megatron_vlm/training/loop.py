@@ -10,15 +10,17 @@ from torch.nn import Module
 
 from megatron_vlm.callbacks import Callback, Callbacks, Run
 from megatron_vlm.callbacks.built_in import callbacks_of
+from megatron_vlm.callbacks.run_log import settings_line
 from megatron_vlm.config import RunConfig
 from megatron_vlm.feed import Feed
+from megatron_vlm.job import watchdog
 from megatron_vlm.job.errors import closing
 from megatron_vlm.job.stops import Stopped
 from megatron_vlm.models.adapters.files import notes_of_start
 from megatron_vlm.models.hf import Source, open_source
 from megatron_vlm.models.layers import kernel_checks
 from megatron_vlm.models.opened import open_model
-from megatron_vlm.models.weights.by_part import parameters_by_part
+from megatron_vlm.models.weights.by_part import parameters_by_part, trained_share
 from megatron_vlm.objectives import objective_of
 from megatron_vlm.parallel import cpu, setup
 from megatron_vlm.run_folder import with_own_start
@@ -61,20 +63,28 @@ def open_run(config: RunConfig, callbacks: Callbacks) -> Run:
     kernel_checks.chosen.update(saved.kernels)  # so that bits stay the same
     config = setup.on_first_rank(with_own_start, config)  # a resumed run keeps the adapter that it began with
     source = open_source(config.model.hf_path, saved.tied, config.data)
-    feed = Feed(config, source, saved)
-    milestones = setup.on_first_rank(feed.milestones)
+    with watchdog.stage("opening the data"):
+        feed = Feed(config, source, saved)
+        milestones = setup.on_first_rank(feed.milestones)
     model = starting_model(config, source)
     step_loss = objective_of(config).step_loss(config, model)
     if isinstance(step_loss, Callback):
         callbacks.add_first(step_loss)
     description = source.description
     parts = parameters_by_part(model, config.optimizer.by_part, description.groups, description.rules)
-    optimizer, scheduler = build_optimizer(model, config, milestones.steps, parts)
+    with watchdog.stage("building the optimizer"):
+        optimizer, scheduler = build_optimizer(model, config, milestones.steps, parts)
     with checkpoint.naming_changes(config):
         resumed = checkpoint.load_latest(config.run_dir, model, optimizer, scheduler)
     feed.resume(resumed)
     callbacks.load_state_dict(saved.extra.get("callbacks", {}))
-    notes = chain(notes_of_start(config), feed.notes(milestones), filter(None, [threads_note]))
+    about_training = [
+        "trainable parameters: {:,} of {:,} ({:.2%})".format(*trained_share(model)),
+        settings_line(config, milestones.steps, scheduler.lr_warmup_steps),
+    ]
+    notes = chain(
+        notes_of_start(config), feed.notes(milestones), filter(None, [threads_note]), about_training
+    )
     return Run(
         config,
         milestones,

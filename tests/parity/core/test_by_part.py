@@ -10,6 +10,7 @@ import re
 import parity
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import (
     AdapterConfig,
@@ -75,6 +76,7 @@ def step(ddp, optimizer, scheduler, named) -> dict[str, tuple[str, int, float, f
 def steps_of_ranks(path: str, layouts: dict[str, ParallelConfig], root: str) -> dict:
     """By layout: moves of a step with FIRST, and of a step that goes on with SECOND, in that layout and in
     plain data parallelism; and what is logged."""
+    from megatron_vlm.models.weights.by_part import trained_share
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import checkpoint
     from megatron_vlm.training.optimizer import learning_rates
@@ -84,6 +86,7 @@ def steps_of_ranks(path: str, layouts: dict[str, ParallelConfig], root: str) -> 
     for name, layout in layouts.items():
         first = started(run_of(layout, FIRST), path)
         logged = learning_rates(first[2])
+        share = trained_share(first[0])
         moves = [step(*first)]
         checkpoint.save(f"{root}/{name}", 1, *first[:3])
         for other in (layout, ParallelConfig()):
@@ -91,7 +94,7 @@ def steps_of_ranks(path: str, layouts: dict[str, ParallelConfig], root: str) -> 
             checkpoint.load_latest(f"{root}/{name}", *second[:3])
             rates = learning_rates(second[2])
             moves.append(step(*second))
-        found[name] = {"moves": moves, "logged": logged, "rates": rates}
+        found[name] = {"moves": moves, "logged": logged, "rates": rates, "share": share}
     return found
 
 
@@ -124,6 +127,14 @@ def falls(number: int) -> float:
     return (
         MIN_LR + (LR - MIN_LR) * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * number / STEPS)).item())
     ) / LR
+
+
+def test_the_parameters_of_all_ranks_are_counted_once(of_ranks, tmp_path):
+    family = "qwen3_vl_moe" if "EP2" in of_ranks[0] else "gemma3"
+    path = build_tiny_checkpoint(family, tmp_path)
+    count = AutoModelForImageTextToText.from_pretrained(path).num_parameters()
+    for rank in of_ranks:
+        assert {layout["share"] for layout in rank.values()} == {(count, count, 1.0)}
 
 
 @pytest.mark.long

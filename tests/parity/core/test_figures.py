@@ -237,6 +237,7 @@ def steps(tmp_path_factory) -> tuple[dict[str, dict[str, float]], dict[str, floa
     work = StepWork(RunConfig(), description)
     expected = {
         "tflops_per_device": sum(work.of(row).flops for row in rows) / 4e12,
+        "tokens_per_second": real.sum().item() / 2,
         "tokens_per_second_per_device": real.sum().item() / 4,
         "images_per_second_per_device": 4 / 4,
         "padding": 1 - real.sum().item() / sum(row["input_ids"].numel() for row in rows),

@@ -1,3 +1,11 @@
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
+
 import pytest
 from logged_runs import begun_run, log_step, validate
 from PIL import Image
@@ -5,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_vlm.callbacks import Run
 from megatron_vlm.callbacks.run_log import read_rows
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.overrides import apply_overrides, from_yaml
 
 
@@ -29,7 +37,6 @@ def test_a_step_is_a_row_with_its_numbers(tmp_path):
         "loss": 3.0,
         "lr": 0.1,
         "grad_norm": 2.0,
-        "tokens_per_second": 20.0,
         "seconds": 0.5,
         "trained_tokens": 10,
         "dropped_samples": 3,
@@ -37,8 +44,8 @@ def test_a_step_is_a_row_with_its_numbers(tmp_path):
     assert (second["loss"], second["trained_tokens"]) == (None, 40)
 
 
-def test_figures_are_in_the_row_the_events_and_the_bar(tmp_path, capsys):
-    figures = {"mfu": 0.4127, "tflops_per_device": 408.0, "tokens_per_second_per_device": 9876.5}
+def test_figures_are_in_the_row_the_events_and_few_in_the_line(tmp_path, capsys):
+    figures = {"mfu": 0.4127, "tflops_per_device": 408.0, "tokens_per_second": 9876.5}
     figures |= {"images_per_second_per_device": 12.0, "padding": 0.257, "data_seconds": 0.25}
     figures |= {"peak_memory_gb": 61.24, "expert_balance": 1.5, "expert_balance_worst": 2.5}
     figures |= {"epoch": 1.5, "lr_tower": 2e-6}
@@ -48,9 +55,63 @@ def test_figures_are_in_the_row_the_events_and_the_bar(tmp_path, capsys):
     assert figures.items() <= list(read_rows(tmp_path / "metrics.jsonl"))[0].items()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("mfu")[0].value == pytest.approx(0.4127)
-    shown = "MFU 41.3% · 9,876 tokens/s/device · 12.0 images/s/device · padding 26% · data 0.25 s · 61.2 GB"
-    shown = f"lr_tower 2.00e-06 · epoch 1.50 · {shown}"
-    assert f" · 20 trained tokens/s · {shown} · experts 1.50 · " in capsys.readouterr().out
+    shown = "step 1/1 · loss 3.0000 · lr 1.00e-01 · grad 2.00 · 9,876 tok/s · 00:00 left\n"
+    assert re.fullmatch(r"\d\d:\d\d:\d\d " + shown, capsys.readouterr().out)
+
+
+def test_without_a_terminal_a_line_is_printed_for_each_logged_step(tmp_path, capsys):
+    run = begun_run(config(tmp_path, "logging.log_every=20", "train.objective=dpo"), 100, done=9)
+    for step in range(10, 101):
+        log_step(run, margin=0.1, accuracy=0.75)
+        if step == 40:
+            validate(run, 0.5)
+    run.callbacks.on_train_end(run)
+    run.callbacks.close()
+    lines = capsys.readouterr().out.splitlines()
+    steps = [
+        re.search(r"step (\d+)/100 · loss 1.0000 · lr 1.00e-01 · margin 0.10 · ", line) for line in lines
+    ]
+    assert [match and int(match[1]) for match in steps] == [10, 20, 40, None, 60, 80, 100, *[None] * 4]
+    assert lines[3].endswith(" step 40 · validation loss 0.5000")
+    assert lines[-4:] == [
+        f"saved in {tmp_path}/checkpoints/step_00000100",
+        f"report: {tmp_path}/report.html",
+        f"export it: megatron-vlm export {tmp_path} {tmp_path}-hf",
+        f'ask it: megatron-vlm generate {tmp_path} "<image>What is this?" --image FILE',
+    ]
+
+
+def test_the_bar_and_its_figures_fit_into_100_columns(tmp_path):
+    """In a terminal of that width; the bar has at least ten columns, also of a step that takes long."""
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    with os.fdopen(end, "w") as stderr, contextlib.redirect_stderr(stderr):
+        run = begun_run(config(tmp_path), 100_000, done=50_000)
+        log_step(run, 12.5, lr=1e-5, grad_norm=12.5, tokens_per_second=234_567.0)
+        run.callbacks._callbacks[0]._bar.refresh()
+        shown = os.read(terminal, 1 << 16).decode().rpartition("\r")[2]
+        run.callbacks.close()
+    assert len(shown) <= 100 and shown.endswith("loss 12.5000 · lr 1.00e-05 · grad 12.50 · 234,567 tok/s")
+    assert len(re.search(r"\|(.*)\|", shown)[1]) >= 10
+
+
+def test_a_callback_may_not_log_a_figure_of_the_run(tmp_path):
+    run = begun_run(config(tmp_path), 2)
+    run.step = 1
+    run.log({"own": 1.0})
+    with pytest.raises(ConfigError, match="run.log: own of step 1 is logged already; give another name"):
+        run.log({"own": 2.0})
+    run.log({"lr": 1.0}, step=2)
+    with pytest.raises(ConfigError, match="run.log: lr of step 2 is logged already"):
+        log_step(run)
+    run.callbacks.close()
+
+
+def test_a_validation_by_rewards_shows_the_reward(tmp_path, capsys):
+    run = begun_run(config(tmp_path), 2)
+    validate(run, -0.25, valid_reward=0.25)
+    run.callbacks.close()
+    assert capsys.readouterr().out.endswith(" step 0 · valid_reward 0.2500\n")
 
 
 def test_resume_keeps_each_step_once_and_goes_on_counting(tmp_path):

@@ -8,13 +8,15 @@ import pytest
 import torch
 from datasets import load_from_disk
 from loaders import content
+from logged_runs import begun_run
 from pairs import first_soon
 from prepared_shards import prepare
 from sources import write_hf_folder, write_sharegpt
 from typer.testing import CliRunner
 
-from megatron_vlm.callbacks.samples import BatchLog, note_samples, read_step
+from megatron_vlm.callbacks.samples import BatchLog, Samples, note_samples, read_step
 from megatron_vlm.cli import app
+from megatron_vlm.config import RunConfig
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.extras.preview.preview import replay_page, training_data
 from megatron_vlm.models.families import describe
@@ -125,3 +127,19 @@ def test_an_error_in_a_step_names_its_samples(tmp_path):
     assert note.startswith("step 7, on this rank with samples s7-0, x, s7-1, x;")
     assert f"megatron-vlm replay {tmp_path} --step 7" in note
     assert json.dumps(note)
+
+
+def test_a_step_that_failed_before_its_samples_were_kept_can_be_shown(tmp_path):
+    """As when rewards fail, which come first; a step that was kept is not kept again."""
+    samples, run = Samples(), begun_run(apply_overrides(RunConfig(), {"run_dir": str(tmp_path)}), 2)
+    samples.log = BatchLog(tmp_path, 0, 1, first_step=1)
+    for run.step in (1, 2):
+        run.micro_batches = batches(run.step)
+        if run.step == 2:
+            samples.on_step_begin(run)
+        samples.on_exception(run, ValueError("no reward"))
+        assert [row["keys"] for row in read_step(tmp_path, run.step)] == [
+            b["__key__"] for b in batches(run.step)
+        ]
+    samples.close()
+    run.callbacks.close()

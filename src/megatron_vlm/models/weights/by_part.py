@@ -2,12 +2,17 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
+from torch import distributed as dist
 from torch.nn import Module, Parameter
 
 from megatron_vlm.adapter_settings import matching
 from megatron_vlm.models.weights.rules import ADAPTERS, Rule, each_expert, find_rule, named_weights
-from megatron_vlm.parallel.setup import from_all_ranks
+from megatron_vlm.parallel.setup import device, from_all_ranks
 
 Groups = Mapping[str, Collection[str]]  # part -> prefixes of its parameters
 Named = tuple[str, Parameter, list[str]]  # name, parameter, names of its HF tensors
@@ -28,6 +33,26 @@ def parameters_by_part(
     trained = list(_trained_parameters(chunks, rules)) if keys_by_setting else []
     groups = {**groups, ADAPTERS.rstrip("."): (ADAPTERS,)}
     return {name: _of_setting(name, keys, trained, groups) for name, keys in keys_by_setting.items()}
+
+
+def trained_share(chunks: list[Module]) -> tuple[int, int, float]:
+    """Return how many parameters the whole model trains, how many it has, and their ratio. Collective.
+
+    Of ranks that hold the same parameter one counts it, as in Megatron's gradient norms.
+    """
+    counts = torch.zeros(2, 2, dtype=torch.int64, device=device())  # [dense, experts], [trained, all]
+    expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
+    for param in (param for chunk in chunks for param in chunk.parameters()):
+        is_counted = param_is_not_tensor_parallel_duplicate(param, expert_tp_group=expert_tp_group)
+        if is_counted and param_is_not_shared(param):
+            size = param.numel()
+            counts[0 if getattr(param, "allreduce", True) else 1] += torch.tensor(
+                [size * param.requires_grad, size], device=device()
+            )
+    dist.all_reduce(counts[0], group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(counts[1], group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    trained, count = counts.sum(0).tolist()
+    return trained, count, trained / count
 
 
 def _of_setting(
