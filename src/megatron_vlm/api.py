@@ -97,7 +97,7 @@ def evaluate(
     output = Path(output)
     check_folder(output)
     output.mkdir(parents=True, exist_ok=True)
-    config = with_data(arguments.config_of_model(str(model), settings), data)
+    config = with_data(arguments.config_of_model(str(model), settings), [data] if data else [])
     for _ in evaluate_model(
         config, {name: metric_of(name) for name in metrics}, output, samples, max_new_tokens
     ):

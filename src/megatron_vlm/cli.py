@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,14 +110,9 @@ app = typer.Typer(
 )
 
 
-def _set_quiet(value: bool) -> None:
-    if value:  # ranks inherit it; tqdm reads its own variable
-        os.environ |= {QUIET: "1", "TQDM_DISABLE": "1"}
-
-
-def _set_verbose(value: bool) -> None:
-    if value:
-        os.environ["MEGATRON_VLM_DEBUG"] = "1"
+def _setter(*variables: str) -> Callable[[bool], None]:
+    """Return what a flag does that sets environment variables, which ranks inherit."""
+    return lambda value: os.environ.update(dict.fromkeys(variables, "1")) if value else None
 
 
 def _show_versions(value: bool) -> None:
@@ -135,10 +131,16 @@ def _option(action: Callable[[bool], None], *names: str, **about: Any) -> Any:
 def options(
     version: Annotated[bool, _option(_show_versions, "--version", help="Print versions and stop.")] = False,
     quiet: Annotated[
-        bool, _option(_set_quiet, "--quiet", "-q", help="Print errors and the closing lines alone.")
+        bool,
+        _option(
+            _setter(QUIET, "TQDM_DISABLE"), "--quiet", "-q", help="Print errors and the closing lines alone."
+        ),
     ] = False,
     verbose: Annotated[
-        bool, _option(_set_verbose, "--verbose", "-v", help="Print tracebacks and libraries' warnings.")
+        bool,
+        _option(
+            _setter("MEGATRON_VLM_DEBUG"), "--verbose", "-v", help="Print tracebacks and libraries' warnings."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -305,6 +307,7 @@ def verify(
     ] = None,
     question: Annotated[str, typer.Option(help="What is asked about it.")] = "What is in this picture?",
     tolerance: Annotated[float, typer.Option(min=0, help="Largest difference of a logit allowed.")] = 1e-3,
+    as_json: arguments.Json = False,
 ) -> None:
     """Compare the logits of two checkpoints on an image.
 
@@ -318,9 +321,14 @@ def verify(
     from megatron_vlm.commands.verify import verify as compare
     from megatron_vlm.commands.verify import worst_tensors
 
-    difference = compare(config, other, question, encoded)
-    typer.echo(str(difference))
-    if difference.max_abs <= tolerance:
+    with arguments.prose(as_json):
+        difference = compare(config, other, question, encoded)
+    is_within = difference.max_abs <= tolerance
+    if as_json:
+        arguments.print_json(**asdict(difference), tolerance=tolerance, within_tolerance=is_within)
+    else:
+        typer.echo(str(difference))
+    if is_within:
         return
     typer.echo(f"more than the tolerance of {tolerance:g}", err=True)
     if worst := worst_tensors(config, other):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -55,6 +56,8 @@ def test_an_export_of_an_import_has_the_logits_of_the_source(converted):
     answer = convert("verify", converted / "export", converted / "source", "--tolerance", "0")
     assert answer.returncode == 0, answer.stderr
     assert differences(answer) == [0, 0, 100]
+    answer = convert("verify", converted / "export", converted / "source", "--json")
+    assert json.loads(answer.stdout)["max_abs"] == 0 and json.loads(answer.stdout)["within_tolerance"]
 
 
 def test_a_run_has_the_logits_of_its_export(converted):

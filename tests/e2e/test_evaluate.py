@@ -204,6 +204,16 @@ def answers_of_rank(folder: str, tp: int) -> list[dict]:
     return [record for some in answers_of(chunks, source, questions, TOKENS) for record in some]
 
 
+def test_json_is_all_that_stdout_has(asked, evaluated):
+    words = ["--model", asked / "model", *PLAIN, "--max-new-tokens", TOKENS, "--data", asked / "data.jsonl"]
+    done = run_program(COMMAND, "evaluate", *words, "--json", "--metric=anls", "--output", evaluated[0])
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    scores = json.loads((evaluated[0] / "scores.json").read_text())
+    assert result["scores"] == scores["scores"] and result["unscored"] == scores["unscored"]
+    assert "wrote " in done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("tp", [1, 2])
 def test_ranks_share_the_questions(asked, evaluated, tp):

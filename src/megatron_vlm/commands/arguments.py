@@ -6,7 +6,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,21 +138,9 @@ def print_json(**values: Any) -> None:
     typer.echo(json.dumps(values, indent=1))
 
 
-@contextlib.contextmanager
-def stdout_kept(for_json: bool) -> Iterator[None]:
-    """Send what is printed in the block to stderr, a library's lines too, if JSON is to follow on stdout."""
-    if not for_json:
-        yield
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+def prose(as_json: bool) -> AbstractContextManager:
+    """Send lines that are printed in this context to stderr, if JSON is to stand alone on stdout."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def show(config: RunConfig, world_size: int | None) -> None:

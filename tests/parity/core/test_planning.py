@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -155,6 +156,13 @@ def test_plan_of_a_layout_that_fits(capsys, tmp_path):
     assert "It fits: the fullest rank, of stage" in text
     layers = [line.split()[1] for line in text.splitlines() if line.strip()[:1].isdigit()]
     assert len(layers) == 8 and layers[0].startswith("0-") and layers[-1].endswith("-45")
+
+
+def test_plan_as_json_has_the_same_numbers(capsys, tmp_path):
+    table = json.loads(plan(capsys, tmp_path, "glm_45v", "tp=4", "pp=8", "ep=8", "--json"))
+    assert (table["gpus"], table["data_parallel"], table["fits"]) == (64, 2, True)
+    assert table["memory"] == max(stage["memory"] for stage in table["stages"]) < table["capacity"] == 80e9
+    assert table["stages"][0]["layers"][0][0] == 0
 
 
 def test_plan_says_what_makes_it_fit(capsys, tmp_path):

@@ -96,6 +96,9 @@ def test_other_commands_need_no_recipe_either(tmp_path, tiny_gemma3):
     ):
         ended = run_program(programs.COMMAND, *words)
         assert ended.returncode == 0 and says in ended.stdout, (words, ended)
+    preview = [*preview[:-3], "--output", tmp_path / "other.html", "--json", preview[-1]]
+    answer = run_program(programs.COMMAND, *preview)
+    assert json.loads(answer.stdout)["lengths"]["tokens of a sample"]["least"] > 1, answer
     quiet = run_program(programs.COMMAND, "train", "-q", *words[1:-3], "steps=2", *words[-2:])
     assert quiet.returncode == 0 and not re.search("wrote|resumed|step 2/2|loss", quiet.stdout + quiet.stderr)
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 2

@@ -9,6 +9,7 @@ import typer
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.commands import arguments
+from megatron_vlm.config import ConfigError
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes.published import shipped_config
 from megatron_vlm.supported import read_config
@@ -29,12 +30,15 @@ def plan(
     rehearse: Annotated[bool, typer.Option("--rehearse", help="Run a real step on shapes alone.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Rehearse this rank; default: several.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Propose the quickest layouts that fit.")] = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Compute what each GPU would hold and do, without one.
 
     Says what to change when it does not fit. Of the checkpoint it reads only config.json.
     `data.visual_share` and `data.max_pixels` say how many images a row has.
     """
+    if as_json and (search or rehearse or rank is not None):
+        raise ConfigError("--json: it has the plan alone; leave out --search, --rehearse and --rank.")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: Megatron would use what it sees
     flags = arguments.given_flags(model, data, valid_data, dataset_type=dataset_type, run_dir=run_dir)
     config = recipe_table.compose(recipe, file, settings or (), flags, processes=gpus or 1, has_gpu=True)
@@ -44,7 +48,7 @@ def plan(
     read_config(shipped or config.model.hf_path)
 
     gc.disable()  # imports make a million objects that all stay; looking through them takes time
-    from megatron_vlm.extras.plan.plan import describe, make_plan, rehearsed
+    from megatron_vlm.extras.plan.plan import describe, figures, make_plan, rehearsed
     from megatron_vlm.extras.plan.search import searched
     from megatron_vlm.models.hf import look_at
 
@@ -52,6 +56,9 @@ def plan(
     description, assumed = look_at(shipped or config.model.hf_path)
     run_plan = make_plan(config, description, gpus or configs.fewest_processes(config.parallel))
     capacity = gpu_memory * 1e9
+    if as_json:
+        arguments.print_json(**figures(run_plan, capacity))
+        return
     for line in describe(run_plan, capacity):
         typer.echo(line)
     if shipped:

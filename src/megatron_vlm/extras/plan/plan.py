@@ -7,8 +7,9 @@ covers temporary buffers and fragmentation. `rehearsal` runs the step itself.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -449,6 +450,17 @@ def describe(plan: MemoryPlan, capacity: float) -> Iterator[str]:
             f"It does not fit: {need}. Try model.recompute=full, optimizer.offload=true, a larger tp "
             "or more GPUs; `plan --gpus N --search` finds layouts of N GPUs that fit."
         )
+
+
+def figures(plan: MemoryPlan, capacity: float) -> dict[str, Any]:
+    """Return what `describe` says as numbers by name: bytes, parameters and operations of a rank."""
+    stages = [
+        asdict(stage) | {"layers": [[*part] for part in stage.layers], "memory": stage.memory}
+        for stage in plan.stages
+    ]
+    about = {"name": plan.config.name, "gpus": plan.gpus, "parallel": asdict(plan.config.parallel)}
+    about |= {"memory": plan.memory, "capacity": capacity, "fits": plan.memory <= capacity}
+    return about | derived(plan.config, plan.gpus) | {"stages": stages}
 
 
 def _table(plan: MemoryPlan) -> list[str]:

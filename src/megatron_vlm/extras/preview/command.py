@@ -22,6 +22,7 @@ def preview(
     rows: Annotated[int, typer.Option(min=1, help="Rows to read and to count.")] = 100,
     rows_shown: Annotated[int, typer.Option("--shown", min=0, help="Rows to show whole.")] = 10,
     output: arguments.HtmlFile = Path("preview.html"),
+    as_json: arguments.Json = False,
 ) -> None:
     """Write a page of the training data as the model will see it.
 
@@ -34,9 +35,19 @@ def preview(
 
     from megatron_vlm.extras.preview.preview import preview_page
 
-    page, figures = preview_page(config, rows, rows_shown)
+    with arguments.prose(as_json):
+        page, figures = preview_page(config, rows, rows_shown)
     write_output(output, page)
+    if as_json:
+        (_, *heads), *table = figures
+        lengths = {name: dict(zip(heads, map(_number, texts), strict=True)) for name, *texts in table}
+        arguments.print_json(lengths=lengths, page=str(output))
+        return
     typer.echo("\n".join([*aligned(figures), f"wrote {output}"]))
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 def replay(
