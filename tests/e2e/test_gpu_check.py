@@ -11,8 +11,12 @@ import pytest
 from programs import ROOT, run_program
 
 from gpu_check import rows, runner
+from gpu_check.expected import seconds_of_documents
 from gpu_check.parts import MINUTES, PARTS
 from gpu_check.rows import Row
+from gpu_check.sizes import described, documents_of
+from gpu_check.stack import MODEL, run_config
+from megatron_vlm.extras.plan.plan import make_plan
 
 TOOL = ROOT / "tools/gpu_check"
 SOAK = {"bf16", "ranks", "save", "generate", "offload", "transformers", "expected", "profile"}
@@ -79,6 +83,10 @@ def test_what_is_expected_of_a_card_is_computed_without_one(tmp_path):
     full = found["8192 tokens, model.recompute=full, 4 layers, one layer, milliseconds"]
     assert 1.3 < full / found["8192 tokens, one layer, milliseconds"] < 1.4
     assert 50 < found["8192 tokens, peak GiB"] < 65
+    plan = make_plan(run_config(8192, "bf16"), described(MODEL, {}), 1)  # of all 36 layers
+    seconds = seconds_of_documents(plan, documents_of(8192))
+    by_depths = found["8192 tokens, all 36 layers by these, micro batch, milliseconds"]
+    assert by_depths == pytest.approx(1000 * seconds, rel=0.01)
 
 
 def test_limits_add_up_to_half_an_hour_and_what_decides_about_a_machine_comes_first():

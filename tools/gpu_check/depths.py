@@ -15,6 +15,7 @@ from gpu_check.rows import Row
 from gpu_check.sizes import ON_CUDA, About, Sizes, described, documents_of
 from gpu_check.stack import (
     MODEL,
+    PUBLISHED,
     Case,
     OurStep,
     cases,
@@ -30,8 +31,6 @@ from megatron_vlm.generation.generate import generate
 from megatron_vlm.training.figures import peak_flops
 from megatron_vlm.training.losses import token_losses
 from megatron_vlm.training.step import clip_and_step
-
-PUBLISHED = described(MODEL, {}).architecture["num_layers"]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 
 from gpu_check.rows import Row, read
 from gpu_check.sizes import CARD, ON_CUDA, About, Sizes, described, documents_of
-from gpu_check.stack import MODEL, Case, cases
+from gpu_check.stack import MODEL, PUBLISHED, Case, cases
 from megatron_vlm.extras.plan import search
 from megatron_vlm.extras.plan.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.extras.plan.rehearsal import rehearse
@@ -69,6 +69,8 @@ def expected_of(case: Case, sizes: Sizes) -> Iterator[tuple[str, float]]:
     layer = (more - less) / (many - few)
     yield "one layer, milliseconds", 1000 * layer
     yield "micro batch without layers, milliseconds", 1000 * (more - many * layer)
+    whole = f"all {PUBLISHED} layers by these, micro batch, milliseconds"
+    yield whole, 1000 * (more + (PUBLISHED - many) * layer)
 
 
 def seconds_of_documents(plan: MemoryPlan, lengths: list[int]) -> float:

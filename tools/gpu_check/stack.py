@@ -28,6 +28,7 @@ from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.step import data_parallel, train_step
 
 MODEL = "qwen3_vl_8b"
+PUBLISHED = described(MODEL, {}).architecture["num_layers"]
 VISUAL_SHARE = 0.25  # of the tokens of a document
 IMPLEMENTATIONS = ("flash_attention_2", "sdpa")  # of Transformers' attention
 

@@ -12,9 +12,9 @@ import pytest
 from places import ROOT
 
 from gpu_check import clock, depths, rows, sizes
-from gpu_check.depths import PUBLISHED, Timed
+from gpu_check.depths import Timed
 from gpu_check.rows import Row
-from gpu_check.stack import Case
+from gpu_check.stack import PUBLISHED, Case
 
 CASE = Case(1024, (2, 4))
 
