@@ -312,7 +312,7 @@ def _flash4(name: str, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """Call a function of FlashAttention 4 (checked against 4.0.0b36), for CUDA, in 16 bits.
 
     torch's `activate_flash_attention_impl("FA4")` calls the same two, but in the place of FlashAttention 2,
-    for all of a process. Their errors of many types become RuntimeErrors. None has run on a GPU yet.
+    for all of a process. Their errors of many types become RuntimeErrors.
     """
     try:
         interface = import_module("flash_attn.cute.interface")
