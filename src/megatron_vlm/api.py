@@ -8,6 +8,7 @@ from typing import Any
 from megatron_vlm.commands import arguments
 from megatron_vlm.commands.runs import export_run, generate_from_run
 from megatron_vlm.config import ConfigError
+from megatron_vlm.files import read_text
 
 
 def export(run_dir: str | Path, output: str | Path, adapter: bool = False) -> None:
@@ -102,5 +103,5 @@ def evaluate(
         config, {name: metric_of(name) for name in metrics}, output, samples, max_new_tokens
     ):
         pass
-    scores = json.loads((output / "scores.json").read_text(encoding="utf-8"))["scores"]
+    scores = json.loads(read_text(output / "scores.json"))["scores"]
     return {name: score["score"] for name, score in scores.items()}

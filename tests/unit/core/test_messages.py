@@ -64,7 +64,7 @@ def test_a_hostile_name_is_escaped_where_an_error_and_a_line_of_a_run_are_printe
         "from megatron_vlm.job.errors import exit_with_reason\n"
         "from types import SimpleNamespace\n"
         "name = '\\x1b]0;pwn\\x07\\u202e s3://KEY:SECRET@bucket/x'\n"
-        "Run.message(SimpleNamespace(is_first_rank=True), f'note {name}')\n"
+        "Run.message(SimpleNamespace(is_first_rank=True, has_ended=False), f'note {name}')\n"
         "with exit_with_reason('test'):\n"
         "    raise RuntimeError(f'{name}: it fails')\n"
     )
