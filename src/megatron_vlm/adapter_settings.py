@@ -13,6 +13,7 @@ from megatron_vlm.inputs import odd_fields
 from megatron_vlm.messages import join_lines
 from megatron_vlm.overrides import apply_overrides
 
+PEFT_ALPHA = 8.0  # peft's lora_alpha, whatever r is; also the default of runs until version 0.1
 SECONDS = 2.0  # of a processor, for one pattern and all names of a model; a usual one takes milliseconds
 
 
@@ -58,8 +59,11 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
     """Messages for the user about what is wrong with `config.adapter`."""
     adapter = config.adapter
     default = all_settings(AdapterConfig())
+    unset = {"lora_alpha": PEFT_ALPHA, "start": adapter.start}  # as config.yaml of an earlier run has them
     changed = [
-        name for name, value in all_settings(adapter).items() if value != default[name] and name != "start"
+        name
+        for name, value in all_settings(adapter).items()
+        if value not in (default[name], unset.get(name, default[name]))
     ]
     if adapter.start is not None:
         for name in changed:
@@ -149,6 +153,7 @@ def with_peft_settings(adapter: AdapterConfig) -> AdapterConfig:
     # as settings, a regex such as [qk]_proj would be read as a list
     regexes = {key: given.pop(key) for key in PEFT_PATTERNS if given.get(key) and isinstance(given[key], str)}
     settings = {f"adapter.{key}": given[key] for key in READ if given.get(key) or given.get(key) == 0}
+    settings.setdefault("adapter.lora_alpha", PEFT_ALPHA)
     if "adapter.target_parameters" in settings:  # to peft, no modules are then none
         settings.setdefault("adapter.target_modules", [])
     try:

@@ -115,7 +115,7 @@ class AdapterConfig:
     """
 
     r: FromZero = 0  # rank; 0: no adapters, the model itself is trained
-    lora_alpha: Positive = 8.0  # adapters are scaled by lora_alpha / r
+    lora_alpha: Positive | None = None  # adapters are scaled by lora_alpha / r; None: 2 r
     use_rslora: bool = False  # scale adapters by lora_alpha / sqrt(r)
     use_dora: bool = False  # also train the norms of the adapted weights' rows (arXiv 2402.09353)
     lora_dropout: PartialShare = 0.0  # share of an adapter's inputs that is dropped in training
@@ -138,6 +138,11 @@ class AdapterConfig:
     @property
     def used(self) -> bool:
         return self.r > 0 or self.start is not None
+
+    @property
+    def alpha(self) -> float:
+        """The numerator of the scale: `lora_alpha`, or 2 r."""
+        return 2.0 * self.r if self.lora_alpha is None else self.lora_alpha
 
 
 @dataclass

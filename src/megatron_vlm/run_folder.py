@@ -510,14 +510,22 @@ def _checksum_of(text: str) -> str:
 
 
 def with_own_start(config: RunConfig) -> RunConfig:
-    """Return the configuration with the run's copy as `adapter.start`, if it has a checkpoint and a copy.
+    """Return the configuration with the adapter that the run began with, if it has a checkpoint.
 
-    So the folder that a run began with may then be moved, changed or removed.
+    The run's copy becomes `adapter.start`, so the folder that it began with may be moved, changed or removed.
+    A `lora_alpha` that is not set stays as it was when the run began.
     """
-    copy = adapter_copy(config.run_dir)
-    if config.adapter.start is None or not copy.is_dir() or latest_checkpoint(config.run_dir) is None:
+    adapter = config.adapter
+    if not adapter.used or latest_checkpoint(config.run_dir) is None:
         return config
-    return replace(config, adapter=replace(config.adapter, start=str(copy)))
+    if adapter.start is not None:
+        copy = adapter_copy(config.run_dir)
+        return replace(config, adapter=replace(adapter, start=str(copy))) if copy.is_dir() else config
+    saved = Path(config.run_dir, "config.yaml")
+    if adapter.lora_alpha is None and saved.exists():
+        began_with = load_yaml(read_text(saved), str(saved)).get("adapter") or {}
+        return replace(config, adapter=replace(adapter, lora_alpha=began_with.get("lora_alpha")))
+    return config
 
 
 def adapter_copy(run_dir: str | Path) -> Path:

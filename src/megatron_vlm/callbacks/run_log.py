@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,7 +73,9 @@ class RunLog(Callback):
         own = [item for item in objective_of(run.config).figures.items() if item[1]]
         self._formats = dict([*SHOWN.items()][: 2 if own else 3] + own[:1]) | RATE
         steps = run.milestones.steps
-        atomic_write(self._folder / "config.yaml", to_yaml(self._config))
+        # a resumed run keeps the scale of its adapters, see `with_own_start`
+        adapter = replace(self._config.adapter, lora_alpha=run.config.adapter.lora_alpha)
+        atomic_write(self._folder / "config.yaml", to_yaml(replace(self._config, adapter=adapter)))
         note_start(self._folder, self._first_step, steps)
         keep_rows_before(self._folder / "metrics.jsonl", self._first_step)
         self._file = open_to_write(self._folder / "metrics.jsonl", "ab")

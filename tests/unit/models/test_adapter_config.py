@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from peft import LoraConfig
 
-from megatron_vlm.adapter_settings import READ, WITHOUT_EFFECT, with_peft_settings
-from megatron_vlm.config import AdapterConfig, ConfigError
+from megatron_vlm.adapter_settings import READ, WITHOUT_EFFECT, adapter_problems, with_peft_settings
+from megatron_vlm.config import AdapterConfig, ConfigError, RunConfig
+from megatron_vlm.run_folder import begin, complete, with_own_start
 
 SOUND = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 OTHERS = ["bias", "init_lora_weights", "megatron_config", "use_qalora", "something_new"]
@@ -35,7 +37,8 @@ def test_a_value_is_read_as_it_stands_or_refused_by_file_and_key(tmp_path, key):
         if adapter is None:
             continue
         read += 1
-        wanted = getattr(AdapterConfig(), key) if value in (None, "", [], {}) else value
+        default = LoraConfig().lora_alpha if key == "lora_alpha" else getattr(AdapterConfig(), key)
+        wanted = default if value in (None, "", [], {}) else value
         as_list = key == "layers_to_transform" and type(value) is int
         assert getattr(adapter, key) == ([value] if as_list else wanted)
     assert 0 < read < len(VALUES) - 3
@@ -59,3 +62,25 @@ def test_of_several_wrong_values_each_is_named_with_the_file(tmp_path):
 def test_what_has_no_effect_is_never_refused(tmp_path, key):
     plain = read_or_refused(tmp_path, key, None)
     assert all(read_or_refused(tmp_path, key, value) == plain for value in VALUES)
+
+
+def test_lora_alpha_follows_r_unless_it_is_set():
+    assert (AdapterConfig(r=16).alpha, AdapterConfig(r=16, lora_alpha=8.0).alpha) == (32.0, 8.0)
+
+
+@pytest.mark.parametrize("settings", [{"r": 0}, {"start": "folder"}])
+def test_a_configuration_of_an_earlier_version_with_pefts_default_is_valid(settings):
+    run = RunConfig(adapter=AdapterConfig(lora_alpha=8.0, **settings))
+    assert list(adapter_problems(run)) == []
+    run.adapter.lora_alpha = 9.0
+    assert any("lora_alpha" in problem for problem in adapter_problems(run))
+
+
+def test_a_resumed_run_keeps_the_lora_alpha_that_it_began_with(tmp_path):
+    run = RunConfig(run_dir=str(tmp_path), adapter=AdapterConfig(r=16))
+    (tmp_path / "config.yaml").write_text("adapter: {r: 16, lora_alpha: 8.0}")
+    assert with_own_start(run).adapter.alpha == 32  # nothing was trained yet
+    complete(begin(tmp_path, 3), {})
+    assert with_own_start(run).adapter.alpha == 8
+    run.adapter.lora_alpha = 64.0
+    assert with_own_start(run).adapter.alpha == 64

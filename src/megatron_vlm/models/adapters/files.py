@@ -194,7 +194,7 @@ def save_adapters(
 
 def _config_for_peft(adapter: AdapterConfig, modules: list[str], base: str) -> dict[str, Any]:
     """A list or regex stays as it was given; what it leaves to us is written out, module by module."""
-    settings = {key: getattr(adapter, key) for key in READ}
+    settings = {key: getattr(adapter, key) for key in READ} | {"lora_alpha": adapter.alpha}
     if settings["target_modules"] is None or str(settings["target_modules"]).lower() == "all-linear":
         settings |= {"target_modules": modules, "exclude_modules": None}
     settings |= {key: settings[key] or None for key in ("target_parameters", "modules_to_save", *LAYERS)}

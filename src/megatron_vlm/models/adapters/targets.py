@@ -88,7 +88,7 @@ def find_targets(adapter: AdapterConfig, description: Description) -> list[Targe
 def _with_ranks(adapter: AdapterConfig, targets: list[Target]) -> list[Target]:
     names = [target.module for target in targets]
     ranks = _by_pattern("adapter.rank_pattern", adapter.rank_pattern, adapter.r, names)
-    alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.lora_alpha, names)
+    alphas = _by_pattern("adapter.alpha_pattern", adapter.alpha_pattern, adapter.alpha, names)
     largest_rank = max(min(target.out, target.width) for target in targets)
     if max(ranks) > largest_rank:  # it would only cost memory
         raise ConfigError(
