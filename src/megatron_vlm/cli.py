@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm.commands import arguments
+from megatron_vlm.commands.arguments import is_first_process
 from megatron_vlm.commands.prepare import prepare
 from megatron_vlm.commands.weights import show_weights
 from megatron_vlm.extras.compose.command import compose
@@ -92,6 +93,8 @@ def run(program: typer.Typer, name: str, arguments: Sequence[str] | None = None)
         if getattr(sys, stream) is None:  # the shell has closed it
             setattr(sys, stream, Path(os.devnull).open(mode))
     logging.setLogRecordFactory(PrintableRecord)
+    if not is_first_process():
+        logging.getLogger("megatron_vlm").setLevel(logging.ERROR)
     # what crashes in compiled code says where; a watched rank writes it to its file
     with contextlib.suppress(io.UnsupportedOperation):  # stderr may be no file
         faulthandler.enable()

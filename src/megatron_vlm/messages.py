@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 LONGEST = 2_000  # characters of a line that are shown
 QUIET = "MEGATRON_VLM_QUIET"  # set by --quiet, also for ranks
+MOST_NEAR = 5  # names that a message proposes
 
 
 class PrintableText(str):
@@ -118,8 +119,19 @@ def shorten(text: str, longest: int = 60) -> str:
     return f"{text[: longest - 1 - half]}…{text[len(text) - half :]}"
 
 
-def suggestion(word: str, names: Iterable[str]) -> str:
-    """Return `; did you mean X?`, or all names if none is close."""
+def any_of(names: Iterable[str]) -> str:
+    """Return `a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def suggestion(word: str, names: Iterable[str], remedy: str = "") -> str:
+    """Return `; did you mean X, Y or Z?` with at most five near names, best first.
+
+    If none is near, return all names where they are few, else `remedy`, which says where they are.
+    """
     names = list(names)
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(names)}."
+    near = difflib.get_close_matches(word, names, MOST_NEAR, 0.8) or difflib.get_close_matches(word, names, 1)
+    if near:
+        return f"; did you mean {any_of(near)}?"
+    return f"; {remedy}." if remedy else f"; known are {listed(names, MOST_NEAR)}."

@@ -1,5 +1,7 @@
 """Settings by name: `key.path=value`, arguments of recipes, mappings and YAML to and from a `RunConfig`."""
 
+import difflib
+import logging
 import os
 import re
 from collections import Counter
@@ -8,6 +10,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from functools import cache
 from os import PathLike
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -16,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_vlm.config import MISSING, ConfigError, RunConfig, all_settings, setting_types
 from megatron_vlm.files import read_text
-from megatron_vlm.messages import has_keys, join_lines, suggestion
+from megatron_vlm.messages import MOST_NEAR, any_of, has_keys, join_lines
 from megatron_vlm.stores import KEYS
 
 # setting one of a pair takes back the other
@@ -43,19 +46,7 @@ SETTING_OF_ARGUMENT = {name: group + name for group, names in ARGUMENTS_OF_GROUP
 ARGUMENT_OF_SETTING = {setting: argument for argument, setting in SETTING_OF_ARGUMENT.items()}
 # flags of the command line that have another name than the argument, which is accepted as well
 FLAGS = {"hf-path": "model", "train-data-path": "data", "valid-data-path": "valid-data"}
-# names of Hugging Face's trainers and of peft, and what sets the same here
-NAMES_ELSEWHERE = {
-    **{"learning_rate": "lr", "output_dir": "run_dir", "num_train_epochs": "epochs", "max_steps": "steps"},
-    **{"save_steps": "save_every", "eval_steps": "eval_every", "model_name_or_path": "hf_path"},
-    **{"per_device_train_batch_size": "micro_batch_size", "max_length": "seq_length"},
-    "gradient_accumulation_steps": "global_batch_size, the samples of a step on all devices,",
-    **{"lora_r": "adapter.r", "lora_alpha": "adapter.lora_alpha", "lora_dropout": "adapter.lora_dropout"},
-    **{name: "optimizer.lr_scheduler_type" for name in ("lr_scheduler_type", "lr_decay_style")},
-    **{"warmup_ratio": "optimizer.warmup_ratio", "lr_warmup_fraction": "optimizer.warmup_ratio"},
-    **{"max_grad_norm": "optimizer.clip_grad", "weight_decay": "optimizer.weight_decay"},
-    **{"adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2"},
-    **{name: "optimizer.eps" for name in ("adam_epsilon", "adam_eps")},
-}
+NEAR = 0.75  # how alike two names are, of 1, when one may be a misspelling of the other
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -82,7 +73,7 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
     """
     if not isinstance(overrides, Mapping):
         overrides = dict(split_override(text) for text in overrides)
-    flat = flatten(overrides)
+    flat = _by_setting(flatten(overrides))
     for pair in EXCLUSIVE:
         changes = {key for key in pair if flat.get(key) not in (None, "null", "None")}
         if len(changes) == 1:
@@ -101,25 +92,70 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
     return changed
 
 
-def as_settings(arguments: Mapping[str, Any], extra: Collection[str] = ()) -> dict[str, Any]:
-    """Recipe arguments by the settings they set.
+def as_settings(arguments: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+    """Recipe arguments, settings and names of other tools by the settings that they set.
 
-    Raises ConfigError on an unknown argument; `extra` are further ones that the recipe has.
+    `own` are parameters that a user's recipe alone has; they keep their names. Raises ConfigError on an
+    unknown argument, and if two names of a setting have two values.
     """
-    for name in arguments:
-        if name not in SETTING_OF_ARGUMENT:
-            hint = suggestion(name, [*extra, *SETTING_OF_ARGUMENT])
-            if name.lower() in ("lora", "peft"):
-                hint = "; adapter.r=16 trains LoRA of that rank."
-            if name in NAMES_ELSEWHERE:
-                hint = f"; {NAMES_ELSEWHERE[name]} is its name here."
-            raise ConfigError(f"{name}: not an argument of a recipe{hint}")
-    return {SETTING_OF_ARGUMENT[name]: value for name, value in arguments.items()}
+    settings = _by_setting(arguments, own)
+    for name in settings:
+        if "." not in name and name not in (*own, *setting_types()):
+            raise ConfigError(f"{name}: not an argument of a recipe{_hint(name, own)}")
+    return settings
 
 
-def as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings (by dotted key) that a recipe takes as arguments, by argument name."""
-    return {ARGUMENT_OF_SETTING[key]: value for key, value in settings.items() if key in ARGUMENT_OF_SETTING}
+def _by_setting(values: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+    """The values by setting; an unknown name stays. Raises ConfigError if a setting gets two values."""
+    settings: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for name, value in values.items():
+        key = name if name in own else setting_of(name)
+        if str(settings.setdefault(key, value)) != str(value):
+            raise ConfigError(
+                f"{names[key]}={settings[key]} and {name}={value} both set {key}; give one of them."
+            )
+        names.setdefault(key, name)
+    return settings
+
+
+def setting_of(name: str) -> str:
+    """The setting of an argument of recipes, or of a name in another tool that means exactly the same.
+
+    Any other name is returned as it is. A name of another tool is said to the log, once.
+    """
+    if name in SETTING_OF_ARGUMENT or _is_known(name):
+        return SETTING_OF_ARGUMENT.get(name, name)
+    setting, difference = _foreign(name)
+    if setting is None or difference:
+        return name
+    _log_once(f"{name} is {setting} here")
+    return setting
+
+
+def _is_known(key: str) -> bool:
+    """Whether it is a setting, or an entry of a setting that is a mapping."""
+    return any(f"{key}.".startswith(f"{name}.") for name in setting_types())
+
+
+@cache
+def foreign_names() -> dict[str, tuple[str | None, str, str]]:
+    """What other tools call a setting: name -> our setting, the tools, what differs ("": nothing)."""
+    rows = load_yaml(read_text(Path(__file__).with_name("foreign_names.yaml")))
+    return {
+        name: (setting, tools, "".join(difference)) for name, (setting, tools, *difference) in rows.items()
+    }
+
+
+def _foreign(name: str) -> tuple[str | None, str]:
+    """Our setting and what differs, of another tool's name with or without its groups before it."""
+    setting, _, difference = foreign_names().get(name.rpartition(".")[2], (None, "", ""))
+    return setting, difference
+
+
+@cache
+def _log_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
 
 
 def flag_of(name: str) -> str:
@@ -129,12 +165,12 @@ def flag_of(name: str) -> str:
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's arguments; a layer replaces what those before it set, and `steps` replaces `epochs`, too."""
-    arguments: dict[str, Any] = {}
+    """Settings; a layer replaces what those before it set, and of a pair in `EXCLUSIVE` the other, too."""
+    settings: dict[str, Any] = {}
     for layer in layers:
-        replaced = {"steps", "epochs"} if {"steps", "epochs"} & layer.keys() else ()
-        arguments = {name: value for name, value in arguments.items() if name not in replaced} | layer
-    return arguments
+        replaced = {key for pair in EXCLUSIVE if {*pair} & layer.keys() for key in pair}
+        settings = {key: value for key, value in settings.items() if key not in replaced} | layer
+    return settings
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -198,7 +234,7 @@ def _set(config: RunConfig, key: str, value: Any) -> None:
     if inside:
         raise ConfigError(f"{key}: a group of settings ({', '.join(inside)}); set one of them.")
     if name is None or (name != key and get_origin(types[name]) is not dict):
-        raise ConfigError(f"{key}: no such setting{_suggest_key(key)}")
+        raise ConfigError(f"{key}: no such setting{_hint(key)}")
     value = checked(name, value if name == key else {key.removeprefix(f"{name}."): value})
     group, _, attribute = name.rpartition(".")
     holder = getattr(config, group) if group else config
@@ -317,7 +353,21 @@ def json_schema() -> dict[str, Any]:
     return TypeAdapter(RunConfig).json_schema()
 
 
-def _suggest_key(key: str) -> str:
-    types = setting_types()
-    same_name = [path for path in types if path.split(".")[-1] == key.split(".")[-1]]
-    return f"; did you mean {same_name[0]}?" if same_name else suggestion(key, types)
+def _hint(name: str, own: Collection[str] = ()) -> str:
+    """What to write in place of an unknown name: ours for another tool's, or at most five near ones.
+
+    Last parts of names are compared, as most names share a group. `own` are names that are known, too.
+    """
+    setting, difference = _foreign(name)
+    if difference:
+        return f"; here it is {setting}: {difference}." if setting else f": {difference}."
+    last = name.rpartition(".")[2]
+    ours = {key.rpartition(".")[2]: key for key in reversed(setting_types())}
+    ours |= dict(zip(own, own, strict=True)) | (
+        {} if "." in name else {key: key for key in SETTING_OF_ARGUMENT}
+    )
+    known = {foreign: row[0] for foreign, row in foreign_names().items() if row[0]} | ours
+    near = [last] if last in ours else difflib.get_close_matches(last, known, MOST_NEAR, NEAR)
+    if not near:
+        return "; `megatron-vlm train --recipe NAME --dry-run` shows every setting."
+    return f"; did you mean {any_of(dict.fromkeys(known[match] for match in near))}?"

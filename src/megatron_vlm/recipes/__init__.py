@@ -17,7 +17,6 @@ from megatron_vlm.messages import listed, suggestion
 from megatron_vlm.overrides import (
     SETTING_OF_ARGUMENT,
     apply_overrides,
-    as_arguments,
     as_settings,
     flag_of,
     flatten,
@@ -47,7 +46,8 @@ def load_recipe(name: str) -> Recipe | UsersRecipe:
         return UsersRecipe(name)
     if name in run_files():
         raise ConfigError(f"{name}: a run file and no recipe; give it as --config {name}.")
-    raise ConfigError(f"{name}: no such recipe{suggestion(name, RECIPES)}")
+    remedy = "`megatron-vlm recipes` lists them"
+    raise ConfigError(f"{name}: no such recipe{suggestion(name, RECIPES, remedy)}")
 
 
 @cache
@@ -79,15 +79,15 @@ def compose(
     4. `arguments` (the command's flags) and `settings`: `key=value` is a keyword argument of the recipe,
        `key.path=value` an override on what it returns.
 
-    A recipe sees the arguments that it knows, whether written `steps=10` or `train.steps=10`.
+    A recipe sees all of them, whether written `steps=10` or `train.steps=10`.
     Raises ConfigError on an unknown recipe, argument or setting, on a value of the wrong type, and on a
     setting that is given under two names with two values.
     """
     file_content = _read_run_file(file) if file else {}
     name = recipe or file_content.get("recipe")
     build = load_recipe(name) if name else None
-    extra, decided = (build.own_parameters, build.decides) if isinstance(build, UsersRecipe) else ((), ())
-    command_settings = {**as_settings(assumed or {}), **read_settings(settings, arguments or {}, extra)}
+    own = build.own_parameters if isinstance(build, UsersRecipe) else ()
+    command_settings = {**as_settings(assumed or {}), **read_settings(settings, arguments or {}, own)}
     if file_content and recipe and file_content.get("recipe") != recipe:
         file_kind = (
             f"is of the recipe {file_content['recipe']}"
@@ -95,29 +95,17 @@ def compose(
             else "is a whole configuration"
         )
         raise ConfigError(f"{file}: {file_kind}, and --recipe says {recipe}; give one of them.")
-    # a recipe sees all arguments that it knows; what it returns is then overridden
     if build:
-        overrides = flatten(file_content.get("overrides", {}))
-        own_arguments = {key: command_settings.pop(key) for key in extra if key in command_settings}
-        recipe_arguments = merged(
-            file_content.get("args", {}), as_arguments(overrides), as_arguments(command_settings)
-        )
-        config = build(**recipe_arguments, **own_arguments)
-        config = apply_overrides(config, _without(overrides, decided))
-        command_settings = _without(command_settings, decided)
-    elif file_content:
-        config = apply_overrides(RunConfig(), file_content)
-    elif "model.hf_path" in command_settings:
+        recipe_settings = as_settings(file_content.get("args", {}), own)
+        overrides = as_settings(flatten(file_content.get("overrides", {})))
+        return build(**merged(recipe_settings, overrides, command_settings))
+    if file_content:
+        return apply_overrides(apply_overrides(RunConfig(), file_content), command_settings)
+    if "model.hf_path" in command_settings:
         return propose(command_settings, processes, has_gpu)
-    else:
-        raise ConfigError(
-            "give --recipe NAME or --config FILE, or --model and --data; `megatron-vlm recipes` lists them."
-        )
-    return apply_overrides(config, command_settings)
-
-
-def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key not in names}
+    raise ConfigError(
+        "give --recipe NAME or --config FILE, or --model and --data; `megatron-vlm recipes` lists them."
+    )
 
 
 def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | None:
@@ -134,7 +122,7 @@ def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | No
 
 
 def read_settings(
-    settings: Iterable[str], arguments: Mapping[str, Any], extra: Collection[str] = ()
+    settings: Iterable[str], arguments: Mapping[str, Any], own: Collection[str] = ()
 ) -> dict[str, Any]:
     """The settings of a command line, by dotted key, and the parameters that a user's recipe alone has.
 
@@ -146,7 +134,7 @@ def read_settings(
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}
     for text, name, value in entries:
-        (key,) = [name] if "." in name or name in extra else as_settings({name: value}, extra)
+        (key,) = as_settings({name: value}, own)
         if str(values.setdefault(key, value)) != str(value):
             raise ConfigError(f"{texts[key]} and {text} both set {key}; give one of them.")
         texts.setdefault(key, text)

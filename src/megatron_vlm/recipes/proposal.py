@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from megatron_vlm.config import MISSING, RunConfig, all_settings
 from megatron_vlm.data.on_disk.paths import paths_of, tar_shards
 from megatron_vlm.messages import printable
 from megatron_vlm.overrides import apply_overrides, from_yaml
-from megatron_vlm.recipes.published import shipped_config
+from megatron_vlm.recipes.published import RATES, USUAL, shipped_config
 from megatron_vlm.supported import read_config
 from megatron_vlm.validate import sizes_in
 
 ROWS_IN_A_STEP = 32
 STEPS_BETWEEN_SAVES = 500  # as in the recipes
-LR_OF_ADAPTERS = 2e-4  # as in recipes/*_lora.yaml
+# what a recipe shows also where it is the default
+ALWAYS_SHOWN = {"optimizer.lr", "optimizer.weight_decay", "optimizer.lr_scheduler_type", "data.seq_length"}
 LAYOUT = "parallel.", "model.recompute"  # who sets one of these chooses the layout
 # what may differ when a run goes on: where it ends, what it shows and keeps, and how it is spread
 MAY_DIFFER = (
@@ -55,37 +57,43 @@ def propose(chosen: Mapping[str, Any], processes: int, has_gpu: bool | None = No
     parts = [Path(asked.model.hf_path).name, *(Path(path).name.partition(".")[0] for path in data[:1])]
     name = chosen.get("name") or "-".join(parts)
     is_shards = any(is_energon(path) or tar_shards(path)[1] for path in data[:1])
+    config_file = shipped_config(asked.model.hf_path) or asked.model.hf_path
+    rates = USUAL
+    with suppress(OSError, ValueError):  # the checks that follow name what is wrong with a checkpoint
+        rates = RATES.get(read_config(config_file)["model_type"], USUAL)
     settings = {
         "name": name,
         "run_dir": f"runs/{name}",
         "data.dataset_type": "energon" if is_shards else "hf",
         "train.global_batch_size": -(-ROWS_IN_A_STEP // processes) * processes,
         "train.save_every": STEPS_BETWEEN_SAVES,
+        "optimizer.lr": rates.adapter_lr if asked.adapter.used else rates.lr,
+        "optimizer.weight_decay": rates.weight_decay,
         "optimizer.warmup_steps": None,
     }
     # a CPU has no kernels for bf16; on GPUs the user's own layout is left alone
     if not has_gpu:
         settings["model.dtype"] = "fp32"
     elif not any(key.startswith(LAYOUT) for key in chosen):
-        config_file = shipped_config(asked.model.hf_path) or asked.model.hf_path
         experts = sizes_in(read_config(config_file)).get("num_moe_experts") or 1
         settings |= {"model.recompute": "full", "parallel.ep": math.gcd(experts, processes)}
     if not {"train.steps", "train.epochs"} & set(chosen):
         settings |= {"train.steps": None, "train.epochs": 1}
-    # adapters learn at a higher rate, and validation needs rows that are held out
-    if asked.adapter.used:
-        settings["optimizer.lr"] = LR_OF_ADAPTERS
+    # validation needs rows that are held out
     if {"data.valid_data_path", "data.validation_share"} & set(chosen):
         settings["train.eval_every"] = STEPS_BETWEEN_SAVES
     return apply_overrides(RunConfig(), settings | dict(chosen))
 
 
 def as_recipe(config: RunConfig, command: str) -> str:
-    """Return a file for --config with what differs from the defaults; `command` is the line that made it."""
+    """Return a file for --config with what differs from the defaults, and `ALWAYS_SHOWN`.
+
+    `command` is the line that made it.
+    """
     usual = all_settings(RunConfig())
     sections: dict[str, Any] = {}
     for key, value in all_settings(config).items():
-        if value != usual[key]:
+        if value != usual[key] or key in ALWAYS_SHOWN:
             section, _, name = key.rpartition(".")
             (sections.setdefault(section, {}) if section else sections)[name] = value
     head = f"# Made by `{printable(command, 10_000)}`; edit it, and start it by --config.\n"

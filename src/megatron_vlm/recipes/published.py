@@ -34,6 +34,7 @@ class Recipe:
     summary: str  # a sentence
     defaults: dict[str, Any]  # its own, beside those of `RunConfig`
     gpus: int = 1  # the fewest of 80 GB that its layout fits
+    adapter_lr: float | None = None  # the learning rate of runs with adapters; None: the same
     roomy: str = ""  # arguments that make it quicker on as many GPUs of 141 GB
 
     @property
@@ -46,17 +47,54 @@ class Recipe:
     def __call__(self, **changes: Any) -> RunConfig:
         """The defaults of `RunConfig`, replaced by the recipe's, replaced by the caller's `changes`.
 
-        A run without `run_dir` gets `runs/<name>`. A warm-up that the caller did not set takes at most a
-        tenth of the steps. Raises ConfigError on an unknown argument or a value of the wrong type; text from
-        a command line is converted.
+        `changes` are arguments of recipes, and settings by their dotted keys. A run without `run_dir` gets
+        `runs/<name>`. A run with adapters has their learning rate, unless the caller sets one. A warm-up that
+        the caller did not set takes at most a tenth of the steps. Raises ConfigError on an unknown argument
+        or a value of the wrong type; text from a command line is converted.
         """
-        arguments = merged(self.defaults, changes)
-        arguments.setdefault("run_dir", f"runs/{arguments.get('name', RunConfig.name)}")
-        config = apply_overrides(RunConfig(), as_settings(arguments))
-        if "warmup_steps" not in changes:
+        chosen = as_settings(changes)
+        settings = merged(as_settings(self.defaults), chosen)
+        settings.setdefault("run_dir", f"runs/{settings.get('name', RunConfig.name)}")
+        config = apply_overrides(RunConfig(), settings)
+        if self.adapter_lr and config.adapter.used and "optimizer.lr" not in chosen:
+            config.optimizer.lr = self.adapter_lr
+        if not {"optimizer.warmup_steps", "optimizer.warmup_ratio"} & chosen.keys():
             steps, warmup = config.train.steps, config.optimizer.warmup_steps
             config.optimizer.warmup_steps = None if steps is None else min(warmup or 0, steps // 10)
         return config
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast models of a family learn in published fine-tunings."""
+
+    lr: float = 1e-5  # of the whole model
+    adapter_lr: float = 1e-4
+    weight_decay: float = 0.0
+
+
+# What nobody published for a family: the defaults of ms-swift's megatron_args.py, 1e-5 and 1e-4, which
+# LLaMA-Factory's examples for Qwen2.5-VL and Qwen3-VL have, too; the weight decay is Transformers' default.
+USUAL = Rates()
+# Qwen-VL's own qwen-vl-finetune has a weight decay of 0.01 (its rates, 2e-7 to 1e-6, are for long runs on a
+# mixture); Megatron-Bridge has 1e-4 for adapters.
+QWEN = Rates(weight_decay=0.01)
+# OpenGVLab/InternVL, internvl3.0/2nd_finetune (8B and 14B; 1e-5 for 1B): the tower frozen, one epoch. That
+# Qianfan-OCR, of the same architecture, has them, too, is our choice.
+INTERNVL = Rates(lr=2e-5, weight_decay=0.05)
+RATES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN),
+    **dict.fromkeys(("internvl", "qianfan_ocr"), INTERNVL),
+    "llava": Rates(lr=2e-5, adapter_lr=2e-4),  # haotian-liu/LLaVA, scripts/v1_5: one epoch, rank 128
+    "llava_onevision": USUAL,  # the rate of LLaVA-NeXT's scripts/train/finetune_ov.sh, one epoch
+    "mistral3": Rates(lr=5e-6, adapter_lr=2e-4),  # Megatron-Bridge's recipes of Ministral 3
+    "glm4v_moe": Rates(lr=5e-6),  # Megatron-Bridge's recipes of GLM-4.5V
+    "gemma3": Rates(
+        adapter_lr=2e-4
+    ),  # Megatron-Bridge's recipes; for whole models they contradict themselves
+    # openbmb/MiniCPM-V, finetune/finetune_ds.sh
+    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), Rates(lr=1e-6, weight_decay=0.1)),
+}
 
 
 # What all sizes of a family set. Qwen, GLM and Kimi make more tokens of an image the more pixels it has;
@@ -140,7 +178,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str | None]]] =
         ("llava_onevision_72b", "LLaVA-OneVision 72B", 32, "llava-onevision-qwen2-72b-ov-hf", TP8_PP4, ""),
     ],
     ("internvl", "OpenGVLab"): [
-        ("internvl35_1b", "InternVL3.5 1B", 1, "InternVL3_5-1B-HF", "", ""),
+        ("internvl35_1b", "InternVL3.5 1B", 1, "InternVL3_5-1B-HF", "lr=1e-5", ""),
         ("internvl35_4b", "InternVL3.5 4B", 4, "InternVL3_5-4B-HF", "", ""),
         ("internvl35_8b", "InternVL3.5 8B", 4, "InternVL3_5-8B-HF", "tp=2", "tp=1"),
         ("internvl35_14b", "InternVL3.5 14B", 8, "InternVL3_5-14B-HF", "tp=4", ""),
@@ -194,7 +232,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str | None]]] =
             "Qwen3-VL 235B with 128 experts",
             128,
             "Qwen3-VL-235B-A22B-Instruct",
-            PP16_EP8,
+            f"{PP16_EP8} lr=5e-6",  # the rate of Megatron-Bridge's recipe
             None,
         ),
     ],
@@ -260,14 +298,18 @@ def _published() -> Iterator[Recipe]:
     for (family, organisation), sizes in SIZES.items():
         for name, title, gpus, checkpoint, layout, roomy in sizes:
             defaults = OF_FAMILY.get(family, {}) | {"name": name, "hf_path": f"{organisation}/{checkpoint}"}
-            defaults |= {"warmup_steps": 50, "global_batch_size": 64, "save_every": 500}
+            rates = RATES.get(family, USUAL)
+            defaults |= {"lr": rates.lr, "weight_decay": rates.weight_decay}
+            # LLaVA, LLaVA-OneVision and InternVL are fine-tuned for one epoch
+            defaults |= {"epochs": 1, "warmup_steps": 50, "global_batch_size": 64, "save_every": 500}
             defaults |= dict(argument.split("=") for argument in layout.split())
             if roomy == "" and defaults.get("recompute") == "full":
                 roomy = "recompute=none"
             if "tp" in defaults:
                 defaults["tp_comm_overlap"] = True
             cards = f"{gpus} GPU{'s' * (gpus > 1)} of 80 GB and up" + f" (of 141 GB: {roomy})" * bool(roomy)
-            yield Recipe(name, f"{title}, for {cards}.", defaults, gpus=gpus, roomy=roomy or "")
+            summary = f"{title}, for {cards}."
+            yield Recipe(name, summary, defaults, gpus, rates.adapter_lr, roomy or "")
 
 
 RECIPES = {one.name: one for one in (*_published(), *map(_demo, (*SUPPORTED, *OF_PARTS)))}

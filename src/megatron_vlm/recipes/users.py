@@ -7,7 +7,13 @@ from typing import Any
 from megatron_vlm.config import ConfigError, RunConfig, all_settings
 from megatron_vlm.imports import calling, load_function
 from megatron_vlm.messages import suggestion
-from megatron_vlm.overrides import SETTING_OF_ARGUMENT, apply_overrides, as_settings, fit_to_type
+from megatron_vlm.overrides import (
+    ARGUMENT_OF_SETTING,
+    SETTING_OF_ARGUMENT,
+    apply_overrides,
+    as_settings,
+    fit_to_type,
+)
 
 
 class UsersRecipe:
@@ -28,7 +34,7 @@ class UsersRecipe:
         self._parameters = {p.name: p for p in parameters if p.kind not in variable}
         self.own_parameters = [key for key in self._parameters if key not in SETTING_OF_ARGUMENT]
         # what it takes as a parameter is the function's to decide, also on a command line
-        self.decides = {SETTING_OF_ARGUMENT[key] for key in self._parameters if key in SETTING_OF_ARGUMENT}
+        self._decides = {SETTING_OF_ARGUMENT[key] for key in self._parameters if key in SETTING_OF_ARGUMENT}
 
     def __call__(self, **arguments: Any) -> RunConfig:
         """Return the run's configuration. Raises ConfigError on an unknown argument and on errors in it."""
@@ -36,9 +42,9 @@ class UsersRecipe:
         settings = as_settings(arguments, self.own_parameters)
         values = all_settings(apply_overrides(RunConfig(), settings))
         passed = {
-            key: values[SETTING_OF_ARGUMENT[key]]
-            for key in arguments
-            if self._takes_all or key in self._parameters
+            name: values[key]
+            for key, name in ARGUMENT_OF_SETTING.items()
+            if key in settings and (self._takes_all or name in self._parameters)
         }
         passed |= {key: self._value(key, value) for key, value in own_values.items()}
         for key, parameter in self._parameters.items():
@@ -52,7 +58,7 @@ class UsersRecipe:
             for key in vars(group).keys() - group.__dataclass_fields__.keys():
                 kind, known = type(group).__name__, suggestion(key, group.__dataclass_fields__)
                 raise ConfigError(f"{self._place}: sets {key}, which {kind} does not have{known}")
-        settings = {key: value for key, value in settings.items() if key not in self.decides}
+        settings = {key: value for key, value in settings.items() if key not in self._decides}
         return apply_overrides(config, settings)
 
     def _value(self, key: str, value: Any) -> Any:

@@ -30,8 +30,12 @@ def test_arguments_set_their_settings():
 
 
 def test_unknown_recipe_and_argument_come_with_a_suggestion():
-    with pytest.raises(ConfigError, match=r"^gemma3_4b: no such recipe; did you mean gemma3_vl_4b\?$"):
+    with pytest.raises(
+        ConfigError, match=r"^gemma3_4b: no such recipe; did you mean gemma3_vl_4b or gemma4_e4b\?$"
+    ):
         load_recipe("gemma3_4b")
+    with pytest.raises(ConfigError, match="^no: no such recipe; `megatron-vlm recipes` lists them.$"):
+        load_recipe("no")
     with pytest.raises(
         ConfigError, match=r"^seq_len: not an argument of a recipe; did you mean seq_length\?$"
     ):
