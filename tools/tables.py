@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gpu_check.parts import LEVELS, PARTS
 from megatron_vlm.data.accounts.drops import REASONS
+from megatron_vlm.overrides import foreign_names
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING_AGAIN, ALL_AGAIN = "one GPU, recompute none", "one GPU, recompute full"  # cases of rehearsal_lora
@@ -542,6 +543,39 @@ def drops() -> str:
     return markdown(("reason", "what to do"), rows)
 
 
+TOOLS = {
+    "bridge": "Megatron-Bridge",
+    "hf": "Transformers, TRL, peft",
+    "swift": "ms-swift",
+    "lf": "LLaMA-Factory",
+}
+
+
+def same_names() -> str:
+    """A line for each setting that other tools' names set: what each tool calls it."""
+    names: dict[str, dict[str, list[str]]] = {}
+    for name, (setting, tools, difference) in foreign_names().items():
+        for tool in tools.split() if not difference else ():
+            names.setdefault(setting, {}).setdefault(tool, []).append(f"`{name}`")
+    cells = ([f"`{key}`", *(", ".join(of.get(tool, ())) for tool in TOOLS)] for key, of in names.items())
+    return markdown(("here", *TOOLS.values()), cells)
+
+
+def other_names() -> str:
+    """A line for each name that means something else here, or has no setting."""
+    rows = {name: row for name, row in foreign_names().items() if row[2]}
+    cells = (
+        [
+            f"`{name}`",
+            ", ".join(TOOLS[tool] for tool in tools.split()),
+            f"`{key}`" if key else "–",
+            difference,
+        ]
+        for name, (key, tools, difference) in rows.items()
+    )
+    return markdown(("name", "of", "here", "what differs"), cells)
+
+
 # name of the marks -> (report, or None if the package's code is the source; page; function)
 TABLES: dict[str, tuple[str | None, Path, Callable[..., str]]] = {
     "worst": ("parity.json", README, worst),
@@ -567,6 +601,8 @@ TABLES: dict[str, tuple[str | None, Path, Callable[..., str]]] = {
     "gpu": ("gpu.json", DOCS / "reference" / "gpu.md", gpu),
     "cubins": ("cubins.json", DOCS / "reference" / "gpu.md", cubins),
     "cubins_fla": ("cubins_fla.json", DOCS / "reference" / "gpu.md", cubins_fla),
+    "same_names": (None, DOCS / "how-to" / "coming-from.md", same_names),
+    "other_names": (None, DOCS / "how-to" / "coming-from.md", other_names),
     "bundle": ("bundle.json", DOCS / "reference" / "gpu.md", bundle),
 }
 

@@ -140,7 +140,7 @@ def _is_known(key: str) -> bool:
 
 @cache
 def foreign_names() -> dict[str, tuple[str | None, str, str]]:
-    """What other tools call a setting: name -> our setting, the tools, what differs ("": nothing)."""
+    """Return names of other tools: name -> our setting, the tools, what differs ("": nothing)."""
     rows = load_yaml(read_text(Path(__file__).with_name("foreign_names.yaml")))
     return {
         name: (setting, tools, "".join(difference)) for name, (setting, tools, *difference) in rows.items()
@@ -354,7 +354,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _hint(name: str, own: Collection[str] = ()) -> str:
-    """What to write in place of an unknown name: ours for another tool's, or at most five near ones.
+    """Return what to write in place of an unknown name: ours for another tool's, or five near ones.
 
     Last parts of names are compared, as most names share a group. `own` are names that are known, too.
     """

@@ -17,6 +17,7 @@ from megatron_vlm import stores
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text, refuse_odd
 from megatron_vlm.inputs import explain_file, odd_fields
+from megatron_vlm.messages import suggestion
 from megatron_vlm.stores import fetched
 
 CONFIG_FILE = "config.json"
@@ -97,6 +98,7 @@ SUPPORTED = {  # by HF model_type, which is also the name of the file in models/
 _FP8 = "fp8"  # the only quant_method that import reads, see `models.weights.files`
 # the keys of Transformers, of older llm-compressor, of MLX
 QUANTISED = ("quantization_config", "compression_config", "quantization")
+_WHAT_IS = "`megatron-vlm recipes` lists what is"
 _OWN_CODE = ", and code of the checkpoint's own (auto_map) is never run"
 
 
@@ -242,15 +244,12 @@ def _major_minor(release: str) -> list[int]:
 
 
 def unsupported(model_type: Any, config: dict[str, Any] | None = None) -> str:
-    """The message that a model type is not supported, and which are; `config` is config.json, if read."""
+    """The message that a model type is not supported, and near ones; `config` is config.json, if read."""
     own_code = _OWN_CODE if config and config.get("auto_map") else ""
-    text_only = ""
+    start = f"model type {model_type!r}"
     if config is not None and not any(key.endswith(("vision_config", "thinker_config")) for key in config):
-        text_only = " (without a vision tower)"
-    return (
-        f"model type {model_type!r}{text_only} is not supported{own_code}; supported are "
-        f"{', '.join(sorted(SUPPORTED))}, with their vision towers."
-    )
+        return f"{start} (without a vision tower) is not supported{own_code}; {_WHAT_IS}."
+    return f"{start} is not supported{own_code}{suggestion(str(model_type), SUPPORTED, _WHAT_IS)}"
 
 
 def _quantised(config: dict[str, Any]) -> str | None:

@@ -17,18 +17,18 @@ from megatron_vlm.config import ConfigError
 from megatron_vlm.supported import SUPPORTED, config_file, read_config, resolve
 
 QWEN = {"model_type": "qwen2_5_vl", "vision_config": {}}
-SUPPORTED_TEXT = f"supported are {', '.join(sorted(SUPPORTED))}, with their vision towers."
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('was_run').touch()\nclass C: ...\n"
 REFUSED = {  # config.json -> the message, after "checkpoint PATH: "
     "sibling": ({"model_type": "qwen2_5_omni", "thinker_config": {}}, "model type 'qwen2_5_omni' is not"),
     "text only": (
         {"model_type": "gemma3_text"},
-        "model type 'gemma3_text' (without a vision tower) is not supported; " + SUPPORTED_TEXT,
+        "model type 'gemma3_text' (without a vision tower) is not supported; `megatron-vlm recipes` lists "
+        "what is.",
     ),
     "own code": (
         {"model_type": "internvl_chat", "vision_config": {}, "auto_map": {"AutoConfig": "evil.C"}},
         "model type 'internvl_chat' is not supported, and code of the checkpoint's own (auto_map) is never "
-        "run; " + SUPPORTED_TEXT,
+        "run; did you mean internvl?",
     ),
     "class that another family has": (
         {"model_type": "mistral3", "architectures": ["LightOnOCRForConditionalGeneration"]},
