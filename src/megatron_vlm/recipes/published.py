@@ -34,8 +34,8 @@ class Recipe:
     summary: str  # a sentence
     defaults: dict[str, Any]  # its own, beside those of `RunConfig`
     gpus: int = 1  # the fewest of 80 GB that its layout fits
-    adapter_lr: float | None = None  # the learning rate of runs with adapters; None: the same
     roomy: str = ""  # arguments that make it quicker on as many GPUs of 141 GB
+    adapter_lr: float | None = None  # the learning rate of runs with adapters; None: the same
 
     @property
     def model_type(self) -> str:
@@ -66,34 +66,33 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast models of a family learn in published fine-tunings."""
+    """Learning rates of the whole model and of adapters, and the weight decay."""
 
-    lr: float = 1e-5  # of the whole model
+    lr: float = 1e-5
     adapter_lr: float = 1e-4
     weight_decay: float = 0.0
 
 
-# What nobody published for a family: the defaults of ms-swift's megatron_args.py, 1e-5 and 1e-4, which
-# LLaMA-Factory's examples for Qwen2.5-VL and Qwen3-VL have, too; the weight decay is Transformers' default.
+# Our choice where a family has no source below: the defaults of ms-swift (megatron_args.py), which
+# LLaMA-Factory's examples of Qwen2.5-VL and Qwen3-VL have, too; and Transformers' weight decay.
 USUAL = Rates()
-# Qwen-VL's own qwen-vl-finetune has a weight decay of 0.01 (its rates, 2e-7 to 1e-6, are for long runs on a
-# mixture); Megatron-Bridge has 1e-4 for adapters.
+# The weight decay is that in Qwen's qwen-vl-finetune/README.md, which suggests rates of 2e-7 to 1e-6. The
+# rates are LLaMA-Factory's; Megatron-Bridge's recipes have 5e-6 to 5e-5, and 1e-4 for adapters.
 QWEN = Rates(weight_decay=0.01)
-# OpenGVLab/InternVL, internvl3.0/2nd_finetune (8B and 14B; 1e-5 for 1B): the tower frozen, one epoch. That
-# Qianfan-OCR, of the same architecture, has them, too, is our choice.
+# OpenGVLab/InternVL, shell/internvl3.0/2nd_finetune: of 8B and 14B, with a frozen tower; 1B has 1e-5. That
+# Qianfan-OCR, which has InternVL's architecture, takes them is our choice.
 INTERNVL = Rates(lr=2e-5, weight_decay=0.05)
+# openbmb/MiniCPM-V, finetune/finetune_ds.sh; the rate of adapters is our choice
+MINICPMV = Rates(lr=1e-6, weight_decay=0.1)
 RATES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN),
     **dict.fromkeys(("internvl", "qianfan_ocr"), INTERNVL),
-    "llava": Rates(lr=2e-5, adapter_lr=2e-4),  # haotian-liu/LLaVA, scripts/v1_5: one epoch, rank 128
-    "llava_onevision": USUAL,  # the rate of LLaVA-NeXT's scripts/train/finetune_ov.sh, one epoch
+    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), MINICPMV),
+    "llava": Rates(lr=2e-5, adapter_lr=2e-4),  # haotian-liu/LLaVA, scripts/v1_5
+    "llava_onevision": Rates(lr=1e-5),  # LLaVA-NeXT, scripts/train/finetune_ov.sh; adapters: our choice
     "mistral3": Rates(lr=5e-6, adapter_lr=2e-4),  # Megatron-Bridge's recipes of Ministral 3
-    "glm4v_moe": Rates(lr=5e-6),  # Megatron-Bridge's recipes of GLM-4.5V
-    "gemma3": Rates(
-        adapter_lr=2e-4
-    ),  # Megatron-Bridge's recipes; for whole models they contradict themselves
-    # openbmb/MiniCPM-V, finetune/finetune_ds.sh
-    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), Rates(lr=1e-6, weight_decay=0.1)),
+    "glm4v_moe": Rates(lr=5e-6, adapter_lr=1e-4),  # Megatron-Bridge's recipes of GLM-4.5V
+    "gemma3": Rates(adapter_lr=2e-4),  # Megatron-Bridge's recipes; the whole model's: our choice
 }
 
 
@@ -299,8 +298,8 @@ def _published() -> Iterator[Recipe]:
         for name, title, gpus, checkpoint, layout, roomy in sizes:
             defaults = OF_FAMILY.get(family, {}) | {"name": name, "hf_path": f"{organisation}/{checkpoint}"}
             rates = RATES.get(family, USUAL)
-            defaults |= {"lr": rates.lr, "weight_decay": rates.weight_decay}
-            # LLaVA, LLaVA-OneVision and InternVL are fine-tuned for one epoch
+            defaults |= {"lr": rates.lr, "optimizer.weight_decay": rates.weight_decay}
+            # one epoch, as in the scripts of LLaVA, LLaVA-OneVision and InternVL
             defaults |= {"epochs": 1, "warmup_steps": 50, "global_batch_size": 64, "save_every": 500}
             defaults |= dict(argument.split("=") for argument in layout.split())
             if roomy == "" and defaults.get("recompute") == "full":
@@ -308,8 +307,7 @@ def _published() -> Iterator[Recipe]:
             if "tp" in defaults:
                 defaults["tp_comm_overlap"] = True
             cards = f"{gpus} GPU{'s' * (gpus > 1)} of 80 GB and up" + f" (of 141 GB: {roomy})" * bool(roomy)
-            summary = f"{title}, for {cards}."
-            yield Recipe(name, summary, defaults, gpus, rates.adapter_lr, roomy or "")
+            yield Recipe(name, f"{title}, for {cards}.", defaults, gpus, roomy or "", rates.adapter_lr)
 
 
 RECIPES = {one.name: one for one in (*_published(), *map(_demo, (*SUPPORTED, *OF_PARTS)))}

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 
+from megatron_vlm import overrides
 from megatron_vlm.config import ConfigError, setting_types
 from megatron_vlm.overrides import foreign_names, from_yaml
 from megatron_vlm.recipes import RECIPES, compose, load_recipe
@@ -61,7 +62,10 @@ def test_an_exact_name_sets_ours_in_every_place(name):
 
 
 def test_a_name_is_said_once(caplog):
+    overrides._log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
+        for recipe in RECIPES.values():
+            recipe()
         for _ in range(2):
             compose("gemma3_vl_4b", settings=["others.adam_eps=1e-7"])
     assert [record.message for record in caplog.records] == ["others.adam_eps is optimizer.eps here"]
