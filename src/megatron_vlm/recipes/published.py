@@ -54,6 +54,8 @@ class Recipe:
         """
         chosen = as_settings(changes)
         settings = merged(as_settings(self.defaults), chosen)
+        if settings.get("data.packing") == "stream" and not {"train.steps", "train.epochs"} & chosen.keys():
+            settings = merged(settings, {"train.steps": RunConfig().train.steps})  # it has no countable epoch
         settings.setdefault("run_dir", f"runs/{settings.get('name', RunConfig.name)}")
         config = apply_overrides(RunConfig(), settings)
         if self.adapter_lr and config.adapter.used and "optimizer.lr" not in chosen:
