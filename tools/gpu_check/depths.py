@@ -69,7 +69,8 @@ def rows_of(case: Case, sizes: Sizes) -> Iterator[Row]:
         free()
     yield Row("step", f"{case.name}, optimizer, milliseconds", 1000 * times[0].optimizer)
     if len(times) > 1:
-        yield from one_layer(case, *times)
+        peak = peak_flops(torch.cuda.get_device_name()) if ON_CUDA else None
+        yield from one_layer(case, *times, peak)
 
 
 def timed(case: Case, step: OurStep, batch: Batch, sizes: Sizes) -> Timed:
@@ -121,8 +122,9 @@ def memory_rows(what: str, nbytes: tuple[int, int, int]) -> Iterator[Row]:
     )
 
 
-def one_layer(case: Case, deep: Timed, shallow: Timed) -> Iterator[Row]:
-    """What a layer takes, what the rest of a step takes, and the published model's layers by these."""
+def one_layer(case: Case, deep: Timed, shallow: Timed, peak: float | None) -> Iterator[Row]:
+    """What a layer takes, what the rest of a step takes, and the published model's layers by these. `peak` is
+    what the card can do in a second, if that is known."""
     between = deep.layers - shallow.layers
 
     def layer(of: str) -> float:
@@ -131,8 +133,6 @@ def one_layer(case: Case, deep: Timed, shallow: Timed) -> Iterator[Row]:
     def at_full_depth(of: str) -> float:
         return getattr(deep, of) + (PUBLISHED - deep.layers) * layer(of)
 
-    device = torch.cuda.get_device_name() if ON_CUDA else ""
-    peak = peak_flops(device)
     name = case.name
     yield Row("step", f"{name}, one layer, milliseconds", 1000 * layer("micro_batch"))
     yield Row("step", f"{name}, one layer, model TFLOP/s", layer("flops") / layer("micro_batch") / 1e12)

@@ -44,14 +44,16 @@ def test_one_layer_is_the_difference_of_two_depths_without_what_is_around_layers
     def timed(layers: int) -> Timed:
         return Timed(layers, 0.5 + 0.02 * layers, 0.3, 0.01 + 0.001 * layers, 7e12 + 1e12 * layers)
 
-    found = {row.what: row.value for row in depths.one_layer(CASE, timed(4), timed(2))}
+    found = {row.what: row.value for row in depths.one_layer(CASE, timed(4), timed(2), 100e12)}
     assert PUBLISHED == 36
     assert found == pytest.approx(
         {
             "1024 tokens, one layer, milliseconds": 20,
             "1024 tokens, one layer, model TFLOP/s": 50,
+            "1024 tokens, one layer, MFU": 0.5,
             "1024 tokens, micro batch without layers, milliseconds": 500,
             "1024 tokens, all 36 layers by these, micro batch, milliseconds": 500 + 36 * 20,
+            "1024 tokens, all 36 layers by these, micro batch, MFU": 43 / (0.5 + 36 * 0.02) / 100,
             "decoding, one layer, milliseconds a token": 1,
             "decoding, all 36 layers by these, milliseconds a token": 10 + 36,
         }
