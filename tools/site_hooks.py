@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os.path
 import re
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from textwrap import shorten
 
@@ -43,37 +45,38 @@ def for_site(markdown: str, address: str) -> str:
 
     Marks of scripts go, and lists and tables get the empty line that they need before them.
     """
-    lines: list[str] = []
-    is_code = False
+    lines: list[tuple[bool, str]] = []  # whether it is code, and the line
+    is_code, before = False, ""
     for line in re.sub(r"<!-- \w+:(begin|end) -->", "", markdown).splitlines():
         is_code ^= line.startswith("```")
-        before = lines[-1] if lines else ""
         is_list = LIST.match(line) and not LIST.match(before) and not before.startswith(" ")
         is_table = line.startswith("|") and not before.startswith("|")
         if before.strip() and (is_list or is_table) and not is_code:
-            lines.append("")
-        lines.append(line if is_code or line.startswith("    ") else _relinked(line, address))
-    return "\n".join(lines) + "\n"
+            lines.append((False, ""))
+        lines.append((is_code or line.startswith("    "), line))
+        before = line
+    blocks = [(code, "\n".join(line for _, line in block)) for code, block in groupby(lines, itemgetter(0))]
+    return "\n".join(text if code else _relinked(text, address) for code, text in blocks) + "\n"
 
 
-def _relinked(line: str, address: str) -> str:
-    """Return a line whose links lead to pages of the site, or to none."""
+def _relinked(text: str, address: str) -> str:
+    """Return a text whose links lead to pages of the site, or to none."""
     source = (
         f"docs/{address}" if not address.startswith(MEASURED) else f"reports/{PurePosixPath(address).name}"
     )
 
     def relinked(match: re.Match[str]) -> str:
-        text, target, anchor = match.groups()
+        words, target, anchor = match.groups()
         path = os.path.normpath(os.path.join(os.path.dirname(source), target))
         if path.startswith("docs/"):
             place = path.removeprefix("docs/")
         elif re.fullmatch(r"reports/[\w-]+\.md", path):
             place = f"{MEASURED}/{PurePosixPath(path).name}"
         else:
-            return text if "`" in text else f"{text} (`{path}`)"
-        return f"[{text}]({os.path.relpath(place, os.path.dirname(address))}{anchor or ''})"
+            return words if "`" in words else f"{words} (`{path}`)"
+        return f"[{words}]({os.path.relpath(place, os.path.dirname(address))}{anchor or ''})"
 
-    return LINK.sub(relinked, line)
+    return LINK.sub(relinked, text)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

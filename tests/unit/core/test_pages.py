@@ -38,7 +38,8 @@ def test_tests_that_the_makefile_names_are_there():
 
 def test_the_site_reads_pages_as_github_does():
     page = """# A title
-Text with [a report](../../reports/demo.md#x), [a file](../../Makefile) and [a page](../start/lora.md):
+Text with [a report](../../reports/demo.md#x), [a
+file](../../Makefile) and [a page](../start/lora.md):
 - an item
   that goes on
 - another
@@ -52,7 +53,7 @@ text
 ```
 """
     text = for_site(page, "how-to/page.md")
-    links = "[a report](../reference/measured/demo.md#x), a file (`Makefile`) and [a page](../start/lora.md)"
+    links = "[a report](../reference/measured/demo.md#x), a\nfile (`Makefile`) and [a page](../start/lora.md)"
     assert text.startswith(
         f"# A title\nText with {links}:\n\n- an item\n  that goes on\n- another\n\n| a |\n"
     )
