@@ -1,8 +1,8 @@
 """The layouts of a run that fit by their plans, the quickest first by a simple model of a step's time.
 
-The model ranks layouts and is compared with no GPU. It counts products at a share of an H100's peak, and
-exchanges over the slowest link of their ranks by the ring algorithm (an H100 SXM's data sheet, nodes of eight
-with a network card of 400 Gb/s for each). The shares are assumptions.
+The model ranks layouts; `tools/gpu_check` measures what it assumes. It counts products at a share of an
+H100's peak, and exchanges over the slowest link of their ranks by the ring algorithm (an H100 SXM's data
+sheet, nodes of eight with a network card of 400 Gb/s for each). The shares are assumptions.
 """
 
 import itertools
