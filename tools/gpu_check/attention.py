@@ -15,14 +15,13 @@ from gpu_check.sizes import DTYPE, NAME, ON_CUDA, About, Sizes, documents_of
 from megatron_vlm.extras.plan.search import ATTENTION
 from megatron_vlm.models.costs import pairs_seen
 from megatron_vlm.models.layers.attention import Attend, dense
-from megatron_vlm.models.layers.attention_kernels import KERNELS
+from megatron_vlm.models.layers.attention_kernels import KERNELS, WIDEST
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
 from megatron_vlm.models.layers.kernel_checks import LARGEST
 from megatron_vlm.models.layers.tower_attention import view_of
 from megatron_vlm.parallel import setup
 
 ERRORS = (RuntimeError, NotImplementedError, TypeError)
-WIDEST = 256  # channels of a head of which a kernel is expected
 
 
 def rows(sizes: Sizes, about: About) -> Iterator[Row]:
@@ -70,11 +69,12 @@ def compared(case: str, inputs: list[Tensor], plan: AttentionPlan, view: View, s
             yield Row("attention", f"{name}, {case}: {str(error).splitlines()[0][:160]}", "does not run")
             continue
         row = Row("attention", f"{name}, {case}", difference(found, expected), LARGEST[DTYPE])
-        agrees |= row.verdict == "ok"
+        # products serve heads for which there is no kernel
+        agrees |= row.verdict == "ok" and (name != "products" or inputs[0].shape[-1] > WIDEST)
         yield row
     plan.masks.clear()
     if not agrees:
-        yield Row("attention", case, "no kernel", wrong=inputs[0].shape[-1] <= WIDEST)
+        yield Row("attention", case, "no kernel", wrong=True)
 
 
 def kernel(name: str, view: View, scale: float) -> Callable[..., Tensor]:

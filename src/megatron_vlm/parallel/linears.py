@@ -17,7 +17,7 @@ exchange all rows at once. On a GPU `models.layers.kernel_checks` compares it be
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -241,16 +241,12 @@ def _with_bias(module: torch.nn.Module, output: Tensor) -> tuple[Tensor, Tensor 
 
 
 def grouped_product(
-    rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor, counts_X: Sequence[int] | None = None
+    rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor, counts_X: list[int] | None = None
 ) -> Tensor:
-    """Return (Z, O): rows times the weights of their expert.
+    """Return (Z, O): rows times the weights of their expert; `ends_X` (int32) says where each one's rows end.
 
-    Args:
-        rows_ZI: Sorted by expert.
-        weights_XOI: The experts' weights.
-        ends_X: Where the rows of each expert end, int32.
-        counts_X: How many rows each has, if the host knows it. Then each expert's product adds its gradient
-            to Megatron's buffer, if there is one in fp32.
+    If the host knows how many rows each has, `counts_X`, then each expert's product adds its gradient to
+    Megatron's buffer, where that is in fp32.
     """
     if not len(rows_ZI):
         return rows_ZI @ weights_XOI[0].t()  # no row either, and zero as gradients
@@ -263,7 +259,7 @@ class GroupedProduct(torch.autograd.Function):
     """`grouped_product`. No grouped product of torch 2.15 adds, or returns fp32 for operands in 16 bits."""
 
     @staticmethod
-    def forward(ctx, rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor, counts_X: Sequence[int] | None):
+    def forward(ctx, rows_ZI: Tensor, weights_XOI: Tensor, ends_X: Tensor, counts_X: list[int] | None):
         ctx.save_for_backward(rows_ZI if ctx.needs_input_grad[1] else None, weights_XOI, ends_X)
         ctx.counts_X = counts_X
         return _grouped(rows_ZI, weights_XOI, ends_X)

@@ -57,7 +57,8 @@ def offload(part: DistributedOptimizer) -> None:
     """
     adam = part.optimizer
     adam.__class__ = OffloadedAdam
-    adam.arriving, adam.leaving = torch.cuda.Stream(), torch.cuda.Stream()
+    adam.arriving = torch.cuda.Stream()
+    adam.leaving = torch.cuda.Stream()
     mains = sum(part.shard_fp32_from_float16_groups, [])
     models = sum(part.shard_float16_groups, [])
     model_of = {id(main): model for main, model in zip(mains, models, strict=True)}
@@ -86,15 +87,13 @@ def offloaded_bytes(optimizer: MegatronOptimizer) -> int:
     return sum(state[name].nbytes for state in states for name in KEPT if name in state)
 
 
-class Bucket(NamedTuple):
-    """Runs of parameters of one group, with the places that each has in memory for `BUCKET` numbers."""
+class BucketPart(NamedTuple):
+    """A run of a parameter in a bucket."""
 
-    group: dict[str, Any]
-    parts: list[tuple[Tensor, slice, slice]]  # parameter, run, place
-
-    @property
-    def numbers(self) -> int:
-        return -(-self.parts[-1][2].stop // ALIGNED) * ALIGNED if self.parts else 0
+    main: Tensor
+    run: slice
+    kept: dict[str, Tensor]  # its state on the host; of a parameter in fp32 the moments alone
+    place: int  # of its first number in memory for a bucket
 
 
 class OffloadedAdam(torch.optim.AdamW):
@@ -111,78 +110,79 @@ class OffloadedAdam(torch.optim.AdamW):
         # Two parts of device memory take turns. Streams are joined at both ends: before, what used this
         # memory is over and the host has the last step's numbers; after, others may have the memory.
         here = torch.cuda.current_stream()
-        sizes = len(KEPT), max(bucket.numbers for bucket in buckets)
-        memory = [torch.empty(sizes, device=buckets[0].parts[0][0].device) for _ in buckets[:2]]
+        most = max(part.place + len(part.kept["exp_avg"]) for _, parts in buckets for part in parts)
+        device = buckets[0][1][0].main.device
+        memory = [torch.empty(len(KEPT), most, device=device) for _ in buckets[:2]]
         self.arriving.wait_stream(here)
-        arrived = self._fetch(buckets[0], memory[0])
-        for number, bucket in enumerate(buckets):
+        arrived = self._fetch(buckets[0][1], memory[0])
+        for number, (group, parts) in enumerate(buckets):
             here.wait_stream(self.arriving)
             copies = arrived
             if number + 1 < len(buckets):
                 self.arriving.wait_stream(self.leaving)  # the bucket before, whose memory the next one gets
-                arrived = self._fetch(buckets[number + 1], memory[1 - number % 2])
-            self._update(bucket, copies)
+                arrived = self._fetch(buckets[number + 1][1], memory[1 - number % 2])
+            self._update(group, parts, copies)
             self.leaving.wait_stream(here)
-            self._send(bucket, copies)
+            self._send(parts, copies)
         here.wait_stream(self.leaving)
 
-    def _buckets(self) -> Iterator[Bucket]:
-        """All parameters with a gradient, in order; their steps are counted."""
+    def _buckets(self) -> Iterator[tuple[dict[str, Any], list[BucketPart]]]:
+        """Parts of all parameters with a gradient, `BUCKET` numbers or fewer at a time, after their group.
+        The parameters' steps are counted."""
         for group in self.param_groups:
-            bucket = Bucket(group, [])
-            for main in group["params"]:
-                if main.grad is None:
-                    continue
-                self.state[main]["step"] += 1
+            parts: list[BucketPart] = []
+            place = 0
+            for main in (main for main in group["params"] if main.grad is not None):
+                state = self.state[main]
+                state["step"] += 1
                 start = 0
                 while start < len(main):
-                    place = bucket.numbers
-                    length = min(len(main) - start, BUCKET - place)
-                    bucket.parts.append((main, slice(start, start + length), slice(place, place + length)))
-                    start += length
-                    if bucket.numbers == BUCKET:
-                        yield bucket
-                        bucket = Bucket(group, [])
-            if bucket.parts:
-                yield bucket
+                    run = slice(start, min(len(main), start + BUCKET - place))
+                    kept = {name: state[name][run] for name in KEPT if name in state}
+                    parts.append(BucketPart(main, run, kept, place))
+                    place += -(-(run.stop - start) // ALIGNED) * ALIGNED
+                    start = run.stop
+                    if place == BUCKET:
+                        yield group, parts
+                        parts = []
+                        place = 0
+            if parts:
+                yield group, parts
 
-    def _on_host(self, bucket: Bucket) -> list[dict[str, Tensor]]:
-        """The state on the host of each part; of parameters in fp32 the moments alone."""
-        states = [(self.state[main], run) for main, run, _ in bucket.parts]
-        return [{name: state[name][run] for name in KEPT if name in state} for state, run in states]
-
-    def _fetch(self, bucket: Bucket, memory: Tensor) -> list[dict[str, Tensor]]:
+    def _fetch(self, parts: list[BucketPart], memory: Tensor) -> list[dict[str, Tensor]]:
         """Copies in this memory (3, numbers) of what the host keeps of each part."""
-        copies = []
+        places = dict(zip(KEPT, memory, strict=True))
         with torch.cuda.stream(self.arriving):
-            for kept, (_, _, place) in zip(self._on_host(bucket), bucket.parts, strict=True):
-                places = dict(zip(KEPT, memory[:, place], strict=True))
-                copies.append({name: places[name].copy_(x, non_blocking=True) for name, x in kept.items()})
-        return copies
+            return [
+                {name: places[name][place:][: len(x)].copy_(x, non_blocking=True) for name, x in kept.items()}
+                for _, _, kept, place in parts
+            ]
 
-    def _update(self, bucket: Bucket, copies: list[dict[str, Tensor]]) -> None:
-        group = bucket.group
-        mains, runs, _ = zip(*bucket.parts, strict=True)
-        params = [c.get("param", main[run]) for c, main, run in zip(copies, mains, runs, strict=True)]
+    def _update(
+        self, group: dict[str, Any], parts: list[BucketPart], copies: list[dict[str, Tensor]]
+    ) -> None:
+        params = [
+            of_part.get("param", part.main[part.run]) for part, of_part in zip(parts, copies, strict=True)
+        ]
         torch._fused_adamw_(
             params,
-            [main.grad[run] for main, run in zip(mains, runs, strict=True)],
+            [part.main.grad[part.run] for part in parts],
             [of_part["exp_avg"] for of_part in copies],
             [of_part["exp_avg_sq"] for of_part in copies],
             [],
-            [self.state[main]["step"] for main in mains],
+            [self.state[part.main]["step"] for part in parts],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             **{name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
         )
-        for main, run, param in zip(mains, runs, params, strict=True):
-            if main.model is not None:
-                main.model[run].copy_(param)
+        for part, param in zip(parts, params, strict=True):
+            if part.main.model is not None:
+                part.main.model[part.run].copy_(param)
 
-    def _send(self, bucket: Bucket, copies: list[dict[str, Tensor]]) -> None:
+    def _send(self, parts: list[BucketPart], copies: list[dict[str, Tensor]]) -> None:
         with torch.cuda.stream(self.leaving):
-            for kept, of_part in zip(self._on_host(bucket), copies, strict=True):
-                for name, tensor in kept.items():
+            for part, of_part in zip(parts, copies, strict=True):
+                for name, tensor in part.kept.items():
                     tensor.copy_(of_part[name], non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from pairs import pairs
 from places import ROOT
 
 from megatron_vlm.config import ConfigError, DataConfig, ModelConfig, RunConfig, TrainConfig
+from megatron_vlm.extras.plan.recorder import TensorMemory
 from megatron_vlm.models.layers import attention_kernels as kernels
 from megatron_vlm.models.layers import kernel_checks, tower_attention
 from megatron_vlm.models.layers.attention import Attend, RotarySelfAttention, dense, mask
@@ -112,20 +113,21 @@ def test_documents_equal_the_mask_with_all_gradients(name, ranks, h, h_kv, width
                 keys = np.concatenate((rows, view.received))
                 gradient = torch.randn(plan.length, h, width, dtype=torch.float64)
                 found = []
-                for backend in ("dense", "documents"):
+                for backend in ("dense", "documents", "products"):
                     given = [x[i].clone().requires_grad_() for x, i in ((q, rows), (k, keys), (v, keys))]
                     if backend == "dense":
                         out = dense(*given, plan, view, 0.3)
                     else:
                         order = torch.arange(len(keys)) if view.order is None else view.order
                         ordered = [given[0], *(x.index_select(0, order) for x in given[1:])]
-                        out = Attend.apply(*ordered, view, KERNELS["documents"], 0.3)
+                        out = Attend.apply(*ordered, view, KERNELS[backend], 0.3)
                     # what padding sees differs between backends, and nothing depends on it
                     real = torch.arange(plan.length)[:, None, None] < len(plan.places)
                     (out * real).backward(gradient)
                     found.append([(out * real).detach(), *(x.grad for x in given)])
-                for ours, expected in zip(found[1], found[0], strict=True):
-                    torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-10)
+                for ours in found[1:]:
+                    for mine, expected in zip(ours, found[0], strict=True):
+                        torch.testing.assert_close(mine, expected, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -387,8 +389,19 @@ def check(backend: str, dtype: torch.dtype = torch.float32) -> tuple[str | None,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_before_a_run_passes_what_agrees(dtype):
-    assert check("documents", dtype) == (None, None)
+@pytest.mark.parametrize("name", ["documents", "products"])
+def test_the_check_before_a_run_passes_what_agrees(name, dtype):
+    assert check(name, dtype) == (None, None)
+
+
+def test_products_hold_scores_of_a_run_of_queries_alone():
+    """Of 4,096 tokens, forward and backward: scores of 512 at a time, at most four times in fp32."""
+    q, k, v = (torch.randn(4096, n, 16, requires_grad=True) for n in (2, 1, 1))
+    with TensorMemory() as memory:
+        Attend.apply(
+            q, k, v, plans([4093], [], 1, [None])[0].views[None], KERNELS["products"], 0.3
+        ).sum().backward()
+    assert memory.peak < 4.5 * 2 * 512 * 4096 * 4 < 2 * 4096**2 * 4
 
 
 def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
@@ -515,6 +528,16 @@ def test_the_faster_kernel_is_taken_or_the_one_that_is_named(as_on_cuda, recwarn
     assert taken(attention=slow) == {16: slow}
     check_towers(Tower(), CUDA, torch.bfloat16, ModelConfig(attention=slow))
     assert tower_attention.kernels == {(4, 16): slow} and not recwarn.list
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash"])
+def test_heads_that_are_too_wide_for_kernels_have_products(as_on_cuda, recwarn, backend):
+    sizes = SimpleNamespace(
+        **vars(SIZES) | {"layer_heads": [(16, 2), (512, 2)], "layer_windows": (None, None)}
+    )
+    as_on_cuda.setitem(KERNELS, "cudnn", slowed("cudnn", as_on_cuda))
+    backends = attention_backends(sizes, ModelConfig(attention=backend), CUDA)
+    assert backends == {16: "flash", 512: "products"} and not recwarn.list
 
 
 def test_flash_attention_4_is_measured_where_it_is_installed(as_on_cuda):

@@ -11,9 +11,9 @@ A kernel is a pair of functions on tensors (tokens, heads, K), keys and values w
 and each call's backward gives its part of the gradients.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module, metadata
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from megatron_vlm.parallel.linears import check, difference
 from megatron_vlm.parallel.setup import on_device
 
+WIDEST = 256  # channels of a head of which there is a kernel for CUDA
 QUERIES_AT_ONCE = 512  # of a segment with a mask: so the largest mask is linear in the length of a row
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value, or their gradients
 Outputs = tuple[Tensor, Tensor]  # context, log_sum_exp
@@ -139,45 +140,96 @@ class Part(NamedTuple):
     mask: Tensor | None  # (queries, keys) to add to the scores
 
 
-def documents_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
+def documents_forward(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, attend: Callable = on_cpu
+) -> Outputs:
     """The kernel in plain PyTorch: its flash attention for CPUs, one call for each segment or part of one."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     contexts, log_sums = [], []
-    for part in _parts(segments, query):
+    for part in _parts(segments, query, attend is on_cpu):
         q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
-        context, log_sum = on_cpu(q, k, v, 0.0, part.causal, attn_mask=part.mask, scale=scale)
+        context, log_sum = attend(q, k, v, 0.0, part.causal, attn_mask=part.mask, scale=scale)
         contexts.append(context[0].transpose(0, 1))
         log_sums.append(log_sum[0])
     return torch.cat(contexts), torch.cat(log_sums, dim=1)
 
 
 def documents_backward(
-    gradient: Tensor, inputs: Inputs, outputs: Outputs, segments: Segments, scale: float
+    gradient: Tensor,
+    inputs: Inputs,
+    outputs: Outputs,
+    segments: Segments,
+    scale: float,
+    attend=on_cpu_backward,
 ) -> Inputs:
     """See the module."""
     context, log_sum_exp = outputs
     gradient, query, key, value, context = (x.transpose(0, 1)[None] for x in (gradient, *inputs, context))
-    totals = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for part in _parts(segments, query):
+    is_whole = attend is on_cpu_backward
+    sums = None if is_whole else torch.promote_types(key.dtype, torch.float32)  # of many parts
+    totals = torch.empty_like(query), torch.zeros_like(key, dtype=sums), torch.zeros_like(value, dtype=sums)
+    for part in _parts(segments, query, is_whole):
         q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
         dc = gradient[:, :, part.queries]
         c = context[:, :, part.queries]
         log_sum = log_sum_exp[None, :, part.queries]
-        grads = on_cpu_backward(dc, q, k, v, c, log_sum, 0.0, part.causal, attn_mask=part.mask, scale=scale)
+        grads = attend(dc, q, k, v, c, log_sum, 0.0, part.causal, attn_mask=part.mask, scale=scale)
         totals[0][:, :, part.queries] = grads[0]
         for total, grad in zip(totals[1:], grads[1:], strict=True):
             total[:, :, part.keys] += grad
-    return tuple(x[0].transpose(0, 1) for x in totals)
+    return tuple(x[0].transpose(0, 1).to(query.dtype) for x in totals)
 
 
-def _parts(segments: Segments, scores_like: Tensor) -> Iterator[Part]:
+def products_forward(
+    query: Tensor, key: Tensor, value: Tensor, *_: Any, attn_mask: Tensor | None, scale: float
+) -> Outputs:
+    """Attend as `on_cpu` does, by products of matrices: on any device, for heads of any width.
+
+    Scores and the softmax are in fp32, and in memory for `QUERIES_AT_ONCE` queries at a time.
+    """
+    _, scores = _scores(query, key, attn_mask, scale)
+    log_sum = scores.logsumexp(-1)
+    context = scores.sub_(log_sum[..., None]).exp_().to(value.dtype) @ value[0]
+    return context.reshape(query.shape), log_sum.reshape(query.shape[:-1])
+
+
+def products_backward(gradient: Tensor, *tensors: Any, attn_mask: Tensor | None, scale: float) -> Inputs:
+    """See `products_forward`, and FlashAttention 2 (arXiv 2307.08691), algorithm 2."""
+    query, key, value, context, log_sum, *_ = tensors
+    rows, scores = _scores(query, key, attn_mask, scale)
+    shares = scores.sub_(log_sum.reshape(scores.shape[:-1])[..., None]).exp_()
+    gradient_rows = gradient.reshape(rows.shape)
+    grad_value = _wide(shares.to(rows.dtype).mT, gradient_rows)
+    inner = (gradient_rows.to(scores.dtype) * context.reshape(rows.shape)).sum(-1, keepdim=True)
+    grad_scores = shares.mul_(_wide(gradient_rows, value[0].mT).sub_(inner).mul_(scale)).to(rows.dtype)
+    grad_query = (grad_scores @ key[0]).reshape(query.shape)
+    return grad_query, _wide(grad_scores.mT, rows)[None], grad_value[None]
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The queries of all heads that share keys as rows (heads of keys, rows, K), and scores in fp32."""
+    rows = query.reshape(key.shape[1], -1, query.shape[-1])
+    scores = _wide(rows, key[0].mT).mul_(scale)
+    if mask is not None:
+        scores.unflatten(1, (-1, query.shape[2])).add_(mask)
+    return rows, scores
+
+
+def _wide(a: Tensor, b: Tensor) -> Tensor:
+    """The product in fp32 or wider, which torch has on CUDA alone for operands in 16 bits."""
+    wider = torch.promote_types(a.dtype, torch.float32)
+    is_wide = a.dtype == wider or a.device.type == "cpu"
+    return a.to(wider) @ b.to(wider) if is_wide else torch.bmm(a, b, out_dtype=wider)
+
+
+def _parts(segments: Segments, scores_like: Tensor, may_be_whole: bool) -> Iterator[Part]:
     """Whole segments where no mask is needed, else runs of their queries with the keys that they see."""
     first_query = first_key = 0
     keys_before, keys_after = segments.left, segments.right
     for n, m in zip(segments.query_lengths.tolist(), segments.key_lengths.tolist(), strict=True):
         unlimited = keys_before is None or keys_before >= m - 1
-        is_plain = unlimited and (keys_after is None or (keys_after == 0 and n == m))
-        at_once = max(n, 1) if is_plain else QUERIES_AT_ONCE
+        is_plain = unlimited and (keys_after is None or (keys_after == 0 and n == m and may_be_whole))
+        at_once = max(n, 1) if is_plain and may_be_whole else QUERIES_AT_ONCE
         for start in range(0, max(n, 1), at_once):
             stop = min(start + at_once, n)
             # query i is aligned with key i + m - n
@@ -308,54 +360,44 @@ def flash4_is_installed() -> bool:
     return any(metadata.distributions(name="flash-attn-4"))
 
 
-def _flash4(name: str, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """Call a function of FlashAttention 4 (checked against 4.0.0b36), for CUDA, in 16 bits.
+def _flash4(name: str, tensors: Iterable[Tensor], segments: Segments, scale: float, **options: Any) -> Any:
+    """Call a function of FlashAttention 4 (read in 4.0.0b36), for CUDA, in 16 bits.
 
     torch's `activate_flash_attention_impl("FA4")` calls the same two, but in the place of FlashAttention 2,
     for all of a process. Their errors of many types become RuntimeErrors.
     """
+    bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), segments.bounds, strict=True))
+    longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), segments.longest, strict=True))
+    window = {"window_size_left": segments.left, "window_size_right": segments.right}
     try:
-        interface = import_module("flash_attn.cute.interface")
-        return getattr(interface, name)(*tensors, **options)
+        function = getattr(import_module("flash_attn.cute.interface"), name)
+        return function(*tensors, softmax_scale=scale, **bounds, **longest, **window, **options)
     except RuntimeError:
         raise
     except Exception as error:
         raise RuntimeError(f"flash-attn-4: {type(error).__name__}: {error}") from error
 
 
-def _flash4_options(segments: Segments, scale: float) -> dict[str, Any]:
-    queries, keys = segments.bounds
-    return {
-        "softmax_scale": scale,
-        "window_size_left": segments.left,
-        "window_size_right": segments.right,
-        "cu_seqlens_q": queries,
-        "cu_seqlens_k": keys,
-        "max_seqlen_q": segments.longest[0],
-        "max_seqlen_k": segments.longest[1],
-    }
-
-
 def flash4_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Outputs:
     """See the module."""
-    options = _flash4_options(segments, scale)
-    context, log_sum_exp, *_ = _flash4("_flash_attn_fwd", query, key, value, return_lse=True, **options)
-    return context, log_sum_exp
+    return _flash4("_flash_attn_fwd", (query, key, value), segments, scale, return_lse=True)[:2]
 
 
 def flash4_backward(
     gradient: Tensor, inputs: Inputs, outputs: Outputs, segments: Segments, scale: float
 ) -> Inputs:
     """See the module. It holds what `flash_workspace` says or less, and 4 bytes for each query and head."""
-    context, log_sum_exp = outputs
-    options = _flash4_options(segments, scale)
-    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    tensors = *inputs, context, gradient.contiguous(), log_sum_exp
-    return _flash4("_flash_attn_bwd", *tensors, **options)[:3]
+    tensors = *inputs, outputs[0], gradient.contiguous(), outputs[1]
+    is_fixed = torch.are_deterministic_algorithms_enabled()
+    return _flash4("_flash_attn_bwd", tensors, segments, scale, deterministic=is_fixed)[:3]
 
 
 KERNELS = {
     "documents": Kernel(documents_forward, documents_backward),
+    "products": Kernel(
+        partial(documents_forward, attend=products_forward),
+        partial(documents_backward, attend=products_backward),
+    ),
     "flash": Kernel(flash_forward, flash_backward),
     "cudnn": Kernel(cudnn_forward, cudnn_backward),
     "flash4": Kernel(flash4_forward, flash4_backward),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_vlm.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_vlm.job import watchdog
 from megatron_vlm.models.layers.attention import Attend, dense
-from megatron_vlm.models.layers.attention_kernels import KERNELS, flash4_is_installed
+from megatron_vlm.models.layers.attention_kernels import KERNELS, WIDEST, flash4_is_installed
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement, View
 from megatron_vlm.models.layers.attention_sizes import RECURRENT, DeltaHeads
 from megatron_vlm.models.layers.delta_net import (
@@ -64,7 +64,10 @@ def attention_backends(
 ) -> dict[int, str]:
     """The backend of `models.layers.attention` by the channels of a layer's heads: what `model.attention`
     means on this device. Kernels for CUDA are compared with dense attention before, and "auto" takes the
-    fastest that agrees. Raises ConfigError where none does and `model.fallbacks` does not name attention."""
+    fastest that agrees. Heads for which there is none have "products" instead.
+
+    Raises ConfigError where none agrees and `model.fallbacks` does not name attention.
+    """
     windows = megatron_config.layer_windows or (None,) * megatron_config.num_layers
     heads_of_all = (megatron_config.kv_channels, megatron_config.num_query_groups)
     heads_of_layers = [heads[:2] for heads in megatron_config.layer_heads] or [heads_of_all] * len(windows)
@@ -73,7 +76,10 @@ def attention_backends(
         backend = "documents"
     elif backend == "auto" and model.dtype == "fp32":  # the kernels are for 16 bits
         backend = "dense"
-    backends = {channels: backend for channels, _ in heads_of_layers}
+    backends = {
+        channels: "products" if channels > WIDEST and backend in ("auto", *FOR_CUDA) else backend
+        for channels, _ in heads_of_layers
+    }
     if device.type != "cuda" or backend == "dense":
         return backends
     windows_of_heads: dict[tuple[int, int], set[int | None]] = {}
@@ -84,7 +90,8 @@ def attention_backends(
     dtype = megatron_config.params_dtype
     for (channels, groups), of_layers in windows_of_heads.items():
         sizes = (megatron_config.num_attention_heads // tp, groups // tp, channels)
-        names = names_for_cuda() if backend == "auto" else (backend,)
+        name = backends[channels]
+        names = names_for_cuda() if name == "auto" else (name,)
         cases = layer_cases(of_layers, device)
         problems = {name: disagreement(name, sizes, dtype, cases) for name in names}
         measured = AttentionPlan(Placement(MEASURED, [], 1), 0, sum(MEASURED), of_layers, device)

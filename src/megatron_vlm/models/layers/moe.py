@@ -10,7 +10,7 @@ every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,22 +170,17 @@ class Experts(MegatronModule):
         return weights
 
     def forward(
-        self,
-        rows_ZD: Tensor,
-        by_expert: TokenOrder,
-        weights_Z: Tensor,
-        counts_X: Sequence[int] | None = None,
+        self, rows_ZD: Tensor, by_expert: TokenOrder, weights_Z: Tensor, counts_X: list[int] | None = None
     ) -> Tensor:
         """The experts' outputs (Z, D), times `weights_Z`. Rows are sorted by their expert's number here.
         `counts_X` are rows of each, if the host knows them."""
         ends_X = by_expert.ends(self.experts)
-        if not self.config.gradient_accumulation_fusion:
-            counts_X = None
+        counts_X = counts_X if self.config.gradient_accumulation_fusion else None
         gate_up = self._projected("linear_fc1", rows_ZD, ends_X, counts_X)
         inner = gated(gate_up, self.config.activation_func, weights_Z)
         return self._projected("linear_fc2", inner, ends_X, counts_X)
 
-    def _projected(self, name: str, rows: Tensor, ends_X: Tensor, counts_X: Sequence[int] | None) -> Tensor:
+    def _projected(self, name: str, rows: Tensor, ends_X: Tensor, counts_X: list[int] | None) -> Tensor:
         output = grouped_product(rows, getattr(self, name), ends_X, counts_X)
         return self.adapted[name](rows, output, ends_X) if name in self.adapted else output
 
