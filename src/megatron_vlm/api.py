@@ -9,7 +9,6 @@ from megatron_vlm.commands import arguments
 from megatron_vlm.commands.runs import export_run, generate_from_run
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text
-from megatron_vlm.files import read_text
 
 
 def export(run_dir: str | Path, output: str | Path, adapter: bool = False) -> None:
