@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,11 +113,6 @@ app = typer.Typer(
 )
 
 
-def _setter(*variables: str) -> Callable[[bool], None]:
-    """Return what a flag does that sets environment variables, which ranks inherit."""
-    return lambda value: os.environ.update(dict.fromkeys(variables, "1")) if value else None
-
-
 def _show_versions(value: bool) -> None:
     if value:
         for package, number in installed_versions().items():
@@ -125,25 +120,27 @@ def _show_versions(value: bool) -> None:
         raise typer.Exit
 
 
-def _option(action: Callable[[bool], None], *names: str, **about: Any) -> Any:
-    """Return an option that does something by itself, before the command."""
-    return typer.Option(*names, callback=action, is_eager=True, expose_value=False, **about)
+def _switch(name: str, about: str, *variables: str) -> Any:
+    """Return a flag, such as --quiet and -q, which sets environment variables; ranks inherit them."""
+
+    def switch(value: bool) -> None:
+        if value:
+            os.environ.update(dict.fromkeys(variables, "1"))
+
+    names = f"--{name}", f"-{name[0]}"
+    return typer.Option(*names, callback=switch, is_eager=True, expose_value=False, help=about)
 
 
 @app.callback()
 def options(
-    version: Annotated[bool, _option(_show_versions, "--version", help="Print versions and stop.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_versions, is_eager=True, help="Print versions.")
+    ] = False,
     quiet: Annotated[
-        bool,
-        _option(
-            _setter(QUIET, "TQDM_DISABLE"), "--quiet", "-q", help="Print errors and the closing lines alone."
-        ),
+        bool, _switch("quiet", "Print errors and the closing lines alone.", QUIET, "TQDM_DISABLE")
     ] = False,
     verbose: Annotated[
-        bool,
-        _option(
-            _setter("MEGATRON_VLM_DEBUG"), "--verbose", "-v", help="Print tracebacks and libraries' warnings."
-        ),
+        bool, _switch("verbose", "Print tracebacks and libraries' warnings.", "MEGATRON_VLM_DEBUG")
     ] = False,
 ) -> None:
     pass

@@ -72,7 +72,7 @@ class Run:
 
     def message(self, text: str, is_error: bool = False) -> None:
         """Print a line, above the progress bar, on the first rank; with --quiet errors and closing lines."""
-        if self.is_first_rank and (self.has_ended or is_error or not is_quiet()):
+        if self.is_first_rank and (not is_quiet() or is_error or self.has_ended):
             tqdm.write(printable(text), file=sys.stdout)
             sys.stdout.flush()
 
