@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config import ConfigError, RunConfig
+from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.files import read_text
 from megatron_vlm.imports import is_users
 from megatron_vlm.inputs import odd_fields
@@ -24,7 +25,7 @@ from megatron_vlm.overrides import (
     merged,
     split_override,
 )
-from megatron_vlm.recipes.proposal import propose
+from megatron_vlm.recipes.proposal import dataset_type_of, propose
 from megatron_vlm.recipes.published import OF_PARTS, RECIPES, Recipe
 from megatron_vlm.recipes.users import UsersRecipe
 from megatron_vlm.supported import read_config
@@ -98,6 +99,9 @@ def compose(
     if build:
         recipe_settings = as_settings(file_content.get("args", {}), own)
         overrides = as_settings(flatten(file_content.get("overrides", {})))
+        # recipes are for Energon data; data that a command names may be of the other type
+        if paths := paths_of(command_settings.get("data.train_data_path")):
+            recipe_settings = {"data.dataset_type": dataset_type_of(paths[0])} | recipe_settings
         return build(**merged(recipe_settings, overrides, command_settings))
     if file_content:
         return apply_overrides(apply_overrides(RunConfig(), file_content), command_settings)

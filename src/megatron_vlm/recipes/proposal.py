@@ -56,7 +56,6 @@ def propose(chosen: Mapping[str, Any], processes: int, has_gpu: bool | None = No
     data = [] if asked.data.train_data_path == MISSING else paths_of(asked.data.train_data_path)
     parts = [Path(asked.model.hf_path).name, *(Path(path).name.partition(".")[0] for path in data[:1])]
     name = chosen.get("name") or "-".join(parts)
-    is_shards = any(is_energon(path) or tar_shards(path)[1] for path in data[:1])
     config_file = shipped_config(asked.model.hf_path) or asked.model.hf_path
     rates = USUAL
     with suppress(OSError, ValueError):  # the checks that follow name what is wrong with a checkpoint
@@ -64,7 +63,7 @@ def propose(chosen: Mapping[str, Any], processes: int, has_gpu: bool | None = No
     settings = {
         "name": name,
         "run_dir": f"runs/{name}",
-        "data.dataset_type": "energon" if is_shards else "hf",
+        "data.dataset_type": dataset_type_of(data[0]) if data else "hf",
         "train.global_batch_size": -(-ROWS_IN_A_STEP // processes) * processes,
         "train.save_every": STEPS_BETWEEN_SAVES,
         "optimizer.lr": rates.adapter_lr if asked.adapter.used else rates.lr,
@@ -83,6 +82,11 @@ def propose(chosen: Mapping[str, Any], processes: int, has_gpu: bool | None = No
     if {"data.valid_data_path", "data.validation_share"} & set(chosen):
         settings["train.eval_every"] = STEPS_BETWEEN_SAVES
     return apply_overrides(RunConfig(), settings | dict(chosen))
+
+
+def dataset_type_of(path: str) -> str:
+    """Return the `data.dataset_type` of what lies at a path."""
+    return "energon" if is_energon(path) or tar_shards(path)[1] else "hf"
 
 
 def as_recipe(config: RunConfig, command: str) -> str:

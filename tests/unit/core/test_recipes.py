@@ -99,3 +99,18 @@ def test_a_runs_own_config_can_be_given_back(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert compose(file=tmp_path / "config.yaml") == config
     assert compose(file=tmp_path / "config.yaml", settings=["tp=1"]).parallel.tp == 1
+
+
+def test_data_of_the_command_line_says_its_type_itself(tmp_path):
+    """A recipe is for Energon data; with a JSONL file no flag more is needed, and a given type stays."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    flags = {"train_data_path": str(rows)}
+    assert compose("gemma3_vl_4b", arguments=flags).data.dataset_type == "hf"
+    assert compose("gemma3_vl_4b", arguments={}).data.dataset_type == "energon"
+    assert compose("gemma3_vl_4b", None, ["dataset_type=energon"], flags).data.dataset_type == "energon"
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("recipe: gemma3_vl_4b\n")
+    assert compose(None, run_file, (), flags).data.dataset_type == "hf"
+    run_file.write_text("recipe: gemma3_vl_4b\noverrides:\n  data.dataset_type: energon\n")
+    assert compose(None, run_file, (), flags).data.dataset_type == "energon"
