@@ -100,7 +100,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="A run file that `megatron-vlm recipes` lists, or a file of your own."),
 ]
-DatasetType = Annotated[str | None, typer.Option(help="energon or hf.")]
+DatasetType = Annotated[str | None, typer.Option(help="energon or hf; by default, what the data is.")]
 Model = Annotated[
     str | None, typer.Option(help="Checkpoint: folder or hub name. It replaces the recipe's, or needs none.")
 ]
