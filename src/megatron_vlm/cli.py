@@ -127,8 +127,8 @@ def _switch(name: str, about: str, *variables: str) -> Any:
         if value:
             os.environ.update(dict.fromkeys(variables, "1"))
 
-    names = f"--{name}", f"-{name[0]}"
-    return typer.Option(*names, callback=switch, is_eager=True, expose_value=False, help=about)
+    settings = {"callback": switch, "is_eager": True, "expose_value": False, "help": about}
+    return typer.Option(f"--{name}", f"-{name[0]}", **settings)
 
 
 @app.callback()
