@@ -174,9 +174,7 @@ def train(
         arguments.show(config, arguments.processes(nproc))
         return
     # what needs no GPU is checked before processes start
-    arguments.check(config, nproc, restarts=restarts)
-    arguments.check_run_folder(config)
-    arguments.check_profile(config, profile)
+    arguments.check_start_of(config, nproc, restarts=restarts, profile=profile)
     # without a recipe, one was made; the run folder keeps it, and ranks start by it
     if not (recipe or file):
         file = arguments.keep_recipe(config, dry_run)
@@ -255,8 +253,7 @@ def import_(
     flags = arguments.given_flags(model, data, valid_data, dataset_type=dataset_type, run_dir=run_dir)
     processes = arguments.processes(nproc) or 1
     config = recipe_table.compose(recipe, file, settings or (), flags, processes=processes)
-    arguments.check(config, nproc, needs_data=False)
-    arguments.check_run_folder(config)
+    arguments.check_start_of(config, nproc, needs_data=False)
     arguments.prepare_cuda(config.parallel)
     if nproc:
         options = {"recipe": recipe, "config": file, **flags}

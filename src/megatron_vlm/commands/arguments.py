@@ -190,9 +190,13 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ
 
 
-def check_run_folder(config: RunConfig) -> None:
-    """Raises ConfigError unless a run may start in its folder, with callbacks that are there; torchrun's
-    processes check more together."""
+def check_start_of(config: RunConfig, nproc: int | None, profile: int = 0, **options: Any) -> None:
+    """Raise ConfigError as `check`, and unless a run may start in its folder.
+
+    The user's callbacks must be there, and the steps of a profile within the run. Torchrun's processes check
+    more together.
+    """
+    check(config, nproc, **options)
     for name in (*items_of(config.train.callbacks), *filter(is_users, config.logging.trackers)):
         if is_first_process():
             callback_class(name)
@@ -200,9 +204,10 @@ def check_run_folder(config: RunConfig) -> None:
         check_folder(config.run_dir)
     else:
         check_start(config.run_dir, config.model.hf_path)
+    _check_profile(config, profile)
 
 
-def check_profile(config: RunConfig, steps: int) -> None:
+def _check_profile(config: RunConfig, steps: int) -> None:
     """Raises ConfigError if the run ends before `steps` steps are recorded, counted from its checkpoint."""
     latest = latest_checkpoint(config.run_dir)
     done = int(latest.name.removeprefix("step_")) if latest else 0
