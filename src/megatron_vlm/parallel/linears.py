@@ -185,6 +185,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     def forward(self, input_: Tensor, *args) -> tuple[Tensor, Tensor | None]:
         if self.config.tp_comm_overlap and self.sequence_parallel and not self.explicit_expert_comm:
             return _with_bias(self, GatheredProduct.apply(input_, self.weight, self.tp_group))
+        self.disable_grad_reduce |= (
+            self.tp_group.size() == 1
+        )  # else Megatron calls a function that does nothing
         if torch.is_grad_enabled() or self.explicit_expert_comm or args:
             return super().forward(input_, *args)
         if self.sequence_parallel:
@@ -198,6 +201,12 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.config.tp_comm_overlap and self.sequence_parallel and not self.explicit_expert_comm:
             return _with_bias(self, ScatteredProduct.apply(input_, self.weight, self.tp_group))
+        if torch.is_grad_enabled() and self.tp_group.size() == 1:  # Megatron's method reduces over one rank
+            fuses = self.gradient_accumulation_fusion
+            output = self._forward_impl(
+                input_, self.weight, None, fuses, False, False, tp_group=self.tp_group
+            )
+            return _with_bias(self, output)
         if torch.is_grad_enabled() or self.explicit_expert_comm:
             return super().forward(input_)
         output = linear(input_, self.weight)
