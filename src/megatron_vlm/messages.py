@@ -2,13 +2,12 @@
 
 import difflib
 import logging
-import os
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
 LONGEST = 2_000  # characters of a line that are shown
-QUIET = "MEGATRON_VLM_QUIET"  # set by --quiet, also for ranks
+QUIET = "MEGATRON_VLM_QUIET"  # in the environment: print errors and the closing lines alone
 MOST_NEAR = 5  # names that a message proposes
 
 
@@ -70,11 +69,6 @@ class PrintableRecord(logging.LogRecord):
 
     def getMessage(self) -> str:  # noqa: N802 - the name in logging
         return printable_lines(re.sub(r"\x1b\[[\d;]*m", "", super().getMessage()))
-
-
-def is_quiet() -> bool:
-    """Return whether only errors and the closing lines are printed."""
-    return bool(os.environ.get(QUIET))
 
 
 def listed(texts: Sequence[str], count: int = 20, comma: str = ", ") -> str:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.imports import calling, load_object
-from megatron_vlm.messages import is_quiet, printable, suggestion
+from megatron_vlm.messages import QUIET, printable, suggestion
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -72,7 +73,7 @@ class Run:
 
     def message(self, text: str, is_error: bool = False) -> None:
         """Print a line, above the progress bar, on the first rank; with --quiet errors and closing lines."""
-        if self.is_first_rank and (not is_quiet() or is_error or self.has_ended):
+        if self.is_first_rank and (QUIET not in os.environ or is_error or self.has_ended):
             tqdm.write(printable(text), file=sys.stdout)
             sys.stdout.flush()
 

@@ -23,7 +23,7 @@ from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.files import atomic_write, check_output, read_file, read_text, refuse_existing
 from megatron_vlm.imports import is_users
 from megatron_vlm.job.watchdog import LAUNCHER
-from megatron_vlm.messages import is_quiet, join_lines
+from megatron_vlm.messages import QUIET, join_lines
 from megatron_vlm.overrides import apply_overrides, flag_of, to_yaml
 from megatron_vlm.recipes.proposal import as_recipe, changes
 from megatron_vlm.run_folder import FOLDERS, check_folder, check_start, latest_checkpoint, refuse_links
@@ -330,7 +330,7 @@ def keep_recipe(config: RunConfig, dry_run: bool) -> Path:
             "to torchrun's processes as --config FILE."
         )
     text = as_recipe(config, shlex.join(["megatron-vlm", *sys.argv[1:]]))
-    if dry_run or not is_quiet():
+    if dry_run or QUIET not in os.environ:
         typer.echo(text)
     file = Path(config.run_dir) / RECIPE
     if dry_run:
@@ -340,7 +340,7 @@ def keep_recipe(config: RunConfig, dry_run: bool) -> Path:
         raise ConfigError(join_lines([*(f"{file}: {text}" for text in different), f"{file}: {remedy}"]))
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, text)
-    if not is_quiet():
+    if QUIET not in os.environ:
         typer.echo(f"wrote {file}")
     return file
 

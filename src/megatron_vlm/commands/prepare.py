@@ -1,5 +1,6 @@
 """`megatron-vlm prepare`: the command around `prepare_energon_dataset`."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from megatron_vlm.checks import data_problems, is_prepared
 from megatron_vlm.commands.arguments import on_disk
 from megatron_vlm.config import ConfigError
 from megatron_vlm.data.on_disk.paths import tar_shards
-from megatron_vlm.messages import is_quiet
+from megatron_vlm.messages import QUIET
 from megatron_vlm.overrides import fit_to_type
 
 
@@ -71,7 +72,12 @@ def prepare(
         from megatron_vlm.data.prepare import index_shards
 
         output = None if is_source else output
-        options = {"splits": sizes or None, "workers": workers, "seed": seed, "progress": not is_quiet()}
+        options = {
+            "splits": sizes or None,
+            "workers": workers,
+            "seed": seed,
+            "progress": QUIET not in os.environ,
+        }
         typer.echo(str(index_shards(sources, output, **options)))
         return
     if is_source:
@@ -99,7 +105,7 @@ def prepare(
         columns=columns,
         datasets=dataset or [],
         engine=engine,
-        progress=not is_quiet(),
+        progress=QUIET not in os.environ,
     )
     typer.echo(str(summary))
     if summary.skipped:

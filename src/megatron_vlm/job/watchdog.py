@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import psutil
 
 from megatron_vlm.files import atomic_write, open_to_write, read_file
-from megatron_vlm.messages import is_quiet, join_lines, listed, printable
+from megatron_vlm.messages import QUIET, join_lines, listed, printable
 
 HANG_CODE = 3  # the exit code when no rank makes progress
 LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of `--nproc`, set for the ranks that it starts
@@ -116,7 +116,7 @@ def stage(doing: str) -> Iterator[None]:
     yield
     beat(before)
     seconds = time.monotonic() - began
-    if _watch is not None and rank() == 0 and seconds >= 0.05 and not is_quiet():
+    if _watch is not None and rank() == 0 and seconds >= 0.05 and QUIET not in os.environ:
         print(f"{doing} {seconds:.1f} s", file=sys.stderr, flush=True)
 
 

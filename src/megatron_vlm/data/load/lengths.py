@@ -22,7 +22,7 @@ from megatron_vlm.data.load.sampler import Measured, Position, ShuffledSampler, 
 from megatron_vlm.data.load.workers import close_loader
 from megatron_vlm.files import add_path_to_errors, atomic_write, read_file
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import is_quiet, printable
+from megatron_vlm.messages import QUIET, printable
 
 PART = 1000  # rows in a file
 DROPPED = -1
@@ -51,7 +51,7 @@ def measure_dataset(
     missing.sort(key=lambda number: (number - rank) % world_size)
     loader = loader_of(parts, missing, num_workers if missing else 0)
     done = len(parts) - len(missing)
-    quiet = is_quiet() or rank > 0 or not missing
+    quiet = QUIET in os.environ or rank > 0 or not missing
     for _ in tqdm(loader, "measuring", len(parts), unit=f" x {PART} rows", initial=done, disable=quiet):
         watchdog.beat()
     tokens, patches = np.concatenate([parts.read(number) for number in range(len(parts))]).T

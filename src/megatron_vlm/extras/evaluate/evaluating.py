@@ -7,6 +7,7 @@ answers.html    the worst answers, with their images
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_vlm.extras.evaluate.metrics import METRICS, Metric
 from megatron_vlm.extras.pages import render
 from megatron_vlm.extras.preview.rows import seen_pictures, with_shapes
 from megatron_vlm.files import atomic_write, open_to_write, read_file, read_text
-from megatron_vlm.messages import is_quiet
+from megatron_vlm.messages import QUIET
 from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import OF_AN_EVALUATION, latest_checkpoint, take_lock
@@ -52,7 +53,7 @@ def evaluate_model(
     locks: list[BinaryIO] = []  # held until the evaluation ends
     records = setup.on_first_rank(_begin, output, settings, locks)
     is_first = setup.is_first_rank()
-    quiet = is_quiet() or not is_first or None  # None: where there is no terminal
+    quiet = QUIET in os.environ or not is_first or None  # None: where there is no terminal
     with tqdm(total=len(questions), initial=len(records), unit="answer", disable=quiet) as bar:
         for some in answers(chunks, source, questions, max_new_tokens, len(records), config.data.num_workers):
             records += some

@@ -1,5 +1,6 @@
 """Shows a run's data without training on it: a page of its rows, and of the rows of one step."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from megatron_vlm.data.run_data import RunData
 from megatron_vlm.extras.grounding.boxes import Boxes
 from megatron_vlm.extras.pages import render
 from megatron_vlm.extras.preview.rows import VISUAL, Row, RowReader
-from megatron_vlm.messages import is_quiet
+from megatron_vlm.messages import QUIET
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.overrides import apply_overrides, to_yaml
 
@@ -79,7 +80,9 @@ def _first(data: RunData, count: int) -> Iterator[Batch]:
     """
     seen: set[str] = set()
     fresh = repeated = 0
-    with tqdm(total=count, desc="reading", unit="row", leave=False, disable=is_quiet() or None) as bar:
+    with tqdm(
+        total=count, desc="reading", unit="row", leave=False, disable=QUIET in os.environ or None
+    ) as bar:
         for batch in data.train_loader:
             if fresh == count or repeated > fresh:
                 return

@@ -1,5 +1,6 @@
 """Imports Hugging Face weights: every rank reads the slices that it holds."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from megatron_vlm.inputs import attribute_errors_to
 from megatron_vlm.job import watchdog
-from megatron_vlm.messages import is_quiet
+from megatron_vlm.messages import QUIET
 from megatron_vlm.models.weights.files import HFCheckpoint
 from megatron_vlm.models.weights.rules import (
     EXPERT,
@@ -46,7 +47,7 @@ def import_hf(chunks: list[MegatronModule], path: str | Path, weight_map: Weight
     for load in loads:
         load.check(checkpoint)
     _check_all_used(checkpoint, {key for load in loads for key in load.keys}, weight_map)
-    quiet = is_quiet() or dist.get_rank() > 0 or None  # None: where there is no terminal
+    quiet = QUIET in os.environ or dist.get_rank() > 0 or None  # None: where there is no terminal
     with ThreadPoolExecutor(READERS, initializer=use_device, initargs=(device(),)) as readers:
         steps = readers.map(lambda load: load.run(checkpoint), loads)
         for _ in tqdm(steps, "import", len(loads), unit="tensor", disable=quiet, leave=False):
