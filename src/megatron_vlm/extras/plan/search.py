@@ -28,13 +28,14 @@ SIZES = (1, 2, 4, 8, 16, 32)
 NODE = 8  # GPUs
 # a row's fewest tokens on a rank of context parallelism: shorter rows are cheaper on whole ranks
 FEWEST_TOKENS = 8192
+IN_BF16 = "optimizer.reduce_in_fp32=false"
 # what a layout may change to fit, in this order: with Adam's state on the host, numbers stay the same to the
 # bit; with gradients added up in bf16 they do not
 TO_FIT = (
     (),
     ("optimizer.offload=true",),
-    ("optimizer.reduce_in_fp32=false",),
-    ("optimizer.offload=true", "optimizer.reduce_in_fp32=false"),
+    (IN_BF16,),
+    ("optimizer.offload=true", IN_BF16),
 )
 
 PEAK = 989e12  # operations a second in bf16
@@ -75,8 +76,9 @@ def planned_layouts(
 ) -> list[tuple[tuple[str, ...], MemoryPlan]]:
     """Return settings and plans of all layouts on `gpus` GPUs that need at most `capacity` bytes of each.
 
-    They are in the order of an estimated step's time. tp stays inside a node, the batches as they are. Each
-    layout comes with the first of the changes TO_FIT with which it fits, and recomputes as few layers as fit.
+    They are in the order of an estimated step's time; layouts that change numbers come last. tp stays inside
+    a node, the batches as they are. Each layout comes with the first of the changes TO_FIT with which it
+    fits, and recomputes as few layers as fit.
     """
     known_costs = KnownCosts()
     fitting = []
@@ -90,7 +92,8 @@ def planned_layouts(
                 settings, plan = _fewest_recomputed(config, settings, plan, capacity, known_costs)
                 fitting.append((estimated_seconds(plan), settings, plan))
                 break
-    return [(settings, plan) for _, settings, plan in sorted(fitting, key=lambda entry: entry[0])]
+    fitting.sort(key=lambda entry: (IN_BF16 in entry[1], entry[0]))
+    return [(settings, plan) for _, settings, plan in fitting]
 
 
 def _fewest_recomputed(
