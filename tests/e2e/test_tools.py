@@ -9,7 +9,8 @@ from tables import REPORTS, TABLES, replaced
 
 
 def test_every_report_has_its_table_in_its_page():
-    assert {report for report, _, _ in TABLES.values()} == {file.name for file in REPORTS.glob("*.json")}
+    reports = {report for report, _, _ in TABLES.values() if report}
+    assert reports == {file.name for file in REPORTS.glob("*.json")}
     for name, (_, page, _) in TABLES.items():
         assert replaced(page.read_text(encoding="utf-8"), "", name)
 
