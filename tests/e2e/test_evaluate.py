@@ -33,7 +33,11 @@ def rows() -> list[dict]:
     ask = "What is this?"
     return [
         {"messages": [turn("user", ask), turn("assistant", "red")]},
-        {"images": ["a.png"], "messages": [turn("user", f"<image>{ask}"), turn("assistant", "green")]},
+        {
+            "id": "second",
+            "images": ["a.png"],
+            "messages": [turn("user", f"<image>{ask}"), turn("assistant", "green")],
+        },
         {
             "images": ["a.png", "b.png"],
             "messages": [
@@ -46,7 +50,11 @@ def rows() -> list[dict]:
             ],
         },
         {"messages": [turn("user", ask)]},
-        {"images": ["none.png"], "messages": [turn("user", f"<image>{ask}"), turn("assistant", "red")]},
+        {
+            "id": 5,
+            "images": ["none.png"],
+            "messages": [turn("user", f"<image>{ask}"), turn("assistant", "red")],
+        },
         {"videos": ["a.mp4"], "messages": [turn("user", f"<video>{ask}"), turn("assistant", "blue")]},
         {"images": ["b.png"], "messages": [turn("user", f"{ask}<image>"), turn("assistant", "a dog")]},
     ]
@@ -143,6 +151,10 @@ def test_scores_are_those_of_the_answers(evaluated):
     assert scores["scores"]["length"]["score"] == pytest.approx(sum(lengths) / len(lengths))
     assert scores["scores"]["length"]["samples"] == len(records) == 5
     assert [one.get("length") for one in scores["samples"] if "length" in one] == lengths
+    assert [record.get("id") for record in answers(output)] == [None, "second", None, None, "5", None, None]
+    assert [one.get("id") for one in scores["samples"]] == [record.get("id") for record in answers(output)]
+    page = (output / "answers.html").read_text()
+    assert "000000001 · id second" in page and page.count('<article class="wrong">') == 5
     assert scores["unscored"]["no_trained_tokens"] == [1, "000000003"]
     assert scores["unscored"]["boxes: its reference has no box"] == [5, "000000000"]
     assert set(scores["scores"]) == {"anls", "length"}

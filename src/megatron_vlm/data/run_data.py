@@ -52,6 +52,7 @@ class RunData:
             encoder.documents = objective_of(config).sample_encoder(encoder.documents, config)
         reader = {"micro_batch_size": config.train.micro_batch_size, "rank": rank, "world_size": world_size}
         self.patches_of = train.patches_of
+        self.documents = train.documents
         # what a user should know before the first step about how samples are encoded
         self.notes = list(_notes(data, train.documents))
         self.train_loader = provider.train_loader(train, seed=config.train.seed, **reader)

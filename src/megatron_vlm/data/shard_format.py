@@ -18,7 +18,7 @@ from PIL import Image
 
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Columns, Conversation, listed, parse_record
+from megatron_vlm.data.chatml.record import Columns, Conversation, listed, parse_record, record_id
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.media.images import call_with_timeout, decode_image
 from megatron_vlm.data.media.videos import VideoRules, file_extension, plan_video
@@ -43,7 +43,9 @@ def cook_record(record: dict) -> ChatMLSample:
     if source := (keys.get("__subflavors__") or {}).get(SOURCE):
         keys["__key__"] = f"{source}-{keys['__key__']}"
     try:
-        conversation = parse_record(record_of_parts(record))
+        stored = record_of_parts(record)
+        keys["record_id"] = record_id(stored)
+        conversation = parse_record(stored)
         images, videos = ([media_of(m, record) for m in conversation.media[kind]] for kind in MEDIA)
         return make_sample(conversation, images, videos, **keys)
     except BadSample as bad:

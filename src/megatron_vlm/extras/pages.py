@@ -2,6 +2,7 @@
 
 import base64
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ def render(template: str, **values: Any) -> str:
     environment.globals["file"] = lambda name: read_text(FOLDER / name)
     environment.filters["picture"] = picture_url
     return environment.get_template(template).render(**values)
+
+
+def key_facts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that every page shows in its header, by dotted key as in a config.yaml."""
+    batch, micro_batch = (settings.get(f"train.{name}_batch_size") for name in ("global", "micro"))
+    facts = {"model": settings.get("model.hf_path"), "data": settings.get("data.train_data_path")}
+    facts |= {
+        "batch": f"{batch} in micro batches of {micro_batch}",
+        "learning rate": settings.get("optimizer.lr"),
+    }
+    return {name: str(value) for name, value in facts.items()}
 
 
 def picture_url(picture: Image.Image) -> str:

@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
+from prepared_shards import prepare
 from samples import sample_of
 from sources import write_hf_folder, write_sharegpt
 
@@ -141,3 +142,32 @@ def test_the_page_has_every_sample_and_the_dropped_one(packed_page):
     assert "placeholder_mismatch" in text
     assert ATTACK not in text and html.escape(ATTACK) in text.replace("&#39;", "&#x27;")
     assert not re.search(r'(src|href)="(?!data:)', text)  # nothing from elsewhere
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "energon"])
+def test_ids_of_records_and_what_images_were_are_shown(kind, tmp_path_factory):
+    """Also the id of a record that is dropped before its conversation is read, or after."""
+    folder = tmp_path_factory.mktemp("ids")
+    Image.new("RGB", (640, 428), "white").save(folder / "a.png")
+    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "a wall"}]
+    records = [{"id": f"wall_{number}", "messages": turns, "images": ["a.png"]} for number in range(4)]
+    records[1]["messages"] = [turns[0], {"role": "assistant", "content": "long " * 500}]
+    path = folder / "rows.jsonl"
+    if kind == "jsonl":
+        del records[2]["messages"]
+        records[2] = {"sample_id": 2} | records[2]
+        del records[2]["id"]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    if kind == "energon":
+        prepare({"train": path}, folder / "shards")
+        path = folder / "shards"
+    settings = {"data.dataset_type": kind.replace("jsonl", "hf"), "data.seq_length": 200}
+    settings |= {"data.shuffle_buffer_size": 1}
+    run = config_of("qwen2_5_vl", path, tmp_path_factory, **settings, **{"data.max_pixels": 100_000})
+    page, _ = preview_page(run, count=4, rows_shown=4)
+    assert set(re.findall(r" · id (\w+)</header>", page)) == {"wall_0", "wall_3"} | (
+        {"wall_2"} if kind == "energon" else set()
+    )
+    assert ("a.png, 640 × 428" if kind == "jsonl" else "image, 640 × 428") in page
+    dropped = re.findall(r"<td>[^<]*</td><td>(\w+)</td><td>[a-z]+_\w+</td><td>", page)
+    assert sorted(dropped) == (["2", "wall_1"] if kind == "jsonl" else ["wall_1"])

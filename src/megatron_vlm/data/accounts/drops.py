@@ -143,11 +143,14 @@ class DropReport:
         with self._locked():
             self._counts[0] += 1
 
-    def drop(self, key: str, reason: str, detail: str = "", in_a_row: int = 1) -> None:
+    def drop(
+        self, key: str, reason: str, detail: str = "", in_a_row: int = 1, record_id: str | None = None
+    ) -> None:
         """One more sample was dropped. `reason` is one of REASONS; `in_a_row`: so many drops of this process
         followed one another. Raises TooManyDrops."""
         slot = self._slots[reason]
-        line = {"key": key, "reason": reason}
+        line = {"key": key, "id": record_id} if record_id else {"key": key}
+        line["reason"] = reason
         if self._counts[slot] < DETAILS:
             line["detail"] = mask_addresses(detail)[:500]
         self._write(json.dumps(line).encode() + b"\n")  # before counting, so that every counted drop is named

@@ -100,7 +100,7 @@ BLOCKS = {  # of Anthropic's: what is read of each
 TAGGED = (*TURNS, CHOSEN, REJECTED, REJECTED_TURNS)
 DOCUMENT_SEPARATOR = "\n\n"  # between texts of a document without an image between them
 LIMITS_FIELDS = {kind: f"{kind}_limits" for kind in LIMITS}  # of what `Conversation.stored` gives
-NAMELESS = {"id"}  # nothing is lost if this is not read
+NAMELESS = {*fields.IDS}  # `record_id` takes the first, and nothing is lost with the others
 # Where an entry of images or videos names its medium, the first one first
 ENTRY = ("bytes", "path", "image", "video", "image_url", "video_url", "source", "url", "data")
 ENTRY_FACTS = ("type", "media_type", "frames")  # what else it may say; of frames also TIMES
@@ -288,11 +288,25 @@ def _names_in_text(messages: list[dict]) -> list[str]:
     return [name for text in texts for name in NAMED_IMAGE.findall(text)]
 
 
-def _file_name(medium: Any) -> str | None:
+def media_path(medium: Any) -> str | None:
+    """The path or address of a medium in a record, if it has one."""
     path = medium.get("path") if isinstance(medium, dict) else medium
-    if not isinstance(path, str) or path.startswith("data:") or "::" in path or is_base64(path):
-        return None
-    return PurePosixPath(local_path(path).replace("\\", "/")).name
+    is_path = isinstance(path, str) and not (path.startswith("data:") or "::" in path or is_base64(path))
+    return path if is_path else None
+
+
+def _file_name(medium: Any) -> str | None:
+    path = media_path(medium)
+    return None if path is None else PurePosixPath(local_path(path).replace("\\", "/")).name
+
+
+def record_id(record: Any) -> str | None:
+    """The id that a record, or a sample that was prepared from it, has of its own."""
+    record = record if isinstance(record, dict) else {}
+    stored = record.get(fields.COLUMNS)
+    named = record | stored if isinstance(stored, dict) else record
+    ids = [named[name] for name in fields.IDS if isinstance(named.get(name), str | int)]
+    return str(ids[0]) if ids else None
 
 
 def load_media(conversation: Conversation, root: Path | str) -> tuple[list[bytes], list[bytes | dict]]:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.energon import Sample, edataclass
 
 from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.chatml.record import Conversation, decoded, join_texts, limits_of_media
+from megatron_vlm.data.chatml.record import Conversation, decoded, join_texts, limits_of_media, media_path
 
 # How data for other models writes where an image or a video stands. A group is a spelling.
 _NUMBERED = r"(<\|?(?i:{0})[_ -]?\d{{1,9}}\|?>)"
@@ -60,6 +60,8 @@ class ChatMLSample(Sample):
     problem    why the record cannot be trained on, so that the encoder counts it with all other drops
     no_reply   the same of a prompt alone, which the encoder of prompts takes
     columns    the record's other fields, for functions of rewards
+    record_id  the record's own, see `record.record_id`
+    paths      of its images, as the record names them, None for one without a path
     """
 
     messages: list[dict] | None = None
@@ -73,12 +75,15 @@ class ChatMLSample(Sample):
     problem: BadSample | None = None
     no_reply: BadSample | None = None
     columns: dict[str, Any] | None = None
+    record_id: str | None = None
+    paths: list[str | None] | None = None
 
 
 def make_sample(
     conversation: Conversation, images: list[bytes], videos: list[bytes | dict], **keys: Any
 ) -> ChatMLSample:
-    """Return the sample of a conversation and its media; `keys` are fields of Energon's `Sample`.
+    """Return the sample of a conversation and its media; `keys` are fields of Energon's `Sample`, and
+    the record's id.
 
     Raises BadSample for media without places, limits and objects that cannot be.
     """
@@ -99,6 +104,7 @@ def make_sample(
         rejected=conversation.rejected,
         no_reply=conversation.no_reply,
         columns=conversation.columns,
+        paths=[media_path(image) for image in conversation.media["image"]],
         **keys,
     )
 

@@ -373,7 +373,8 @@ class VLMTaskEncoder(DefaultTaskEncoder[ChatMLSample, HFEncoderTaskSample, HFEnc
             yield
         except BadSample as bad:
             self._in_a_row[stage] += 1
-            self.drops.drop(sample.__key__, bad.reason, bad.detail, self._in_a_row[stage])
+            record_id = getattr(getattr(sample, "conversation", sample), "record_id", None)
+            self.drops.drop(sample.__key__, bad.reason, bad.detail, self._in_a_row[stage], record_id)
             self._dropped[bad.reason] += 1
             raise SkipSample(f"{sample.__key__}: {bad}") from bad
         self._in_a_row[stage] = 0

@@ -29,6 +29,7 @@ class Question:
     text: str
     references: list[str]
     prompt: Prompt
+    record_id: str | None = None
 
 
 class QuestionEncoder(DocumentEncoder):
@@ -49,7 +50,7 @@ class QuestionEncoder(DocumentEncoder):
         prompt_sample = _first_turns(sample, messages[:last])
         users = [turn for turn in prompt_sample.messages if turn["role"] == "user"]
         text = text_of(users[-1]) if users else ""
-        return Question(sample.__key__, text, references, self._encoded(prompt_sample))
+        return Question(sample.__key__, text, references, self._encoded(prompt_sample), sample.record_id)
 
     def _encoded(self, sample: ChatMLSample) -> Prompt:
         """The conversation with the template's generation prompt at its end."""

@@ -22,7 +22,7 @@ from megatron_vlm.batch import DROPPED, Batch
 from megatron_vlm.config import DataConfig
 from megatron_vlm.data.accounts.drops import MIN_SAMPLES, BadSample, DropReport, TooManyDrops, lost_samples
 from megatron_vlm.data.accounts.fingerprint import encoder_settings
-from megatron_vlm.data.chatml.record import Columns, load_media, parse_record
+from megatron_vlm.data.chatml.record import Columns, load_media, parse_record, record_id
 from megatron_vlm.data.chatml.sample import ChatMLSample, make_sample
 from megatron_vlm.data.encode.encoder import HFEncoderTaskSample
 from megatron_vlm.data.load.base import (
@@ -353,6 +353,7 @@ class EncodedRows(Dataset):
         keys = self.table.sample_keys(index)
         try:
             record, root = self.table.record(index)
+            keys["record_id"] = record_id(record)
             conversation = parse_record(record)
             images, videos = load_media(conversation, root)
             sample = make_sample(conversation, images, videos, **keys)

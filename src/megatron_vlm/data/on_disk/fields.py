@@ -22,6 +22,7 @@ TOOLS = ("tools", "functions")  # OpenAI's name, and its older one
 # What rewards do not get of a record: they get prompts and answers, and all its other fields
 NO_COLUMNS = {*TURNS, "conversation", "prompt", "completion", "history", "texts", "system", *TOOLS, "objects"}
 NO_COLUMNS |= {CHOSEN, *REJECTIONS, *MEDIA["image"], *MEDIA["video"], *AUDIO}
+IDS = ("id", "uid", "sample_id", "question_id")  # of a record, the first one that it has
 COLUMNS = "_columns"  # in our shards: an object of these other fields
 # Names of one kind; a column that is mapped to one of them hides the others
 WHOLE = (*TURNS, "texts", "caption", "text")  # each is a conversation without any of EXCHANGE

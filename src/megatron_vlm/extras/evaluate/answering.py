@@ -53,17 +53,17 @@ class Questions(Dataset):
         return len(self.chosen)
 
     def __getitem__(self, place: int) -> Question | Record:
-        key = f"sample {self.chosen[place]}"
+        keys = {"key": f"sample {self.chosen[place]}"}
         try:
             sample = self.rows.sample(self.chosen[place])  # Energon's split.yaml may exclude it
-            key = sample.__key__
+            keys = keys_of(sample.__key__, sample.record_id)
             question = self.rows.encoder.documents.question(sample)
             last = int(question.prompt["position_ids"].max())
             if self._longest is not None and last >= self._longest:
                 raise BadSample("over_length", f"position {last}, and the model knows {self._longest}")
             return question
         except BadSample as bad:
-            return {"key": key, "problem": f"{bad.reason}: {bad.detail}"}
+            return keys | {"problem": f"{bad.reason}: {bad.detail}"}
 
 
 def of_any_length(data: DataConfig) -> DataConfig:
@@ -145,9 +145,14 @@ def answers(
         close_loader(loader)
 
 
+def keys_of(key: str, record_id: str | None) -> Record:
+    """The `key` of a sample, and its record's `id` if it has one."""
+    return {"key": key, "id": record_id} if record_id else {"key": key}
+
+
 def record_of(question: Question, answer: str) -> Record:
     """The beginning of a record: a question and any answer to it."""
-    record = {"key": question.key, "question": question.text}
+    record = keys_of(question.key, question.record_id) | {"question": question.text}
     return record | {"answer": answer, "references": question.references}
 
 

@@ -46,7 +46,7 @@ def evaluate(
 
     It answers the last turn of each, and is scored against the reply there. Writes into --output:
     answers.jsonl, as they come, so that a killed evaluation goes on; scores.json; and answers.html, a page of
-    the worst answers with their images.
+    the worst and the best answers with their images.
     """
     # MODEL may be a flag, and DATA that or left out: a word in their place is then the next, or a setting
     settings = [word for word in (model, data, *(settings or ())) if word]

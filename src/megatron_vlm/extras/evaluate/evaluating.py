@@ -1,9 +1,9 @@
-"""The evaluation of a run or a checkpoint: its answers, their scores, and the page of the worst.
+"""The evaluation of a run or a checkpoint: its answers, their scores, and their page.
 
 settings.json   what decides the answers; another evaluation in the folder is refused
 answers.jsonl   one line for each question, in order, as answers come
 scores.json     the scores, and each answer's own
-answers.html    the worst answers, with their images
+answers.html    the worst and the best answers, with their images
 """
 
 import json
@@ -19,7 +19,15 @@ from tqdm import tqdm
 from megatron_vlm.commands.runs import open_run
 from megatron_vlm.config import MISSING, ConfigError, RunConfig
 from megatron_vlm.data.accounts.fingerprint import digest
-from megatron_vlm.extras.evaluate.answering import Questions, Record, Scored, answers, open_questions, scored
+from megatron_vlm.extras.evaluate.answering import (
+    Questions,
+    Record,
+    Scored,
+    answers,
+    keys_of,
+    open_questions,
+    scored,
+)
 from megatron_vlm.extras.evaluate.metrics import METRICS, Metric
 from megatron_vlm.extras.pages import render
 from megatron_vlm.extras.preview.rows import seen_pictures, with_shapes
@@ -29,7 +37,8 @@ from megatron_vlm.models.hf import Source
 from megatron_vlm.parallel import setup
 from megatron_vlm.run_folder import OF_AN_EVALUATION, latest_checkpoint, take_lock
 
-SHOWN = 20  # worst answers on the page
+SHOWN = 20  # worst answers on the page, and as many of the best
+RIGHT = 0.5  # the score from which an answer is right, as ANLS has it
 MOST_PICTURES = 8  # of an answer on the page; a video has many frames
 
 
@@ -64,7 +73,9 @@ def evaluate_model(
     if is_first:
         result = scored(records, metrics, questions.boxes)
         title = config.name if config.run_dir != MISSING else config.model.hf_path
-        _write(output, title, questions, source, records, result)
+        facts = {"model": config.model.hf_path, "checkpoint": settings["model"][0], "data": questions.name}
+        facts |= {"questions": f"{len(records):,}"}
+        _write(output, title, facts, questions, source, records, result)
         yield f"{len(records)} questions of {questions.name}"
         yield from result.lines()
         yield f"wrote {output}/answers.jsonl, scores.json and answers.html"
@@ -100,33 +111,43 @@ def _begin(folder: Path, settings: dict[str, Any], locks: list[BinaryIO]) -> lis
 
 
 def _write(
-    output: Path, title: str, questions: Questions, source: Source, records: list[Record], result: Scored
+    output: Path,
+    title: str,
+    facts: dict[str, str],
+    questions: Questions,
+    source: Source,
+    records: list[Record],
+    result: Scored,
 ) -> None:
     """Write scores.json and answers.html."""
     samples = [
-        {"key": record["key"], **record_scores}
+        keys_of(record["key"], record.get("id")) | record_scores
         for record, record_scores in zip(records, result.of_records, strict=True)
     ]
     scores = {name: asdict(score) for name, score in result.scores.items()}
     content = {"scores": scores, "unscored": result.unscored, "samples": samples}
     atomic_write(output / "scores.json", json.dumps(content, indent=1) + "\n")
-    worst = []
-    for place in _worst(result):
+    shown = []
+    for place, is_right in _ranked(result):
         figures = result.of_records[place]
         pictures = seen_pictures(questions[place].prompt["visual_inputs"], source.processor)[:MOST_PICTURES]
         if "iou" in figures and len(pictures) == 1:
             pictures = [_with_boxes(pictures[0], records[place], questions)]
-        worst.append({"record": records[place], "scores": figures, "pictures": pictures})
-    page = render("evaluate/answers.html", title=title, data=questions.name, result=result, worst=worst)
+        answer = {"record": records[place], "scores": figures, "pictures": pictures}
+        shown.append(answer | {"is_right": is_right})
+    page = render("evaluate/answers.html", title=title, facts=facts, result=result, shown=shown)
     atomic_write(output / "answers.html", page)
 
 
-def _worst(result: Scored) -> list[int]:
-    """The places of the worst answers by the first figure."""
+def _ranked(result: Scored) -> list[tuple[int, bool]]:
+    """The places of the worst and of the best answers by the first figure, and whether each is right."""
     for name, score in result.scores.items():
         places = [place for place, figures in enumerate(result.of_records) if name in figures]
         places.sort(key=lambda place: result.of_records[place][name], reverse=not score.higher_is_better)
-        return places[:SHOWN]
+        places = places[:SHOWN] + places[SHOWN:][-SHOWN:]
+        values = [result.of_records[place][name] for place in places]
+        rights = [value >= RIGHT if score.higher_is_better else value <= RIGHT for value in values]
+        return [*zip(places, rights, strict=True)]
     return []
 
 

@@ -11,14 +11,15 @@ from tqdm import tqdm
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig
+from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.data.run_data import RunData
 from megatron_vlm.extras.grounding.boxes import Boxes
-from megatron_vlm.extras.pages import render
-from megatron_vlm.extras.preview.rows import VISUAL, Row, RowReader
+from megatron_vlm.extras.pages import key_facts, render
+from megatron_vlm.extras.preview.rows import VISUAL, Original, Row, RowReader, original_of
 from megatron_vlm.messages import QUIET
 from megatron_vlm.models.hf import open_source
-from megatron_vlm.overrides import apply_overrides, to_yaml
+from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, to_yaml
 
 QUANTILES = {"least": 0, "half": 0.5, "95 %": 0.95, "99 %": 0.99, "most": 1}
 
@@ -33,8 +34,9 @@ def preview_page(config: RunConfig, count: int, rows_shown: int) -> tuple[str, l
             patches.append(data.patches_of(batch["visual_inputs"]))
         drops = {drop["key"]: drop for drop in data.drops.examples()}  # each once, however often it was read
     figures = _figures(rows, patches)
-    title = f"{config.name}: {_paths(config)}"
-    return _page(title, config, rows[:rows_shown], figures, list(drops.values())), figures
+    return _page(
+        f"{config.name}: training data", config, rows[:rows_shown], figures, list(drops.values())
+    ), figures
 
 
 def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> str:
@@ -60,7 +62,10 @@ def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> s
 
 @contextmanager
 def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
-    """The run's training data on a single rank, one row per batch, read in this process; no run folder."""
+    """The run's training data on a single rank, one row per batch, read in this process; no run folder.
+
+    What its encoder encodes is noted, as rows do not hold the ids of records or the sizes of their images.
+    """
     with tempfile.TemporaryDirectory() as folder:
         alone = {"run_dir": folder, "data.num_workers": 0, "train.micro_batch_size": 1}
         config = apply_overrides(config, alone)
@@ -68,7 +73,16 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
         data = RunData(config, source.processor, source.needs, rank=0, world_size=1)
         try:
             boxes = Boxes(source.processor, config.data, source.needs.box_format)
-            yield data, RowReader(source, boxes)
+            originals: dict[str, Original] = {}
+            encode = data.documents.encode
+
+            def noted(sample: ChatMLSample, *measured: Any) -> Any:
+                encoded = encode(sample, *measured)
+                originals[sample.__key__] = original_of(sample)
+                return encoded
+
+            data.documents.encode = noted
+            yield data, RowReader(source, boxes, originals)
         finally:
             data.close()
 
@@ -122,5 +136,11 @@ def _figures(rows: list[Row], patches: list[int]) -> list[list[str]]:
 def _page(title: str, config: RunConfig, rows: list[Row], figures: list[list[str]], drops: list[dict]) -> str:
     settings = to_yaml(config)
     return render(
-        "preview/preview.html", title=title, settings=settings, rows=rows, figures=figures, drops=drops
+        "preview/preview.html",
+        title=title,
+        facts=key_facts(flatten(load_yaml(settings))),
+        settings=settings,
+        rows=rows,
+        figures=figures,
+        drops=drops,
     )

@@ -1,6 +1,6 @@
 """Batches of a run's data → what a page shows of their rows."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,8 +9,10 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from megatron_vlm.batch import Batch, GenericVisualInputs, document_spans, is_raw
+from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.image_processors import get_image_spec
 from megatron_vlm.data.image_processors.base import ImageProcessorSpec
+from megatron_vlm.data.media.images import image_size
 from megatron_vlm.extras.grounding.boxes import Boxes, ParsedAnswer, draw
 from megatron_vlm.models.hf import Source
 
@@ -30,8 +32,24 @@ class TokenRun:
 
 
 @dataclass
+class Original:
+    """What a sample was before it was encoded: its record's id; of each image the path, width and height."""
+
+    record_id: str | None
+    images: list[tuple[str, int, int]]
+
+
+def original_of(sample: ChatMLSample) -> Original:
+    sizes = map(image_size, sample.imgs or ())
+    paths = sample.paths or [None] * len(sample.imgs or ())
+    images = [(path or "image", *size) for path, size in zip(paths, sizes, strict=True)]
+    return Original(sample.record_id, images)
+
+
+@dataclass
 class ShownDocument:
     key: str
+    original: Original
     tokens: int
     trained: int
     runs: list[TokenRun]
@@ -48,7 +66,8 @@ class RowReader:
     """Batches → what the page shows of their rows. The boxes that `boxes` reads in a document's text are
     drawn on its image, if it has a single one."""
 
-    def __init__(self, source: Source, boxes: Boxes):
+    def __init__(self, source: Source, boxes: Boxes, originals: Mapping[str, Original]):
+        self._originals = originals
         self._tokenizer = source.processor.tokenizer
         self._image_spec = get_image_spec(source.processor)
         self._description = source.description
@@ -66,7 +85,7 @@ class RowReader:
             span = slice(int(places[0]), int(places[-1]) + 1)
             runs = self._draw_boxes(list(self._runs(batch["input_ids"][row, span], marks_S[span], pictures)))
             trained = int((batch["loss_mask"][row, span] > 0).sum())
-            documents.append(ShownDocument(key, span.stop - span.start, trained, runs))
+            documents.append(ShownDocument(key, self._originals[key], span.stop - span.start, trained, runs))
         return Row(documents, int((numbers_S > 0).sum()), len(numbers_S))
 
     def _draw_boxes(self, runs: list[TokenRun]) -> list[TokenRun]:

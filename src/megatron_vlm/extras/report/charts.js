@@ -1,4 +1,4 @@
-// Draws each chart of the page with uPlot, whose legend shows the values under the pointer.
+// Draws each chart of the page with uPlot, whose legend shows the values under the pointer, else the last ones.
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -22,13 +22,20 @@
     });
   }
 
+  const steps = [1, 2, 5].flatMap(n => [...Array(12).keys()].map(power => n * 10 ** power)).sort((a, b) => a - b);
+  const range = (_, low, high) => low == null ? [0, 1] : low == high ? [Math.min(0, 2 * low), Math.max(0, 2 * high) || 1]
+    : uPlot.rangeNum(low, high, .1, true);
+  const showLast = plot => plot.cursor.left >= 0 || plot.setLegend({
+    idxs: plot.data.map(values => values.findLastIndex(value => value != null)) }, false);
+
   const plots = charts.map((chart, number) => {
     const grid = { stroke: () => colour("--grid"), width: 1 };
     const axis = { stroke: () => colour("--text"), grid, ticks: grid };
     return new uPlot({
-      width: places[number].clientWidth, height: 220, scales: { x: { time: false } },
+      width: places[number].clientWidth, height: 220, scales: { x: { time: false }, y: { range } },
+      hooks: { ready: [showLast], setCursor: [showLast] },
       series: [{ label: "step" }, ...seriesOf(chart)],
-      axes: [axis, { ...axis, size: 64, values: (_, ticks) => ticks.map(short) }],
+      axes: [{ ...axis, incrs: steps }, { ...axis, size: 64, values: (_, ticks) => ticks.map(short) }],
     }, [chart.steps, ...chart.series.map(series => series.values)], places[number]);
   });
   addEventListener("resize", () => plots.forEach((plot, number) =>

@@ -4,21 +4,25 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import batched
 from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 from megatron_vlm.callbacks.completions import last_answers
 from megatron_vlm.config import RunConfig
 from megatron_vlm.data.accounts.drops import REASONS
-from megatron_vlm.extras.pages import render
+from megatron_vlm.extras.pages import key_facts, render
 from megatron_vlm.extras.report.history import History, read_drops
 from megatron_vlm.files import read_text
 from megatron_vlm.overrides import flatten, load_yaml, to_yaml
 from megatron_vlm.run_folder import checkpoints, complete_checkpoints
 
-METRICS = ("loss", "valid_loss", "lowest valid_loss", "trained_tokens", "epoch", "tokens_per_second", "mfu")
-METRICS += ("peak_memory_gb", "dropped_samples")  # in the summary of a run, by docs/reference/metrics.md
+# in the summary of a run: `key_facts` of its settings, the time, and metrics of docs/reference/metrics.md
+METRICS = ("model", "data", "batch", "learning rate", "time in steps", "loss", "valid_loss")
+METRICS += ("lowest valid_loss", "trained_tokens", "epoch", "tokens_per_second", "mfu", "peak_memory_gb")
+METRICS += ("dropped_samples",)
 REFRESH = 15  # seconds after which the page of a run that goes on is loaded again
 # title, unit, metrics of docs/reference/metrics.md as a pattern; each other metric gets a chart of its own
 CHARTS = (
@@ -62,10 +66,14 @@ def report_page(runs: Sequence[History]) -> str:
 
 
 def _summary(runs: Sequence[History]) -> list[tuple[str, list[str]]]:
-    """The newest metrics, and the lowest validation loss, each with its value in every run."""
+    """Key settings, the time in steps, the newest metrics and the lowest validation loss, each with its value
+    in every run."""
     values = []
     for run in runs:
-        of_run = {name: _number(value) for name, value in run.last.items()}
+        facts = key_facts(run.settings)
+        if seconds := [row["seconds"] for row in run.rows if "seconds" in row]:
+            facts["time in steps"] = str(timedelta(seconds=round(fmean(seconds) * run.step)))
+        of_run = facts | {name: _number(value) for name, value in run.last.items()}
         losses = [(row["valid_loss"], row["step"]) for row in run.rows if "valid_loss" in row]
         if losses:
             loss, step = min(losses)
