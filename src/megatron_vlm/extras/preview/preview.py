@@ -76,8 +76,8 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
             originals: dict[str, Original] = {}
             encode = data.documents.encode
 
-            def noted(sample: ChatMLSample, *measured: Any) -> Any:
-                encoded = encode(sample, *measured)
+            def noted(sample: ChatMLSample, measured: Any = None) -> Any:
+                encoded = encode(sample, measured) if measured else encode(sample)
                 originals[sample.__key__] = original_of(sample)
                 return encoded
 

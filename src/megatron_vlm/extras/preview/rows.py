@@ -33,7 +33,7 @@ class TokenRun:
 
 @dataclass
 class Original:
-    """What a sample was before it was encoded: its record's id; of each image the path, width and height."""
+    """A sample before it was encoded: its record's id, and path, width and height of each image."""
 
     record_id: str | None
     images: list[tuple[str, int, int]]

@@ -66,8 +66,7 @@ def report_page(runs: Sequence[History]) -> str:
 
 
 def _summary(runs: Sequence[History]) -> list[tuple[str, list[str]]]:
-    """Key settings, the time in steps, the newest metrics and the lowest validation loss, each with its value
-    in every run."""
+    """Key settings, time, newest metrics and lowest validation loss, each with its value in every run."""
     values = []
     for run in runs:
         facts = key_facts(run.settings)
