@@ -1,7 +1,7 @@
 """Draw the pages of a run, of two runs, and of training data: python tools/report_pictures.py
 
-It writes docs/images/report*.png, of figures that are made up by one formula, and preview.png, of receipts
-that are drawn here and a tiny checkpoint. The pages are the real ones. It needs Chromium.
+It writes docs/images/report*.png, of runs on the tutorial's images, and preview.png, of receipts drawn
+here, with a tiny checkpoint. It needs Chromium and takes about two minutes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
-import random
+import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,12 +18,9 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
-
-from logged_runs import begun_run, log_step, validate  # noqa: E402
+sys.path[:0] = [str(ROOT)]
 
 from browser import Page, browser  # noqa: E402
-from megatron_vlm.callbacks.samples import BatchLog  # noqa: E402
 from megatron_vlm.config import RunConfig  # noqa: E402
 from megatron_vlm.extras.preview.preview import preview_page  # noqa: E402
 from megatron_vlm.extras.report.history import read_history  # noqa: E402
@@ -33,49 +30,28 @@ from megatron_vlm.overrides import apply_overrides  # noqa: E402
 from tiny.checkpoints import build_tiny_checkpoint  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-STEPS = 400
 VIEWS = {  # name: runs, width, height, dark
     "report": (1, 1280, 1500, False),
     "report_dark": (1, 1280, 1500, True),
-    "report_narrow": (1, 400, 1400, False),
     "report_two": (2, 1280, 1500, False),
 }
 
 
-def made_up_run(folder: Path, lr: float, seed: int = 0) -> Path:
-    """A run folder with the figures of STEPS steps."""
-    chance = random.Random(seed)
-    settings = {
-        "name": f"gemma3_vl_4b lr {lr:g}",
-        "run_dir": str(folder),
-        "optimizer.lr": lr,
-        "parallel.tp": 2,
-        "model.hf_path": "google/gemma-3-4b-it",
-        "data.train_data_path": "captions.jsonl,charts.jsonl",
-    }
-    settings |= {"train.steps": STEPS, "logging.tensorboard": False}
-    config = apply_overrides(RunConfig(), settings)
-    run = begun_run(config, STEPS)
-    batches = BatchLog(folder, 0, 1, first_step=1)
-    for step in range(1, STEPS + 1):
-        loss = 0.8 + 1.6 * math.exp(-step * lr * 1e3) + chance.gauss(0, 0.03)
-        rate = lr * min(1, step / 20) * (1 + math.cos(math.pi * step / STEPS)) / 2
-        figures = {"mfu": 0.41 + chance.gauss(0, 0.01), "padding": 0.03 + chance.random() / 50}
-        figures |= {"data_seconds": 0.05 + chance.random() / 10, "peak_memory_gb": 61 + step / STEPS}
-        figures |= {"tokens_per_second": 22_000 * (1 + chance.gauss(0, 0.02))}
-        figures |= {"images_per_second_per_device": 11 + chance.random(), "epoch": step / 200}
-        figures |= {"trained_tokens/captions": 9000, "trained_tokens/charts": 3000, "samples/captions": 60}
-        figures |= {"samples/charts": 24}
-        numbers = {"loss": loss, "lr": rate, "grad_norm": 1 + chance.random(), "trained_tokens": 12_000}
-        log_step(run, dropped=step // 90, seconds=2.9 + chance.random() / 5, **numbers, **figures)
-        batches.write(step, [{"__key__": [["a", "b"], ["c"]], "__restore_key__": step}])
-        if step % 50 == 0:
-            validate(run, 0.85 + 1.6 * math.exp(-step * lr * 1e3))
-    run.callbacks.close()
-    batches.close()
-    (folder / "drops").mkdir()
-    drop = {"key": "charts-000381", "reason": "over_length", "detail": "4630 tokens, seq_length = 4096"}
-    atomic_write(folder / "drops/rank0.jsonl", json.dumps(drop) + "\n")
+def trained_run(folder: Path, lr: float) -> Path:
+    """A run of 200 steps on the images of the tutorial, which lie in the working directory."""
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_vlm.cli",
+        "train",
+        "--model",
+        "my-model",
+        "--run-dir",
+        str(folder),
+    ]
+    command += ["--data", "colors/train.jsonl", "--valid-data", "colors/held_out.jsonl", "train.epochs=40"]
+    settings = ["global_batch_size=4", "micro_batch_size=4", "train.eval_every=20", f"name=colors, lr {lr:g}"]
+    subprocess.run([*command, *settings, f"optimizer.lr={lr:g}", "optimizer.warmup_steps=20"], check=True)
     return folder
 
 
@@ -111,7 +87,11 @@ def preview_of_receipts(folder: Path) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place), browser() as page:
-        runs = [made_up_run(Path("runs", f"lr_{lr:g}"), lr, seed) for seed, lr in enumerate((2e-5, 6e-6))]
+        # the first code of the tutorial draws its images
+        tutorial = (ROOT / "docs/start/tutorial.md").read_text(encoding="utf-8")
+        exec(re.findall(r"```python\n(.*?)```", tutorial, re.DOTALL)[0], {})
+        build_tiny_checkpoint("qwen3_vl", Path("my-model"))
+        runs = [trained_run(Path("runs", f"lr_{lr:g}"), lr) for lr in (3e-3, 3e-4)]
         for name, (count, width, height, dark) in VIEWS.items():
             file = Path(place, f"{name}.html")
             file.write_text(report_page([read_history(run) for run in runs[:count]]), encoding="utf-8")

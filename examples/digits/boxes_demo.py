@@ -187,7 +187,7 @@ def close_with(summary: dict) -> None:
         "\nthe tower was first trained on images, the language model began with random numbers"
         f"\ntower {summary['tower_seconds']} s, training {summary['train_seconds']} s,"
         f" everything {summary['total_seconds']} s"
-        f"\n\nlook at  {FOLDER}/contact_sheet.png  {FOLDER}/run/loss.png  {FOLDER}/summary.json"
+        f"\n\nlook at  {FOLDER}/contact_sheet.png  {FOLDER}/run/report.html  {FOLDER}/summary.json"
     )
 
 

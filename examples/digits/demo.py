@@ -154,7 +154,7 @@ def close_with(summary: dict, folder: Path, run_dir: Path, exported: Path) -> No
         f" {summary['held_out_sum_accuracy']:.1%} of the sums)"
         f"\nMegatron and the exported folder agree on {summary['hf_agreement']:.1%} of the answers"
         f"\ntraining {summary['train_seconds']} s, everything {summary['total_seconds']} s"
-        f"\n\nlook at  {folder}/contact_sheet.png  {run_dir}/loss.png  {folder}/summary.json"
+        f"\n\nlook at  {folder}/contact_sheet.png  {run_dir}/report.html  {folder}/summary.json"
         f"\nload     {exported}  with Transformers"
         f"\nwatch    tensorboard --logdir {run_dir}/tensorboard"
     )

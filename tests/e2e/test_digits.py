@@ -112,7 +112,7 @@ def test_the_demo_goes_all_its_way(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "runs/demo/summary.json").read_text())["steps"] == 4
-    for picture in ("contact_sheet.png", "run/loss.png"):
+    for picture in ("contact_sheet.png", "run/report.html"):
         assert (tmp_path / "runs/demo" / picture).is_file()
 
 

@@ -1,14 +1,12 @@
-"""Shows a run and writes what it leaves behind: progress bar, metrics.jsonl and loss.png.
+"""Shows a run and writes what it leaves behind: progress bar and metrics.jsonl.
 
 Steps are counted from 1. In a run folder:
 
     config.yaml     the full configuration
     metrics.jsonl   one row a step, see docs/reference/metrics.md; validation rows hold `valid_loss`
     starts.jsonl    a line for each start: step, total_steps, time, command, processes, host, device, versions
-    loss.png        training and validation loss over steps
 """
 
-import io
 import json
 import math
 import os
@@ -118,9 +116,6 @@ class RunLog(Callback):
         self._file.write(json.dumps({"step": step, **row}).encode() + b"\n")
         self._file.flush()
 
-    def on_save(self, run: Run, checkpoint: Path) -> None:
-        self._draw()
-
     def on_train_end(self, run: Run) -> None:
         """Say where the run is, how to go on with it, what it dropped, and why it ended early."""
         if not run.stopped_by and run.step:
@@ -136,13 +131,8 @@ class RunLog(Callback):
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._draw()
         if self._file is not None:
             self._file.close()
-
-    def _draw(self) -> None:
-        if self._file is not None:
-            draw_losses(self._folder / "metrics.jsonl", self._folder / "loss.png")
 
     def _message(self, run: Run, text: str) -> None:
         """A line with the time of day if there is no bar, which tells how much time goes by."""
@@ -192,27 +182,6 @@ def note_start(run_dir: str | Path, first_step: int, total_steps: int) -> None:
 def _device() -> str:
     torch = sys.modules.get("torch")  # a run has imported it
     return torch.cuda.get_device_name() if torch and torch.cuda.is_available() else "CPU"
-
-
-def draw_losses(metrics: str | Path, picture: str | Path) -> None:
-    """Draw training and validation loss over steps as PNG; nothing is drawn if there are no rows."""
-    from matplotlib.figure import Figure  # it needs no display, and nothing global
-
-    rows = list(read_rows(metrics))
-    figure = Figure(figsize=(7, 4))
-    axes = figure.add_axes((0.1, 0.13, 0.87, 0.83))  # finding these numbers takes longer than all else
-    for key, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
-        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), float)]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
-    if not axes.lines:
-        return
-    axes.set(xlabel="step", ylabel="loss per trained token", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    atomic_write(picture, drawn.getvalue())
 
 
 def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -140,12 +140,20 @@ class FailsAtItsEnd(Callback):
         raise ValueError("at its end")
 
 
+class SaysWhenClosed(Callback):
+    closed = False
+
+    def close(self):
+        self.closed = True
+
+
 def test_all_callbacks_are_closed_also_if_one_fails(tmp_path):
-    run = tracked(tmp_path, own=[FailsAtItsEnd()])
+    earlier = SaysWhenClosed()  # they are closed in the reverse order
+    run = tracked(tmp_path, own=[earlier, FailsAtItsEnd()])
     log_step(run)
     with pytest.raises(ValueError, match="at its end"):
         run.callbacks.close()
-    assert (tmp_path / "loss.png").exists()  # the log is closed after it
+    assert earlier.closed
 
 
 def test_a_callback_ends_the_run_after_the_step_that_has_begun(tmp_path):
