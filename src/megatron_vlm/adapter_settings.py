@@ -29,14 +29,14 @@ def problem(pattern: str) -> str | None:
     return None
 
 
-def matching(pattern: str, texts: Iterable[str], how: str = "fullmatch") -> dict[str, re.Match]:
+def matching(pattern: str, texts: Iterable[str], method: str = "fullmatch") -> dict[str, re.Match]:
     """The texts that the pattern fits by this function of `re`, with what it found.
 
     Raises ConfigError if that takes too long: Python's `re` cannot be stopped, `regex` can.
     """
     import regex
 
-    test = getattr(regex, how)
+    test = getattr(regex, method)
     ends = time.process_time() + SECONDS
     matches = {}
     for text in texts:
@@ -133,26 +133,26 @@ def with_peft_settings(adapter: AdapterConfig) -> AdapterConfig:
     file = Path(adapter.start) / CONFIG
     place = f"adapter.start: {file}"
     try:
-        given = json.loads(read_file(file, MOST_BYTES))
+        saved = json.loads(read_file(file, MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{place} cannot be read ({error}); give a folder that peft wrote.") from error
-    if not isinstance(given, dict):
+    if not isinstance(saved, dict):
         raise ConfigError(f"{place} holds no JSON object; give a folder that peft wrote.")
-    if (kind := given.get("peft_type")) != "LORA":
+    if (kind := saved.get("peft_type")) != "LORA":
         raise ConfigError(f"{place} describes peft_type {kind!r}; only LoRA adapters (LORA) are trained.")
-    if (start := given.get("init_lora_weights")) not in PLAIN_STARTS:
+    if (start := saved.get("init_lora_weights")) not in PLAIN_STARTS:
         raise ConfigError(f"{place}: init_lora_weights {start} changed the base weights; merge it first.")
     known_keys = {*READ, *WITHOUT_EFFECT, "peft_type", "init_lora_weights"}
-    for key, value in given.items():
+    for key, value in saved.items():
         if key not in known_keys and value not in OFF:
             text = f"{key} {value}"
             raise ConfigError(f"{place}: {text} is not supported; train without it.")
-    for problem in odd_fields(given, READ):
+    for problem in odd_fields(saved, READ):
         raise ConfigError(f"{place}: {problem}; correct it, or give a folder that peft wrote.")
-    given |= {key: [given[key]] for key in LAYERS if isinstance(given.get(key), int | str)}
+    saved |= {key: [saved[key]] for key in LAYERS if isinstance(saved.get(key), int | str)}
     # as settings, a regex such as [qk]_proj would be read as a list
-    regexes = {key: given.pop(key) for key in PEFT_PATTERNS if given.get(key) and isinstance(given[key], str)}
-    settings = {f"adapter.{key}": given[key] for key in READ if given.get(key) or given.get(key) == 0}
+    regexes = {key: saved.pop(key) for key in PEFT_PATTERNS if saved.get(key) and isinstance(saved[key], str)}
+    settings = {f"adapter.{key}": saved[key] for key in READ if saved.get(key) or saved.get(key) == 0}
     settings.setdefault("adapter.lora_alpha", PEFT_ALPHA)
     if "adapter.target_parameters" in settings:  # to peft, no modules are then none
         settings.setdefault("adapter.target_modules", [])

@@ -58,6 +58,7 @@ def generate(
         ConfigError: The model cannot be loaded, or an image cannot be read.
         ValueError: Question and images do not match.
     """
+    # a path is opened as the command opens it, so a mistake has the same message
     contents = [image if isinstance(image, bytes) else arguments.image_of(Path(image)) for image in images]
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "answers": answers, "seed": seed}
     return generate_from_run(
@@ -99,6 +100,7 @@ def evaluate(
     check_folder(output)
     output.mkdir(parents=True, exist_ok=True)
     config = with_data(arguments.config_of_model(str(model), settings), [data] if data else [])
+    # what it yields are the lines that the command prints; scores.json has the numbers
     for _ in evaluate_model(
         config, {name: metric_of(name) for name in metrics}, output, samples, max_new_tokens
     ):

@@ -255,7 +255,7 @@ def import_(
     config = recipe_table.compose(recipe, file, settings or (), flags, processes=processes)
     arguments.check_start_of(config, nproc, needs_data=False)
     arguments.prepare_cuda(config.parallel)
-    if nproc:
+    if nproc:  # this process only starts the ranks: each runs the command again, without --nproc
         options = {"recipe": recipe, "config": file, **flags}
         raise typer.Exit(arguments.start_ranks(nproc, "import", options, settings))
 
@@ -282,7 +282,7 @@ def export(
     if adapter and not config.adapter.used:
         raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
     arguments.prepare_cuda(config.parallel)
-    if nproc:
+    if nproc:  # this process only starts the ranks: each runs the command again, without --nproc
         flags = ["--adapter"] if adapter else []
         words = [str(run_dir), output, *flags, *(settings or ())]
         raise typer.Exit(arguments.start_ranks(nproc, "export", {}, words))

@@ -20,7 +20,7 @@ PACKAGES = ("megatron-vlm", "torch", "megatron-core", "transformers", "megatron-
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Return the versions of this package and of those that compute, without importing them."""
+    """Return the versions of PACKAGES, without importing them."""
     from importlib.metadata import PackageNotFoundError, version  # a tenth of what --help takes
 
     versions = {}
@@ -53,10 +53,10 @@ def load_object(place: str, name: str) -> Any:
     with calling(place, name):
         module = _module_of_file(Path(path).absolute()) if path.endswith(".py") else _importable(path)
     if not hasattr(module, attribute):
-        own = [
+        defined_names = [
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         ]
-        raise ConfigError(f"{place}: {path} has no {attribute}{suggestion(attribute, own)}")
+        raise ConfigError(f"{place}: {path} has no {attribute}{suggestion(attribute, defined_names)}")
     return getattr(module, attribute)
 
 

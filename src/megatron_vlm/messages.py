@@ -115,8 +115,8 @@ def shorten(text: str, longest: int = 60) -> str:
 
 def any_of(names: Iterable[str]) -> str:
     """Return `a, b or c`."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
+    *leading, last = names
+    return f"{', '.join(leading)} or {last}" if leading else last
 
 
 def suggestion(word: str, names: Iterable[str], remedy: str = "") -> str:

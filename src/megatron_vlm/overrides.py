@@ -92,25 +92,25 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
     return changed
 
 
-def as_settings(arguments: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+def as_settings(arguments: Mapping[str, Any], parameters: Collection[str] = ()) -> dict[str, Any]:
     """Recipe arguments, settings and names of other tools by the settings that they set.
 
-    `own` are parameters that a user's recipe alone has; they keep their names. Raises ConfigError on an
+    `parameters` are those of a user's recipe alone; they keep their names. Raises ConfigError on an
     unknown argument, and if two names of a setting have two values.
     """
-    settings = _by_setting(arguments, own)
+    settings = _by_setting(arguments, parameters)
     for name in settings:
-        if "." not in name and name not in (*own, *setting_types()):
-            raise ConfigError(f"{name}: not an argument of a recipe{_hint(name, own)}")
+        if "." not in name and name not in (*parameters, *setting_types()):
+            raise ConfigError(f"{name}: not an argument of a recipe{_hint(name, parameters)}")
     return settings
 
 
-def _by_setting(values: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+def _by_setting(values: Mapping[str, Any], parameters: Collection[str] = ()) -> dict[str, Any]:
     """The values by setting; an unknown name stays. Raises ConfigError if a setting gets two values."""
     settings: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in values.items():
-        key = name if name in own else setting_of(name)
+        key = name if name in parameters else setting_of(name)
         if str(settings.setdefault(key, value)) != str(value):
             raise ConfigError(
                 f"{names[key]}={settings[key]} and {name}={value} both set {key}; give one of them."
@@ -353,21 +353,21 @@ def json_schema() -> dict[str, Any]:
     return TypeAdapter(RunConfig).json_schema()
 
 
-def _hint(name: str, own: Collection[str] = ()) -> str:
+def _hint(name: str, parameters: Collection[str] = ()) -> str:
     """Return what to write in place of an unknown name: ours for another tool's, or five near ones.
 
-    Last parts of names are compared, as most names share a group. `own` are names that are known, too.
+    Last parts of names are compared, as most names share a group. `parameters` are known names, too.
     """
     setting, difference = _foreign(name)
     if difference:
         return f"; here it is {setting}: {difference}." if setting else f": {difference}."
     last = name.rpartition(".")[2]
     ours = {key.rpartition(".")[2]: key for key in reversed(setting_types())}
-    ours |= dict(zip(own, own, strict=True)) | (
+    ours |= dict(zip(parameters, parameters, strict=True)) | (
         {} if "." in name else {key: key for key in SETTING_OF_ARGUMENT}
     )
-    known = {foreign: row[0] for foreign, row in foreign_names().items() if row[0]} | ours
-    near = [last] if last in ours else difflib.get_close_matches(last, known, MOST_NEAR, NEAR)
+    setting_by_name = {foreign: row[0] for foreign, row in foreign_names().items() if row[0]} | ours
+    near = [last] if last in ours else difflib.get_close_matches(last, setting_by_name, MOST_NEAR, NEAR)
     if not near:
         return "; `megatron-vlm train --recipe NAME --dry-run` shows every setting."
-    return f"; did you mean {any_of(dict.fromkeys(known[match] for match in near))}?"
+    return f"; did you mean {any_of(dict.fromkeys(setting_by_name[match] for match in near))}?"

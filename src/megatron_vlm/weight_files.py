@@ -160,7 +160,7 @@ def _block_size(folder: Path) -> Any:
     config = any_config(folder)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     settings = (part.get("quantization_config") for part in parts)
-    sizes = (each.get("weight_block_size") for each in settings if isinstance(each, dict))
+    sizes = (section.get("weight_block_size") for section in settings if isinstance(section, dict))
     return next(filter(None, sizes), None)
 
 

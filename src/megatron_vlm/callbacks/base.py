@@ -252,10 +252,10 @@ def callback_class(name: str, setting: str = "train.callbacks") -> Callable[[], 
     loaded = load_object(place, name)
     if not (isinstance(loaded, type) and issubclass(loaded, Callback)):
         raise ConfigError(f"{place} is no subclass of Callback; see docs/how-to/extend.md.")
-    known = [method for method in vars(Callback) if method.startswith(("on_", "before_"))]
+    hooks = [method for method in vars(Callback) if method.startswith(("on_", "before_"))]
     for method in dir(loaded):
-        if method.startswith("on_") and method not in known:
-            raise ConfigError(f"{place}: {method} is never called{suggestion(method, known)}")
+        if method.startswith("on_") and method not in hooks:
+            raise ConfigError(f"{place}: {method} is never called{suggestion(method, hooks)}")
 
     def made() -> Callback:
         with calling(place, name):

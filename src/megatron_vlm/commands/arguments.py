@@ -240,11 +240,11 @@ def config_of_trained_run(run_dir: Path, settings: list[str] | None, nproc: int 
     return config
 
 
-def config_of_model(given: str, settings: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
+def config_of_model(model: str, settings: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
     """The configuration of a run; or one without a run folder, of a Hugging Face folder or hub name."""
-    if Path(given, "config.yaml").exists() and not Path(given, "config.json").exists():
-        return config_of_trained_run(Path(given), list(settings), nproc)
-    assumed = {"model.hf_path": given, "data.train_data_path": NO_DATA, "data.seq_length": 1}
+    if Path(model, "config.yaml").exists() and not Path(model, "config.json").exists():
+        return config_of_trained_run(Path(model), list(settings), nproc)
+    assumed = {"model.hf_path": model, "data.train_data_path": NO_DATA, "data.seq_length": 1}
     config = apply_overrides(RunConfig(), assumed | recipe_table.read_settings(settings, {}))
     if settings:
         validate(apply_overrides(config, {"run_dir": "none"}), processes(nproc) or 1)

@@ -126,12 +126,12 @@ class StepSchedule:
         stop = step + self.has_step_after(step) if self.stop is None else self.stop
         return replace(self, stop=stop) if stop < self.steps else self
 
-    def ending(self, step: int, why: str) -> "StepSchedule":
-        """These, with `step` as the last one, and why."""
+    def ending(self, step: int, reason: str) -> "StepSchedule":
+        """These, with `step` as the last one, and the reason."""
         if step >= self.steps:
             return self
-        why = f"ended after step {step} of {self.steps}: {why}"
-        return replace(self, steps=step, stop=None, why=why)
+        reason = f"ended after step {step} of {self.steps}: {reason}"
+        return replace(self, steps=step, stop=None, why=reason)
 
     def evaluates_after(self, step: int) -> bool:
         by_loss = self.train.keep_best and not self.train.best_is_score

@@ -243,13 +243,13 @@ class LanguageModelConfig(TransformerConfig):
         return self.vocab_size + -self.vocab_size % self.tensor_model_parallel_size
 
 
-def check_positions(last: int, most: int | None, whose: str = "a document") -> None:
-    """Raises ValueError for a position that is not below `most`, see `LanguageModelConfig.most_positions`."""
-    if most is not None and last >= most:
+def check_positions(last: int, limit: int | None, whose: str = "a document") -> None:
+    """Raises ValueError for a position that is not below `limit` (`LanguageModelConfig.most_positions`)."""
+    if limit is not None and last >= limit:
         raise ValueError(
-            f"{whose} has {last + 1} tokens, the checkpoint max_position_embeddings = {most}: beyond these, "
+            f"{whose} has {last + 1} tokens, the checkpoint max_position_embeddings = {limit}: beyond these, "
             'the frequencies of its rotary rule "dynamic" depend on the longest row of a batch. '
-            f"Use data.seq_length={most} or less."
+            f"Use data.seq_length={limit} or less."
         )
 
 

@@ -67,12 +67,14 @@ def model_card(config: RunConfig, step: int, adapters_alone: bool) -> str:
     is_on_disk = Path(base).expanduser().exists()
     name = Path(base).name if is_on_disk else base
     tags = ["megatron-vlm", *(["lora"] if config.adapter.used else [])]
+    # what the hub reads, between the lines of ---
     metadata = [
         *([] if is_on_disk else [f"base_model: {json.dumps(base)}"]),
         f"library_name: {'peft' if adapters_alone else 'transformers'}",
         "pipeline_tag: image-text-to-text",
         f"tags: {json.dumps(tags)}",
     ]
+    # the lines of Python that load the export; peft puts adapters onto the base model
     model = f'model = AutoModelForImageTextToText.from_pretrained("{name if adapters_alone else "."}")'
     load = [model, 'processor = AutoProcessor.from_pretrained(".")']
     if adapters_alone:

@@ -92,11 +92,11 @@ class StreamLayout:
         length: int,
         windows: Iterable[int | None],
         device: torch.device,
-        wanted: np.ndarray | None = None,
+        indices: np.ndarray | None = None,
     ) -> Stream:
         """The tokens of `rank`, padded to `length`.
 
-        `wanted` are indices into B * S of the tokens whose outputs are computed; None: the trained tokens.
+        `indices` into B * S name the tokens whose outputs are computed; None: the trained tokens.
         """
         plan = AttentionPlan(self.placement, rank, length, windows, device)
         is_real = self.real[plan.places]
@@ -107,9 +107,9 @@ class StreamLayout:
         labels = self.batch["labels"].numpy().ravel() if "labels" in self.batch else np.empty(0)
         trained = np.flatnonzero(labels != IGNORE_INDEX)
         weights = self.batch["loss_mask"].numpy().ravel()[trained] if len(trained) else np.ones(0, np.float32)
-        only_ones, of_loss = (weights == 1).all(), wanted is None
-        wanted = trained if of_loss else wanted
-        output_places = np.flatnonzero(row_of[wanted] >= 0)
+        only_ones, of_loss = (weights == 1).all(), indices is None
+        indices = trained if of_loss else indices
+        output_places = np.flatnonzero(row_of[indices] >= 0)
 
         # places of all placeholders in the stream: of images in order, then of videos
         placeholders = np.concatenate([np.flatnonzero(self.kinds == kind) for kind in (IMAGE, VIDEO)])
@@ -128,11 +128,11 @@ class StreamLayout:
             visual_inputs=self.batch["visual_inputs"],
             feature_ranks=self.placement.owner[placeholders],
             feature_rows=self.placement.row[placeholders],
-            output_rows=here(row_of[wanted[output_places]]),
-            labels=here(labels[wanted[output_places]] if len(labels) else labels),
+            output_rows=here(row_of[indices[output_places]]),
+            labels=here(labels[indices[output_places]] if len(labels) else labels),
             weights=None if only_ones or not of_loss else here(weights[output_places]),
             output_places=here(output_places),
-            outputs=len(wanted),
+            outputs=len(indices),
             trained_weight=weights.sum(dtype=np.float64).item(),
             routes=here(routes[None]),
         )

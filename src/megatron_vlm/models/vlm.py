@@ -117,12 +117,12 @@ def spread_over_ranks(
     visual: GenericVisualInputs,
     visual_tokens: list[int],
     blank: GenericVisualInputs,
-    wanted: list[np.ndarray],
+    indices: list[np.ndarray],
     group: dist.ProcessGroup,
 ) -> Tensor:
     """The features that this rank wants, each computed on one rank of the group: (m, D), or (1 + n, m, D).
 
-    `visual_tokens` is how many features each item has; `wanted` lists for every rank of the group the
+    `visual_tokens` is how many features each item has; `indices` lists for every rank of the group the
     features, counted in document order, that it wants. A rank without items computes `blank` instead, so that
     all ranks do the same collectives.
     """
@@ -134,12 +134,12 @@ def spread_over_ranks(
         features = features[:0]
     # each rank sends every other the features that it wants
     maker, row = _makers(shares, visual_tokens)
-    sent = [row[ids[maker[ids] == rank]] for ids in wanted]
-    received = np.bincount(maker[wanted[rank]], minlength=size).tolist()
+    sent = [row[ids[maker[ids] == rank]] for ids in indices]
+    received = np.bincount(maker[indices[rank]], minlength=size).tolist()
     flat = features.flatten(1).index_select(0, on_device(np.concatenate(sent), features.device))
     by_maker = all_to_all(group, flat, received, list(map(len, sent)))
     # they arrive sorted by the rank that made them, and go back into document order
-    order = np.argsort(np.argsort(maker[wanted[rank]], kind="stable"))
+    order = np.argsort(np.argsort(maker[indices[rank]], kind="stable"))
     of_rank = by_maker.index_select(0, on_device(order, features.device))
     return of_rank.unflatten(1, features.shape[1:]).movedim(0, -2)
 
@@ -253,8 +253,8 @@ class VLMModel(MegatronModule):
         adapted = self.adapters and self.adapters.of_vision
         return bool(adapted) or any(param.requires_grad for param in self.vision.parameters())
 
-    def _features(self, stream: Stream, held: int) -> tuple[Tensor, Tensor]:
-        """The features (see `Description.build_vision`) of this rank's `held` tokens, and their rows."""
+    def _features(self, stream: Stream, length: int) -> tuple[Tensor, Tensor]:
+        """The features (see `Description.build_vision`) of this rank's `length` tokens, and their rows."""
         visual = GenericVisualInputs(**stream.visual_inputs.normalized_for_model())
         counts, placeholders = self._visual_tokens(visual), len(stream.feature_rows)
         if sum(counts) != placeholders:
@@ -262,10 +262,10 @@ class VLMModel(MegatronModule):
         group = parallel_state.get_tensor_and_context_parallel_group()
         if len(stream.plan.placement.pieces) == 1:  # generation: context-parallel ranks answer other prompts
             group = parallel_state.get_tensor_model_parallel_group()
-        wanted = [np.flatnonzero(self._wants(rank, stream, held)) for rank in range(group.size())]
-        of_rank = wanted[group.rank()]
+        indices = [np.flatnonzero(self._wants(rank, stream, length)) for rank in range(group.size())]
+        of_rank = indices[group.rank()]
         if self.config.images_spread:
-            features = spread_over_ranks(self._tower, visual, counts, self._blank_image, wanted, group)
+            features = spread_over_ranks(self._tower, visual, counts, self._blank_image, indices, group)
         else:
             features = self._tower([visual])
             if len(of_rank) < placeholders:
@@ -275,15 +275,15 @@ class VLMModel(MegatronModule):
             ranks = self.config.tensor_model_parallel_size
             if features.requires_grad:
                 features.register_hook(lambda gradient: gradient * ranks)
-        rows = on_device(stream.feature_rows[of_rank] % held, features.device)
+        rows = on_device(stream.feature_rows[of_rank] % length, features.device)
         return features.to(self.config.params_dtype), rows
 
-    def _wants(self, rank: int, stream: Stream, held: int) -> np.ndarray:
+    def _wants(self, rank: int, stream: Stream, length: int) -> np.ndarray:
         """Which features' tokens lie on `rank` of the group of tensor and context parallelism."""
         context_rank, tensor_rank = divmod(rank, self.config.tensor_model_parallel_size)
         is_here = stream.feature_ranks == context_rank
         if self.config.sequence_parallel:
-            is_here &= stream.feature_rows // held == tensor_rank
+            is_here &= stream.feature_rows // length == tensor_rank
         return is_here
 
     def _tower(self, items: list[GenericVisualInputs]) -> Tensor:
@@ -354,12 +354,12 @@ def vlm_step(
 
 
 def streams_of(
-    chunks: list[torch.nn.Module], micro_batches: list[Batch], wanted: list[np.ndarray] | None = None
+    chunks: list[torch.nn.Module], micro_batches: list[Batch], indices: list[np.ndarray] | None = None
 ) -> list[Stream]:
     """The micro batches on the device, padded so that sequence parallelism can cut them; of one length for
     pipelines.
 
-    The micro batches are on the host, their pixels on the device. `wanted` has for each the indices into
+    The micro batches are on the host, their pixels on the device. `indices` has for each the indices into
     B * S of the tokens whose outputs are computed; None: the trained tokens.
     """
     layout = get_attr_wrapped_model(chunks[0], "layout")
@@ -372,7 +372,7 @@ def streams_of(
     windows = get_model_config(chunks[0]).layer_windows or (None,)
     return [
         layout.stream(rank, length, windows, setup.device(), places)
-        for layout, length, places in zip(layouts, lengths, wanted or [None] * len(lengths), strict=True)
+        for layout, length, places in zip(layouts, lengths, indices or [None] * len(lengths), strict=True)
     ]
 
 

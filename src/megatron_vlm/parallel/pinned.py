@@ -24,12 +24,12 @@ def host_tensors(likes: Sequence[Tensor], pinned: bool) -> list[Tensor]:
         largest = 1 << (max(ALIGNED, places[remaining[0]]) - 1).bit_length()
         block = torch.empty(max(filled, largest), dtype=torch.uint8, pin_memory=pinned)
         start = 0
-        left = []
+        unplaced = []
         for i in remaining:
             if start + places[i] > len(block):
-                left.append(i)
+                unplaced.append(i)
                 continue
             tensors[i] = block[start : start + likes[i].nbytes].view(likes[i].dtype).view(likes[i].shape)
             start += places[i]
-        remaining = left
+        remaining = unplaced
     return [tensors[i] for i in range(len(likes))]

@@ -87,8 +87,8 @@ def compose(
     file_content = _read_run_file(file) if file else {}
     name = recipe or file_content.get("recipe")
     build = load_recipe(name) if name else None
-    own = build.own_parameters if isinstance(build, UsersRecipe) else ()
-    command_settings = {**as_settings(assumed or {}), **read_settings(settings, arguments or {}, own)}
+    parameters = build.own_parameters if isinstance(build, UsersRecipe) else ()
+    command_settings = {**as_settings(assumed or {}), **read_settings(settings, arguments or {}, parameters)}
     if file_content and recipe and file_content.get("recipe") != recipe:
         file_kind = (
             f"is of the recipe {file_content['recipe']}"
@@ -97,7 +97,7 @@ def compose(
         )
         raise ConfigError(f"{file}: {file_kind}, and --recipe says {recipe}; give one of them.")
     if build:
-        recipe_settings = as_settings(file_content.get("args", {}), own)
+        recipe_settings = as_settings(file_content.get("args", {}), parameters)
         overrides = as_settings(flatten(file_content.get("overrides", {})))
         # recipes are for Energon data; data that a command names may be of the other type
         if paths := paths_of(command_settings.get("data.train_data_path")):
@@ -126,7 +126,7 @@ def family_note(recipe: str | None, file: Path | None, hf_path: str) -> str | No
 
 
 def read_settings(
-    settings: Iterable[str], arguments: Mapping[str, Any], own: Collection[str] = ()
+    settings: Iterable[str], arguments: Mapping[str, Any], parameters: Collection[str] = ()
 ) -> dict[str, Any]:
     """The settings of a command line, by dotted key, and the parameters that a user's recipe alone has.
 
@@ -138,7 +138,7 @@ def read_settings(
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}
     for text, name, value in entries:
-        (key,) = as_settings({name: value}, own)
+        (key,) = as_settings({name: value}, parameters)
         if str(values.setdefault(key, value)) != str(value):
             raise ConfigError(f"{texts[key]} and {text} both set {key}; give one of them.")
         texts.setdefault(key, text)

@@ -52,11 +52,11 @@ def propose(chosen: Mapping[str, Any], processes: int, has_gpu: bool | None = No
     """
     if has_gpu is None:  # torch is not imported for this: the driver's own program tells of a GPU
         has_gpu = shutil.which("nvidia-smi") is not None
-    asked = apply_overrides(RunConfig(), chosen)
-    data = [] if asked.data.train_data_path == MISSING else paths_of(asked.data.train_data_path)
-    parts = [Path(asked.model.hf_path).name, *(Path(path).name.partition(".")[0] for path in data[:1])]
+    requested = apply_overrides(RunConfig(), chosen)
+    data = [] if requested.data.train_data_path == MISSING else paths_of(requested.data.train_data_path)
+    parts = [Path(requested.model.hf_path).name, *(Path(path).name.partition(".")[0] for path in data[:1])]
     name = chosen.get("name") or "-".join(parts)
-    config_file = shipped_config(asked.model.hf_path) or asked.model.hf_path
+    config_file = shipped_config(requested.model.hf_path) or requested.model.hf_path
     rates = USUAL
     with suppress(OSError, ValueError):  # the checks that follow name what is wrong with a checkpoint
         rates = RATES.get(read_config(config_file)["model_type"], USUAL)
@@ -66,7 +66,7 @@ def propose(chosen: Mapping[str, Any], processes: int, has_gpu: bool | None = No
         "data.dataset_type": dataset_type_of(data[0]) if data else "hf",
         "train.global_batch_size": -(-ROWS_IN_A_STEP // processes) * processes,
         "train.save_every": STEPS_BETWEEN_SAVES,
-        "optimizer.lr": rates.adapter_lr if asked.adapter.used else rates.lr,
+        "optimizer.lr": rates.adapter_lr if requested.adapter.used else rates.lr,
         "optimizer.weight_decay": rates.weight_decay,
         "optimizer.warmup_steps": None,
     }

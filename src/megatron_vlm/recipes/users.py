@@ -56,8 +56,8 @@ class UsersRecipe:
             raise ConfigError(f"{self._place} returned {type(config).__name__}; return a RunConfig.")
         for group in (config, *(value for value in vars(config).values() if is_dataclass(value))):
             for key in vars(group).keys() - group.__dataclass_fields__.keys():
-                kind, known = type(group).__name__, suggestion(key, group.__dataclass_fields__)
-                raise ConfigError(f"{self._place}: sets {key}, which {kind} does not have{known}")
+                kind, hint = type(group).__name__, suggestion(key, group.__dataclass_fields__)
+                raise ConfigError(f"{self._place}: sets {key}, which {kind} does not have{hint}")
         settings = {key: value for key, value in settings.items() if key not in self._decides}
         return apply_overrides(config, settings)
 

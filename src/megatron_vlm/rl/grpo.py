@@ -67,10 +67,10 @@ def prompts_of(micro_batches: list[Batch]) -> list[AskedPrompt]:
         images = iter(item for item in items if item.pixel_values_videos is None)
         videos = iter(item for item in items if item.pixel_values_videos is not None)
         lengths = (batch["attention_mask"] > 0).sum(1).tolist()
-        for row, (length, keys, asked) in enumerate(
+        for row, (length, keys, question) in enumerate(
             zip(lengths, batch["__key__"], batch["asked"], strict=True)
         ):
-            image_count, video_count = asked["items"]
+            image_count, video_count = question["items"]
             own_items = [*islice(images, image_count), *islice(videos, video_count)]
             inputs: Prompt = {
                 "input_ids": batch["input_ids"][row, :length],
@@ -78,7 +78,7 @@ def prompts_of(micro_batches: list[Batch]) -> list[AskedPrompt]:
                 "visual_inputs": GenericVisualInputs.cat(own_items),
             }
             key = keys[0] if keys else ""
-            prompts.append(AskedPrompt(asked["prompt"], asked["images"], inputs, key, asked))
+            prompts.append(AskedPrompt(question["prompt"], question["images"], inputs, key, question))
     return prompts
 
 
@@ -137,18 +137,18 @@ class Grpo(Callback):
         self._state.global_step = run.step - 1
         prompts = prompts_of(run.micro_batches)
         samples = self._answer(prompts)
-        own, of_all_ranks = self._rewards_of(prompts, samples)
+        of_rank, of_all_ranks = self._rewards_of(prompts, samples)
         if np.isnan(of_all_ranks.rewards).all():
             run.message(f"step {run.step}: no function of {PLACE} judges any answer; nothing is trained")
         self._metrics = self._figures(of_all_ranks, samples)
         self._users_metrics = {name: float(np.mean(values)) for name, values in of_all_ranks.metrics.items()}
         groups = [sample["prompt"] for sample in samples]
-        advantages = self._advantages(self._total(own), self._total(of_all_ranks), groups)
+        advantages = self._advantages(self._total(of_rank), self._total(of_all_ranks), groups)
         for sample, advantage in zip(samples, advantages.tolist(), strict=True):
             sample |= {"key": prompts[sample["prompt"]].key, "advantage": advantage}
         if self._log is not None:
-            rewards = dict(zip(self._rewards.names, own.rewards.T.tolist(), strict=True))
-            self._log.write(run.step, prompts, samples, rewards, own.extra)
+            rewards = dict(zip(self._rewards.names, of_rank.rewards.T.tolist(), strict=True))
+            self._log.write(run.step, prompts, samples, rewards, of_rank.extra)
         watchdog.beat(f"computing log-probabilities of step {run.step}")
         count = self._grpo.steps_per_generation
         parts = [self.micro_batches_of(samples[index::count]) for index in range(count)]
@@ -157,8 +157,8 @@ class Grpo(Callback):
 
     def on_step_end(self, run: Run, metrics: dict[str, float]) -> None:
         metrics |= self._metrics
-        if taken := sorted(metrics.keys() & self._users_metrics.keys()):
-            raise ConfigError(f"{PLACE}: log_metric({taken[0]!r}) is a figure of the run; give another name.")
+        if clash := sorted(metrics.keys() & self._users_metrics.keys()):
+            raise ConfigError(f"{PLACE}: log_metric({clash[0]!r}) is a figure of the run; give another name.")
         metrics |= self._users_metrics
         self._state.global_step = run.step
 
@@ -393,7 +393,7 @@ class Grpo(Callback):
 
 
 def draw_numbers(keys: Sequence[str]) -> list[int]:
-    """Return a number for each prompt of a step, by which its answers are drawn on whichever rank has it.
+    """Return a seed for the answers of each prompt of a step, the same on whichever rank has the prompt.
 
     It depends on the prompt's key and on how often that came before in the step.
     """

@@ -102,19 +102,19 @@ class Rewards:
         for index, (name, function) in enumerate(self._functions):
             place = f"{PLACE}: {name}"
             watchdog.beat("computing rewards")
-            given = _arguments_of(function, arguments)
-            if lacking := _lacking(function, given):
+            passed = _arguments_of(function, arguments)
+            if lacking := _lacking(function, passed):
                 # The first step alone is checked: a rare column may be in no record of a later one, and a
                 # run that goes on there would end again and again.
                 if not state.global_step:
-                    found = ", ".join(sorted(columns)) or "none"
+                    column_names = ", ".join(sorted(columns)) or "none"
                     raise ConfigError(
-                        f"{place}: no record of the first step has {lacking[0]}; columns are {found}. "
+                        f"{place}: no record of the first step has {lacking[0]}; columns are {column_names}. "
                         "Name one of these, or give the parameter a default."
                     )
-                given |= {name: [None] * len(answers) for name in lacking}
+                passed |= {name: [None] * len(answers) for name in lacking}
             with calling(place, name):
-                returned = function(**given)
+                returned = function(**passed)
                 returned = asyncio.run(returned) if inspect.isawaitable(returned) else returned
             scored.rewards[:, index] = _numbers(place, returned, len(answers))
         return scored
@@ -122,8 +122,8 @@ class Rewards:
 
 def _columns_of(prompt: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of the prompt's record, and the right answers unless these are columns."""
-    own = {name: value for name, value in prompt["columns"].items() if value is not None}
-    return {"reference": prompt["reference"], "references": prompt["references"]} | own
+    columns = {name: value for name, value in prompt["columns"].items() if value is not None}
+    return {"reference": prompt["reference"], "references": prompt["references"]} | columns
 
 
 def _plain(turn: dict) -> dict:
@@ -139,19 +139,19 @@ def _arguments_of(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     names = {parameter.name for parameter in parameters}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = arguments.keys()
-    given = {name: value for name, value in arguments.items() if name in names}
+    passed = {name: value for name, value in arguments.items() if name in names}
     # lists of its own: another function may change its
-    return {name: [*value] if isinstance(value, list) else value for name, value in given.items()}
+    return {name: [*value] if isinstance(value, list) else value for name, value in passed.items()}
 
 
-def _lacking(function: Any, given: Collection[str]) -> list[str]:
+def _lacking(function: Any, passed: Collection[str]) -> list[str]:
     """The parameters without a default that are not given."""
     return [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and parameter.name not in given
+        and parameter.name not in passed
     ]
 
 

@@ -109,22 +109,22 @@ class OffloadedAdam(torch.optim.AdamW):
             return
         # Two parts of device memory take turns. Streams are joined at both ends: before, what used this
         # memory is over and the host has the last step's numbers; after, others may have the memory.
-        here = torch.cuda.current_stream()
-        most = max(part.place + len(part.kept["exp_avg"]) for _, parts in buckets for part in parts)
+        computing = torch.cuda.current_stream()
+        longest = max(part.place + len(part.kept["exp_avg"]) for _, parts in buckets for part in parts)
         device = buckets[0][1][0].main.device
-        memory = [torch.empty(len(KEPT), most, device=device) for _ in buckets[:2]]
-        self.arriving.wait_stream(here)
+        memory = [torch.empty(len(KEPT), longest, device=device) for _ in buckets[:2]]
+        self.arriving.wait_stream(computing)
         arrived = self._fetch(buckets[0][1], memory[0])
         for number, (group, parts) in enumerate(buckets):
-            here.wait_stream(self.arriving)
+            computing.wait_stream(self.arriving)
             copies = arrived
             if number + 1 < len(buckets):
                 self.arriving.wait_stream(self.leaving)  # the bucket before, whose memory the next one gets
                 arrived = self._fetch(buckets[number + 1][1], memory[1 - number % 2])
             self._update(group, parts, copies)
-            self.leaving.wait_stream(here)
+            self.leaving.wait_stream(computing)
             self._send(parts, copies)
-        here.wait_stream(self.leaving)
+        computing.wait_stream(self.leaving)
 
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list[BucketPart]]]:
         """Parts of all parameters with a gradient, `BUCKET` numbers or fewer at a time, after their group.

@@ -304,8 +304,8 @@ def record_id(record: Any) -> str | None:
     """The id that a record, or a sample that was prepared from it, has of its own."""
     record = record if isinstance(record, dict) else {}
     stored = record.get(fields.COLUMNS)
-    named = record | stored if isinstance(stored, dict) else record
-    ids = [named[name] for name in fields.IDS if isinstance(named.get(name), str | int)]
+    columns = record | stored if isinstance(stored, dict) else record
+    ids = [columns[name] for name in fields.IDS if isinstance(columns.get(name), str | int)]
     return str(ids[0]) if ids else None
 
 

@@ -243,13 +243,13 @@ class _Ranks:
         towers_again = config.model.recompute == "full"
         hidden = tokens * self._value * self.megatron_config.hidden_size
         # what the layers of one micro batch keep
-        again = [i for part in layers for i in recomputed_layers(config, part)]
-        others = [i for i in chain.from_iterable(layers) if i not in again]
-        kept = sum(self.pieces.saved[i] for i in others)
+        recomputed = [i for part in layers for i in recomputed_layers(config, part)]
+        not_recomputed = [i for i in chain.from_iterable(layers) if i not in recomputed]
+        kept = sum(self.pieces.saved[i] for i in not_recomputed)
         if config.model.recompute == "selective":
-            kept -= sum(self.pieces.cheap[i] for i in others)
-        of_others = kept / len(layers)  # of one virtual stage
-        kept += self._recomputed(tokens, hidden, again)
+            kept -= sum(self.pieces.cheap[i] for i in not_recomputed)
+        kept_of_virtual_stage = kept / len(layers)
+        kept += self._recomputed(tokens, hidden, recomputed)
         masks = len(set(self.megatron_config.layer_windows)) or 1 if config.model.attention == "dense" else 0
         kept += self._value * masks * tokens * rows * config.data.seq_length
         # and of as many as the schedule has on their way, with their images
@@ -262,9 +262,9 @@ class _Ranks:
         # a layer's input from all tensor-parallel ranks, and the gradient that goes back to them
         besides = 2 * hidden if self.megatron_config.sequence_parallel else 0.0
         besides += self._workspace(int(tokens), list(chain.from_iterable(layers)))
-        if again:  # by then the micro batch's other layers are done, and what they kept is free
-            besides += max(0.0, max(self.pieces.saved[i] for i in again) - of_others)
-            if any(has_experts(self.megatron_config, i) for i in again):  # gradients on their way
+        if recomputed:  # by then the micro batch's other layers are done, and what they kept is free
+            besides += max(0.0, max(self.pieces.saved[i] for i in recomputed) - kept_of_virtual_stage)
+            if any(has_experts(self.megatron_config, i) for i in recomputed):  # gradients on their way
                 trained = "language_model" not in config.frozen
                 besides += (2 + trained) * hidden / self._cut * self.megatron_config.moe_router_topk
         if stage == config.parallel.pp - 1:

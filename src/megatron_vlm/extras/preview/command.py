@@ -33,6 +33,7 @@ def preview(
     config = arguments.recipe_table.compose(recipe, file, settings or (), flags, arguments.ONE_PROCESS)
     arguments.check(config, 1)
 
+    # imports torch, so it comes after the checks
     from megatron_vlm.extras.preview.preview import preview_page
 
     with arguments.prose(as_json):
@@ -72,6 +73,7 @@ def replay(
     if output is None:
         return
 
+    # a page needs the samples again: data and processor are opened, and torch is imported
     from megatron_vlm.extras.preview.preview import replay_page
 
     write_output(output, replay_page(config, step, logged))

@@ -176,6 +176,7 @@ def save_adapters(
 
     Raises FileExistsError if it exists, and OSError if it cannot be written.
     """
+    # all ranks gather, rank 0 alone keeps what it got and writes
     every = from_every_stage(adapter_tensors(chunks))
     tensors = {key: tensor.cpu() for key, tensor in every if dist.get_rank() == 0}
 

@@ -253,12 +253,12 @@ def _check_names(key: str, names: str | list[str], modules: Iterable[str], linea
     for name in [names] if is_regex else names:
         if fitting(names if is_regex else [name], modules):
             continue
-        known = [*_endings(linears), *linears] if "." in name else _endings(linears)
-        known = suggestion(name, known + [ALL_LINEAR] * is_regex)
+        known_names = [*_endings(linears), *linears] if "." in name else _endings(linears)
+        hint = suggestion(name, known_names + [ALL_LINEAR] * is_regex)
         remedy = (
             f" A regex fits whole names, such as {linears[0]}; give ends of names as a list: {key}=[{name}]."
         )
-        raise ConfigError(f"{key}: {name} fits no module of the model{known}{remedy * is_regex}")
+        raise ConfigError(f"{key}: {name} fits no module of the model{hint}{remedy * is_regex}")
 
 
 def _endings(modules: Iterable[str]) -> list[str]:
@@ -277,7 +277,7 @@ def _refuse(without: list[str], names: list[str], module: nn.Module, as_expert: 
         reason = f"is a {type(module).__name__}; adapters are for linears"
     else:
         reason = "is not a part of the model that is trained"
-    ends = sorted({".".join(each.split(".")[-2:]) for each in without})
+    ends = sorted({".".join(module_name.split(".")[-2:]) for module_name in without})
     other_names = set(names) - set(without)
     fits_no_other = other_names and not fitting(ends, other_names)
     remedy = (

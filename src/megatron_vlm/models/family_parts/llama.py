@@ -127,9 +127,9 @@ class LlamaFamily(Description):
         """Rules for norms of every layer, ours -> theirs."""
         return [self.layer_rule(f"{o}.weight", [f"{t}.weight"], Whole()) for o, t in norms.items()]
 
-    def layer_rule(self, ours: str, theirs: list[str], operation: Operation, **fused: Any) -> Rule:
+    def layer_rule(self, ours: str, hf_names: list[str], operation: Operation, **fused: Any) -> Rule:
         """A rule for this weight of every layer; `fused` are `Rule.rows` and `Rule.row_shape`."""
-        hf_keys = tuple(f"{self.hf_model}layers.*.{name}" for name in theirs)
+        hf_keys = tuple(f"{self.hf_model}layers.*.{name}" for name in hf_names)
         return Rule(LAYER + ours, hf_keys, operation, **fused)
 
 

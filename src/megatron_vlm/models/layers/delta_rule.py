@@ -161,8 +161,8 @@ class DeltaRule(torch.autograd.Function):
                 outputs = _outputs(of, states[:-1][slab], updates)
                 after = _after(of, states[:-1][slab], updates)
             of_leaves = torch.autograd.grad((outputs, after), leaves, (of_outputs_here, of_states))
-            for whole, part in zip(gradients, of_leaves, strict=True):
-                whole[slab] = part
+            for of_input, of_leaf in zip(gradients, of_leaves, strict=True):
+                of_input[slab] = of_leaf
         return *(x.flatten(0, 1)[: len(gradient)] for x in gradients), None
 
 
@@ -339,7 +339,7 @@ def recurrence(pieces: list[list[Piece]], rank: int, length: int, device: torch.
         documents=Documents(np.unique(documents, return_counts=True)[1], device),
         rows=on_device(rows, device),
         others=on_device(uncut, device),
-        counts=[int(each.sum()) for each in is_cut],
+        counts=[int(tokens.sum()) for tokens in is_cut],
         joined=on_device(np.argsort(np.concatenate((uncut, rows))), device),
         order=on_device(order, device),
         back=on_device(back, device),

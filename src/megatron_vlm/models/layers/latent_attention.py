@@ -63,8 +63,8 @@ class LatentAttention(MegatronModule):
             self.q_layernorm = RMSNorm(config, heads.query_rank, LATENT_EPS)
             self.linear_q_up_proj = cut_by_heads(heads.query_rank, heads.scores)
         # keys and values: down to one rank that all heads share, and up to each head
-        made = heads.rank + heads.turned
-        self.linear_kv_down_proj = WholeLinear(width, made, config, config.add_qkv_bias)
+        compressed = heads.rank + heads.turned
+        self.linear_kv_down_proj = WholeLinear(width, compressed, config, config.add_qkv_bias)
         self.kv_layernorm = RMSNorm(config, heads.rank, LATENT_EPS)
         self.linear_kv_up_proj = cut_by_heads(heads.rank, heads.plain + heads.value)
         output_linear = BiasedRowParallelLinear if config.add_proj_bias else RowParallelLinear

@@ -87,17 +87,17 @@ def _unclear(finding: dict[str, set[str]], hf_names: list[str]) -> Iterator[str]
 
 def _trained_parameters(chunks: list[Module], rules: list[Rule]) -> Iterator[Named]:
     """(name, parameter, its HF tensors' names); experts in one tensor have the names of all of them."""
-    named: dict[int, Named] = {}
+    parameters: dict[int, Named] = {}
     for chunk in map(unwrap_model, chunks):
         for name, param in chunk.named_parameters():
             if name.startswith(ADAPTERS):
-                named[id(param)] = name, param, [name.removeprefix(ADAPTERS)]
+                parameters[id(param)] = name, param, [name.removeprefix(ADAPTERS)]
         for name, param in named_weights(chunk):
             if param.requires_grad:
-                hf_names = named.setdefault(id(param), (name, param, []))[2]
+                hf_names = parameters.setdefault(id(param), (name, param, []))[2]
                 for global_name, _ in each_expert(chunk.config, name, param):
                     hf_names += find_rule(rules, global_name)[1]
-    yield from named.values()
+    yield from parameters.values()
 
 
 def _agree(

@@ -147,8 +147,8 @@ def export_hf(
         on_first_rank(copy_side_files, checkpoint.folder, aside)
         on_first_rank(write_texts, aside, chat_template, card)
         on_first_rank(adapt_config, aside / CONFIG_FILE, weight_map, checkpoint.is_fp8)
-        written = _write_stage(chunks, weight_map, checkpoint, aside, shard_bytes)
-        stages = setup.from_all_ranks(written)
+        stage_files = _write_stage(chunks, weight_map, checkpoint, aside, shard_bytes)
+        stages = setup.from_all_ranks(stage_files)
         if dist.get_rank() == 0:
             files = {file: keys for stage in stages for file, keys in stage.items()}
             _check_complete(files, checkpoint)
