@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-from megatron_vlm.config import RunConfig
-from megatron_vlm.extras.plan.plan import KnownCosts, make_plan
-from megatron_vlm.extras.plan.search import estimated_utilisation
+from megatron_vlm.config import RunConfig, derived
+from megatron_vlm.extras.plan.plan import KnownCosts, MemoryPlan, make_plan
+from megatron_vlm.extras.plan.search import PEAK, estimated_seconds
 from megatron_vlm.models.families import describe
 from megatron_vlm.models.hf import load_config
+from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import RECIPES, load_recipe
 from megatron_vlm.recipes.published import CONFIGS
 
@@ -35,6 +36,14 @@ def planned(config: Path) -> dict:
         "bytes": [round(plan.memory) for plan in plans],
         "utilisation": round(estimated_utilisation(plans[0]), 2),
     }
+
+
+def estimated_utilisation(plan: MemoryPlan) -> float:
+    """Return which share of the GPUs' peak the operations of a step take that no recomputation repeats."""
+    once = apply_overrides(plan.config, ["model.recompute=none"])
+    flops = sum(stage.flops for stage in make_plan(once, plan.description, plan.gpus).stages)
+    micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
+    return flops / len(plan.stages) * micro_batches / (estimated_seconds(plan) * PEAK)
 
 
 def parameters(hf_config: PretrainedConfig) -> int:

@@ -201,7 +201,8 @@ def test_plan_refuses_what_does_not_divide(tmp_path):
 
 def best_utilisations(cases: list[tuple[str, int]]) -> list[float]:
     """Of the quickest layouts on GPUs of 80 GB, by the model of time."""
-    from megatron_vlm.extras.plan.search import estimated_utilisation, planned_layouts
+    from megatron_vlm.extras.plan.search import planned_layouts
+    from plan_recipes import estimated_utilisation
 
     found = []
     for name, gpus in cases:
@@ -222,7 +223,7 @@ def test_published_sizes_are_modelled_to_use_a_card():
 def utilisations_of_lengths(name: str) -> list[float]:
     """Of rows of three lengths."""
     from megatron_vlm.extras.plan.plan import make_plan
-    from megatron_vlm.extras.plan.search import estimated_utilisation
+    from plan_recipes import estimated_utilisation
 
     description = describe(load_config(CONFIGS / f"{name}.json"))
     runs = [load_recipe(name)(train_data_path="none", seq_length=length) for length in (256, 4096, 65536)]

@@ -59,8 +59,7 @@ def plan(
     if as_json:
         arguments.print_json(**figures(run_plan, capacity))
         return
-    for line in describe(run_plan, capacity):
-        typer.echo(line)
+    typer.echo("\n".join(describe(run_plan, capacity)))
     if shipped:
         typer.echo(f"Read for {config.model.hf_path}: the copy of its config.json in this package.")
     if assumed:

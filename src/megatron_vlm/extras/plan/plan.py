@@ -423,7 +423,14 @@ def describe(plan: MemoryPlan, capacity: float) -> Iterator[str]:
         f"{numbers['micro_batches_per_step']} micro batches of {config.train.micro_batch_size} × "
         f"{config.data.seq_length} tokens a step\n"
     )
-    yield from _table(plan)
+    parts = (*PARTS, "memory")
+    rows = [("stage", "layers", "parameters", *parts, "work")]
+    mean = sum(stage.flops for stage in plan.stages) / len(plan.stages)
+    for number, stage in enumerate(plan.stages):
+        layers = " ".join(f"{part.start}-{part.stop - 1}" for part in stage.layers)
+        memory = (f"{getattr(stage, part) / 1e9:.1f}" for part in parts)
+        rows.append((str(number), layers, f"{stage.parameters:,}", *memory, f"{stage.flops / mean:.2f}"))
+    yield from aligned(rows, ">")
     yield (
         "\nParameters are exact. Memory is an estimate in GB (10^9 bytes) for each rank of the stage, with "
         f"{RESERVE / 1e9:.1f} in reserve."
@@ -461,17 +468,6 @@ def figures(plan: MemoryPlan, capacity: float) -> dict[str, Any]:
     about = {"name": plan.config.name, "gpus": plan.gpus, "parallel": asdict(plan.config.parallel)}
     about |= {"memory": plan.memory, "capacity": capacity, "fits": plan.memory <= capacity}
     return about | derived(plan.config, plan.gpus) | {"stages": stages}
-
-
-def _table(plan: MemoryPlan) -> list[str]:
-    parts = (*PARTS, "memory")
-    rows = [("stage", "layers", "parameters", *parts, "work")]
-    mean = sum(stage.flops for stage in plan.stages) / len(plan.stages)
-    for number, stage in enumerate(plan.stages):
-        layers = " ".join(f"{part.start}-{part.stop - 1}" for part in stage.layers)
-        memory = (f"{getattr(stage, part) / 1e9:.1f}" for part in parts)
-        rows.append((str(number), layers, f"{stage.parameters:,}", *memory, f"{stage.flops / mean:.2f}"))
-    return aligned(rows, ">")
 
 
 def rehearsed(plan: MemoryPlan, rank: int | None) -> Iterator[str]:

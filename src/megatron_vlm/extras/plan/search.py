@@ -6,16 +6,11 @@ sheet, nodes of eight with a network card of 400 Gb/s for each). The shares are 
 """
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from megatron_vlm.config import RunConfig, derived
-from megatron_vlm.extras.plan.plan import (
-    RESERVE,
-    KnownCosts,
-    MemoryPlan,
-    Stage,
-    make_plan,
-)
+from megatron_vlm.extras.plan.plan import RESERVE, KnownCosts, MemoryPlan, Stage, make_plan
 from megatron_vlm.extras.plan.rehearsal import rehearse
 from megatron_vlm.models import costs
 from megatron_vlm.models.description import Description
@@ -102,19 +97,14 @@ def _fewest_recomputed(
     """The settings and the plan, with the fewest layers recomputed that still fit."""
     if plan.config.model.recompute != "full":
         return settings, plan
-    best = settings, plan
-    few = 0
-    enough = max(len(part) for stage in plan.stages for part in stage.layers)
-    while few < enough:
-        layers = (few + enough) // 2
+
+    def planned(layers: int) -> tuple[tuple[str, ...], MemoryPlan]:
         fewer = (*settings, f"model.recompute_layers={layers}")
-        planned = make_plan(apply_overrides(config, fewer), plan.description, plan.gpus, known_costs)
-        if planned.memory <= capacity:
-            enough = layers
-            best = fewer, planned
-        else:
-            few = layers + 1
-    return best
+        return fewer, make_plan(apply_overrides(config, fewer), plan.description, plan.gpus, known_costs)
+
+    every = max(len(part) for stage in plan.stages for part in stage.layers)
+    enough = bisect_left(range(every), True, key=lambda layers: planned(layers)[1].memory <= capacity)
+    return planned(enough) if enough < every else (settings, plan)
 
 
 def _layouts(config: RunConfig, description: Description, gpus: int) -> Iterator[tuple[str, ...]]:
@@ -155,14 +145,6 @@ def estimated_seconds(plan: MemoryPlan) -> float:
     once = _exchange(busiest.gradients + busiest.weights, replicas, config.parallel.tp)
     once += busiest.offloaded / HOST
     return micro_batch_seconds * (micro_batches + waiting) + once
-
-
-def estimated_utilisation(plan: MemoryPlan) -> float:
-    """Return which share of the GPUs' peak the operations of a step take that no recomputation repeats."""
-    once = apply_overrides(plan.config, ["model.recompute=none"])
-    flops = sum(stage.flops for stage in make_plan(once, plan.description, plan.gpus).stages)
-    micro_batches = derived(plan.config, plan.gpus)["micro_batches_per_step"]
-    return flops / len(plan.stages) * micro_batches / (estimated_seconds(plan) * PEAK)
 
 
 def _exchanging(plan: MemoryPlan, stage: Stage) -> float:
