@@ -60,10 +60,7 @@ def as_megatron_does() -> None:
     from megatron_vlm.training import tensor_files
     from megatron_vlm.training.optimizer import ShardedOptimizer
 
-    for name in (
-        "sharded_param_state_fully_reshardable",
-        "load_parameter_state_from_fully_reshardable",
-    ):
+    for name in ("sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"):
         setattr(ShardedOptimizer, name, getattr(DistributedOptimizer, name))
     set_state = DistributedOptimizer._set_main_param_and_optimizer_states
     ShardedOptimizer._set_main_param_and_optimizer_states = lambda self, parameter, tensors: set_state(

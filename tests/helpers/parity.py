@@ -445,11 +445,9 @@ def cases_of(family: str, path: Path | str) -> dict[str, dict[str, Any]]:
     return cases | {name: packed(reference.case(rows)) for name, rows in packed_of(family).items()}
 
 
-def case_for(
-    path: Path | str, rows: list[str], processor: Any = None, weights: Sequence[float] = ()
-) -> dict[str, Any]:
+def case_for(path: Path | str, rows: list[str], weights: Sequence[float] = ()) -> dict[str, Any]:
     """What `Reference` says of a single input."""
-    return Reference(path, processor).case(rows, weights)
+    return Reference(path).case(rows, weights)
 
 
 def token_by_token(model: torch.nn.Module) -> torch.nn.Module:

@@ -9,13 +9,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_vlm.callbacks import Callback
 from megatron_vlm.callbacks.run_log import read_rows
 
-OF_THE_MOMENT = (
-    "seconds",
-    "per_second",
-    "per_device",
-    "mfu",
-    "peak_memory_gb",
-)  # how names end that differ
+# how names end whose values differ between equal runs
+OF_THE_MOMENT = ("seconds", "per_second", "per_device", "mfu", "peak_memory_gb")
 
 
 def figures(run_dir: Path) -> list[dict]:

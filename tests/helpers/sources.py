@@ -53,11 +53,6 @@ def write_hf_folder(folder: Path, source: Path) -> Path:
     return folder
 
 
-def reply_numbers(keys: list[list[str]]) -> list[int]:
-    """The record numbers in the `__key__` of a batch."""
-    return [int(key.split("-")[-1]) for row in keys for key in row]
-
-
 def image(size, format="PNG", **options):
     out = io.BytesIO()
     Image.new("RGB", size, (10, 200, 30)).save(out, format, **options)

@@ -17,7 +17,7 @@ import yaml
 from loaders import content, take
 from pairs import first_soon
 from prepared_shards import prepare
-from sources import reply_numbers, write_sharegpt
+from sources import write_sharegpt
 from transformers import AutoProcessor
 
 from megatron_vlm.batch import IGNORE_INDEX
@@ -207,7 +207,7 @@ def validation(dataset, encoder, world_size, num_workers=0, batch=1):
 
 
 def all_numbers(batches):
-    return [n for batch in batches for n in reply_numbers(batch["__key__"])]
+    return [int(key.split("-")[-1]) for batch in batches for row in batch["__key__"] for key in row]
 
 
 @pytest.mark.parametrize(
