@@ -9,8 +9,10 @@ from megatron_vlm.commands import arguments
 from megatron_vlm.commands.runs import export_run, generate_from_run
 from megatron_vlm.config import ConfigError
 from megatron_vlm.files import read_text
+from megatron_vlm.parallel import setup
 
 
+@setup.left_on_error()
 def export(run_dir: str | Path, output: str | Path, adapter: bool = False) -> None:
     """Write a run's latest checkpoint as a Hugging Face folder.
 
@@ -28,10 +30,11 @@ def export(run_dir: str | Path, output: str | Path, adapter: bool = False) -> No
     export_run(config, arguments.new_output(str(output), Path(run_dir)), adapter)
 
 
+@setup.left_on_error()
 def generate(
     model: str | Path,
     question: str,
-    images: Sequence[str | Path | bytes] = (),
+    images: str | Path | bytes | Sequence[str | Path | bytes] = (),
     max_new_tokens: int = 64,
     *,
     temperature: float = 0.0,
@@ -44,7 +47,7 @@ def generate(
     Args:
         model: A run folder, whose latest checkpoint answers, or a Hugging Face folder or hub name.
         question: The user's turn. `<image>` stands for each image; without any, images come first.
-        images: Paths or bytes of image files.
+        images: Path or bytes of an image file, or a list of them.
         max_new_tokens: Tokens of the longest answer.
         temperature: 0 takes the likeliest token; otherwise tokens are sampled.
         top_p: Sample among the likeliest tokens that together have this probability.
@@ -58,6 +61,8 @@ def generate(
         ConfigError: The model cannot be loaded, or an image cannot be read.
         ValueError: Question and images do not match.
     """
+    if isinstance(images, str | Path | bytes):
+        images = [images]
     # a path is opened as the command opens it, so a mistake has the same message
     contents = [image if isinstance(image, bytes) else arguments.image_of(Path(image)) for image in images]
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "answers": answers, "seed": seed}
@@ -66,11 +71,12 @@ def generate(
     )
 
 
+@setup.left_on_error()
 def evaluate(
     model: str | Path,
     data: str | None = None,
     metrics: Sequence[str] = ("exact_match",),
-    output: str | Path = "evaluation",
+    output: str | Path | None = None,
     samples: int | None = None,
     max_new_tokens: int = 64,
     settings: Sequence[str] = (),
@@ -81,7 +87,7 @@ def evaluate(
         model: A run folder, or a Hugging Face folder or hub name.
         data: Conversations: a file, folder or hub name. A run has its validation data as default.
         metrics: Names of metrics, or `file.py:function`.
-        output: The folder for answers.jsonl, scores.json and answers.html.
+        output: The folder for answers.jsonl, scores.json and answers.html; default: evaluation/MODEL.
         samples: Number of conversations, drawn at random; all by default.
         max_new_tokens: Tokens of the longest answer.
         settings: `key=value` settings, such as `data.max_pixels=200000`.
@@ -90,13 +96,14 @@ def evaluate(
         The mean of each score over the conversations.
 
     Raises:
-        ConfigError: The model or the data cannot be read, or `output` holds another evaluation.
+        ConfigError: The model or the data cannot be read, `output` holds another evaluation, or no
+            conversation can be scored.
     """
     from megatron_vlm.extras.evaluate.command import check_folder, with_data
     from megatron_vlm.extras.evaluate.evaluating import evaluate_model
     from megatron_vlm.extras.evaluate.metrics import metric_of
 
-    output = Path(output)
+    output = Path(output or Path("evaluation", Path(model).name))
     check_folder(output)
     output.mkdir(parents=True, exist_ok=True)
     config = with_data(arguments.config_of_model(str(model), settings), [data] if data else [])
@@ -105,5 +112,7 @@ def evaluate(
         config, {name: metric_of(name) for name in metrics}, output, samples, max_new_tokens
     ):
         pass
-    scores = json.loads(read_text(output / "scores.json"))["scores"]
-    return {name: score["score"] for name, score in scores.items()}
+    result = json.loads(read_text(output / "scores.json"))
+    if not result["scores"]:
+        raise ConfigError(f"evaluate: no conversation of {data} could be scored: {result['unscored']}")
+    return {name: score["score"] for name, score in result["scores"].items()}

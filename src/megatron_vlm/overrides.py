@@ -101,7 +101,7 @@ def as_settings(arguments: Mapping[str, Any], parameters: Collection[str] = ()) 
     settings = _by_setting(arguments, parameters)
     for name in settings:
         if "." not in name and name not in (*parameters, *setting_types()):
-            raise ConfigError(f"{name}: not an argument of a recipe{_hint(name, parameters)}")
+            raise ConfigError(f"{name}: no such setting{_hint(name, parameters)}")
     return settings
 
 
@@ -369,5 +369,5 @@ def _hint(name: str, parameters: Collection[str] = ()) -> str:
     setting_by_name = {foreign: row[0] for foreign, row in foreign_names().items() if row[0]} | ours
     near = [last] if last in ours else difflib.get_close_matches(last, setting_by_name, MOST_NEAR, NEAR)
     if not near:
-        return "; `megatron-vlm train --recipe NAME --dry-run` shows every setting."
+        return "; `megatron-vlm train --dry-run` with a recipe or a model prints every setting."
     return f"; did you mean {any_of(dict.fromkeys(setting_by_name[match] for match in near))}?"

@@ -59,6 +59,8 @@ def _relation_problems(config: RunConfig) -> Iterator[str]:
     yield from _part_problems(config)
     yield from _score_problems(config)
     yield from objective_of(config).problems(config)
+    if config.train.reward_names and config.train.objective != "grpo":
+        yield "train.rewards: only train.objective=grpo learns from rewards; set it, or leave them out."
     optimizer = config.optimizer
     steps = config.train.steps
     if steps is not None and not (optimizer.warmup_steps or 0) < steps:

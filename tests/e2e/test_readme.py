@@ -18,6 +18,13 @@ from tiny.checkpoints import build_tiny_checkpoint
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SAVED = "\nimport torch; torch.save((logs['loss'], gradients, dict(encoded)), 'results.pt')"
+MISTAKE = """
+from megatron_vlm import load_recipe, train
+try:
+    train(load_recipe("gemma3_vl_4b")(hf_path="my", train_data_path="no.jsonl", dataset_type="hf", tp=1))
+except FileNotFoundError:
+    pass  # as in a notebook, which goes on
+"""
 SCORES = """
 from megatron_vlm import evaluate
 print(evaluate("my-model/", "conversations.jsonl", ["contained"], samples=2))
@@ -42,7 +49,7 @@ def test_the_readme_trains_exports_and_answers(tmp_path):
     record = json.dumps({"images": ["photo.jpg"], "messages": turns})
     (tmp_path / "conversations.jsonl").write_text(f"{record}\n" * 8)
     code = python_of(README, "load_recipe").replace("steps=10", 'steps=2, dtype="fp32", global_batch_size=2')
-    (tmp_path / "example.py").write_text(code + SCORES)
+    (tmp_path / "example.py").write_text(MISTAKE + code + SCORES)
     ran = run_program(tmp_path / "example.py", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     answers, scores = ran.stdout.splitlines()[-2:]

@@ -12,7 +12,7 @@ from megatron_vlm.callbacks.samples import Samples
 from megatron_vlm.callbacks.spikes import Spikes
 from megatron_vlm.callbacks.trackers import trackers_of
 from megatron_vlm.callbacks.validation import Best, Validation
-from megatron_vlm.config import RunConfig
+from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.parallel import setup
 
@@ -23,6 +23,11 @@ def callbacks_of(config: RunConfig, user_callbacks: Sequence[Callback] = ()) -> 
     What changes the metrics of a step, or ends the run, comes before what writes and validates: the last
     step is then known. `on_save` comes when the exports of its step are there, too.
     """
+    for callback in user_callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks: {callback!r} is no object of a Callback; give one, as MyCallback()."
+            )
     train = config.train
     # these change the metrics of a step, or end the run
     callbacks: list[Callback] = [Heartbeat(), Samples()]

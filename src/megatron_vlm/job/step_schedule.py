@@ -41,6 +41,9 @@ class Epochs:
         if (epochs := config.train.epochs) is None:
             return
         more = rows - self.rows(epochs)
+        if more >= batch:
+            yield f"train.epochs: the run is at step {last:,}, beyond {epochs:g} epochs; raise it to train on"
+            return
         filled = f"; {more:,} rows of the epoch after them fill the last" if more else ""
         ends = "epoch ends" if epochs == 1 else "epochs end"
         yield f"train.epochs: {epochs:g} {ends} with step {last:,}{filled}"

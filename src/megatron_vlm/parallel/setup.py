@@ -112,6 +112,21 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
+@contextmanager
+def left_on_error() -> Iterator[None]:
+    """Leave the process groups that were joined within, if an error ends it in a single process.
+
+    A notebook can then go on. Of several processes the others still wait in them, and the job ends.
+    """
+    was_joined = dist.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if not was_joined and dist.is_initialized() and dist.get_world_size() == 1:
+            shutdown()
+        raise
+
+
 def collective_timeout() -> timedelta:
     """The timeout of collectives: longer than the watchdog waits, which knows better which rank hangs."""
     watched = watchdog.watch()

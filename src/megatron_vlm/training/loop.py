@@ -1,5 +1,6 @@
 """The story of one run: from a Hugging Face checkpoint and a dataset to a trained model."""
 
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -28,8 +29,10 @@ from megatron_vlm.training import checkpoint
 from megatron_vlm.training.figures import StepFigures
 from megatron_vlm.training.optimizer import build_optimizer, learning_rates
 from megatron_vlm.training.step import data_parallel, train_step
+from megatron_vlm.validate import validate
 
 
+@setup.left_on_error()
 def train(config: RunConfig, callbacks: Sequence[Callback] = ()) -> None:
     """Train to the last of `config.train.steps` or `epochs`, from the run folder's latest checkpoint if any.
 
@@ -37,8 +40,10 @@ def train(config: RunConfig, callbacks: Sequence[Callback] = ()) -> None:
     (`callbacks.built_in`), and `callbacks` are the user's.
 
     Raises:
+        ConfigError: Settings do not fit together.
         Stopped: On every rank, if any was asked to end early; its checkpoint is then there.
     """
+    validate(config, int(os.environ.get("WORLD_SIZE", 1)))
     setup.init_distributed(config.parallel, config.train.seed, config.train.deterministic)
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     hooks = callbacks_of(config, callbacks)

@@ -147,7 +147,7 @@ BOMB_IN_A_LINE = (
         ("data: {columns: {images: '${oc.env:HOME}'}}", "columns: .*images.*is not filled in"),
         ("a: " + "[" * 2000, "nested too deeply; write settings as `key: value` lines"),
         ("recipe: null", "recipe is None, expected str"),
-        ("recipe: gemma3_vl_4b\nargs: {1: 2}", "1: not an argument of a recipe"),
+        ("recipe: gemma3_vl_4b\nargs: {1: 2}", "1: no such setting"),
     ],
 )
 def test_a_file_of_odd_shape_is_refused(tmp_path, text, message):

@@ -103,7 +103,7 @@ def test_a_misspelled_method_of_a_callback_is_named(own):
         ("own.py:no_config", [], "returned dict; return a RunConfig"),
         ("own.py:misspells", [], "sets stepss, which TrainConfig does not have; did you mean steps"),
         ("own.py:needs_data", [], "it needs a value for root; give root=…"),
-        ("own.py:own", ["factr=2"], "factr: not an argument of a recipe; did you mean factor"),
+        ("own.py:own", ["factr=2"], "factr: no such setting; did you mean factor"),
         ("own.py:own", ["factor=many"], "own.py:own: factor: 'many'"),
         ("own.py:own", ["tp=two"], "parallel.tp: 'two'"),
         ("own.py:owns", [], "own.py has no owns; did you mean own"),

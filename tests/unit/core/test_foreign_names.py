@@ -104,12 +104,12 @@ def test_two_names_with_two_values_are_refused():
         ("data.cutoff_len=8", "here it is data.seq_length: "),
         ("packing=true", "here it is data.packing: none, stream or global"),
         ("train.resume_from_checkpoint=x", "here it is run_dir: the same command goes on"),
-        ("deepspeed=x.json", "argument of a recipe: the optimizer's state is spread"),
+        ("deepspeed=x.json", "no such setting: the optimizer's state is spread"),
         ("peft=lora", "adapter.r=16 trains LoRA of that rank"),
         ("optimizer.lr_scheduler=cosine", "did you mean optimizer.lr_scheduler_type?"),
         ("train_itters=3", "did you mean train.steps?"),
         ("log_every=3", "did you mean logging.log_every?"),
-        ("quite_unknown=3", "`megatron-vlm train --recipe NAME --dry-run` shows every setting."),
+        ("quite_unknown=3", "`megatron-vlm train --dry-run` with a recipe or a model prints every setting."),
     ],
 )
 def test_another_meaning_is_refused_with_our_name_and_the_difference(setting, says):

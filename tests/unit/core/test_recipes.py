@@ -36,9 +36,7 @@ def test_unknown_recipe_and_argument_come_with_a_suggestion():
         load_recipe("gemma3_4b")
     with pytest.raises(ConfigError, match="^no: no such recipe; `megatron-vlm recipes` lists them.$"):
         load_recipe("no")
-    with pytest.raises(
-        ConfigError, match=r"^seq_len: not an argument of a recipe; did you mean seq_length\?$"
-    ):
+    with pytest.raises(ConfigError, match=r"^seq_len: no such setting; did you mean seq_length\?$"):
         load_recipe("gemma3_vl_4b")(seq_len=5)
 
 
