@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,21 +60,32 @@ class Commands(TyperGroup):
             command.params += shared
         return command
 
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        with _naming_flags():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: typer.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except UsageError as error:
-            if not hasattr(error, "possibilities"):  # only NoSuchOption has them
-                raise
-            alike = f" (there is {' and '.join(error.possibilities)})" if error.possibilities else ""
-            raise configs.ConfigError(
-                f"{error.option_name}: `{ctx.invoked_subcommand}` has no such flag{alike}. A setting is "
-                "written without dashes, as train.steps=10; --help lists the flags."
-            ) from error
+            with _naming_flags():
+                return super().invoke(ctx)
         except EOFError as error:  # of which click would only say "Aborted!"
             cut = OSError(f"EOFError: {error}")
             cut.__dict__.update(error.__dict__)
             raise cut.with_traceback(error.__traceback__) from None
+
+
+@contextlib.contextmanager
+def _naming_flags() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        if not hasattr(error, "possibilities"):  # only NoSuchOption has them
+            raise
+        alike = f" (there is {' and '.join(error.possibilities)})" if error.possibilities else ""
+        raise configs.ConfigError(
+            f"{error.option_name}: `{error.ctx.info_name}` has no such flag{alike}. A setting is "
+            "written without dashes, as train.steps=10; --help lists the flags."
+        ) from error
 
 
 def single(command) -> typer.Typer:
