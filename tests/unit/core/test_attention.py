@@ -552,15 +552,6 @@ def test_flash_attention_4_is_measured_where_it_is_installed(as_on_cuda):
         kernel_checks.chosen.clear()
 
 
-def test_all_ranks_take_the_kernel_that_is_fastest_on_all_together(as_on_cuda):
-    """Here flash is the faster one, by less than on another rank cuDNN's."""
-    as_on_cuda.setitem(KERNELS, "cudnn", slowed("cudnn", as_on_cuda))
-    as_on_cuda.setattr(
-        kernel_checks, "from_all_ranks", lambda value, _: [value, {"flash": 99.0, "cudnn": 1.0}]
-    )
-    assert taken() == {16: "cudnn"}
-
-
 def test_a_resumed_run_keeps_its_kernels(as_on_cuda):
     as_on_cuda.setitem(KERNELS, "flash", slowed("flash", as_on_cuda))
     kernel_checks.chosen |= {"attention, heads of 16": "flash", "towers, heads of 16": "flash"}

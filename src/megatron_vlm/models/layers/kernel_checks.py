@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -138,23 +139,36 @@ def _fastest(
     views: list[View],
     ranks: dist.ProcessGroup,
 ) -> str | None:
-    """The kernel without a problem that takes the fewest seconds over all views, on all `ranks` together.
+    """The kernel without a problem on any rank that takes the fewest seconds over all views, on all `ranks`.
 
     Forward and backward count; the first takes the place of one that is at most 5 % faster. A kernel in
     `chosen` stays. None, or as `fall_back` raises, if all have a problem. Collective over `ranks`.
     """
     heads = f"{part}, heads of {sizes[2]}"
-    agreeing = [name for name, problem in problems.items() if problem is None]
+    # ranks may disagree, such as machines with other packages: what one lacks, none takes
+    of_ranks = dict(from_all_ranks((watchdog.rank(), problems), ranks))
+    agreeing, failures = [], []
+    for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
+        texts = {rank: of_rank.get(name, f"{name} is not installed") for rank, of_rank in of_ranks.items()}
+        failing = {rank: text for rank, text in texts.items() if text}
+        if not failing:
+            agreeing.append(name)
+            continue
+        rank, text = next(iter(failing.items()))
+        if len(failing) < len(texts):
+            text = f"rank {rank}: {text}"
+            warnings.warn(f"{heads}: {text}; no rank takes it", stacklevel=2)
+        failures.append(text)
     if not agreeing:
-        return fall_back(part, model, f"heads of {sizes[2]}: {'; '.join(problems.values())}")
+        return fall_back(part, model, f"heads of {sizes[2]}: {'; '.join(failures)}")
     # a resumed run keeps its kernel; else all are timed
     before = chosen.get(heads)
     if before not in agreeing:
         times = dict.fromkeys(agreeing, 0.0)
         if len(agreeing) > 1:
             times = {name: sum(_seconds(name, sizes, dtype, view) for view in views) for name in agreeing}
-        of_ranks = from_all_ranks(times, ranks)
-        totals = {name: sum(of_rank[name] for of_rank in of_ranks) for name in agreeing}
+        times_of_ranks = from_all_ranks(times, ranks)
+        totals = {name: sum(of_rank[name] for of_rank in times_of_ranks) for name in agreeing}
         chosen[heads] = min(totals, key=lambda name: totals[name] * (0.95 if name == agreeing[0] else 1))
         if before is not None:
             warnings.warn(f"{heads}: {before} so far, {chosen[heads]} from here on", stacklevel=2)
