@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from places import ROOT
 
-from gpu_check.rows import Row
+from gpu_check.rows import LOG_TAIL, Row
 from gpu_check.sizes import NAME, ON_CUDA, About, Sizes
 from megatron_vlm.callbacks.run_log import read_rows
 
@@ -106,5 +106,5 @@ def exit_row(what: str, code: int, expected: int, log: Path) -> Row:
     if code == expected:
         return Row("run", f"{what}, exit code", float(code))
     last = " ".join(log.read_text(errors="replace").split())[-400:]
-    what = f"{what}, exit code in place of {expected}; {log.name} ends with: {last}"
+    what = f"{what}, exit code in place of {expected}; {log.name}{LOG_TAIL}{last}"
     return Row("run", what, float(code), wrong=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check.parts import PARTS
+from gpu_check.rows import LOG_TAIL
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REPORT = "reports/gpu.json"
@@ -28,7 +29,8 @@ def record(folder: Path, parts: Container[str] = PARTS, root: Path = ROOT) -> st
     rows_of: dict[str, list[dict[str, Any]]] = {}
     for row in table["rows"]:
         if row["part"] in parts and row["value"] != "left out":
-            rows_of.setdefault(row["part"], []).append(row)
+            what = row["what"].partition(LOG_TAIL)[0]  # a log has the machine's paths
+            rows_of.setdefault(row["part"], []).append(row | {"what": what})
     report["parts"] |= {
         part: {"about": table["about"], "rows": rows}
         for part, rows in rows_of.items()

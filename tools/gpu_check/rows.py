@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MOST_OFF = 1 / 3  # of what was expected
+LOG_TAIL = " ends with: "  # in a row, between the name of a log and its last lines
 
 
 @dataclass(frozen=True)

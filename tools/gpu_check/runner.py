@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpu_check.parts import PARTS
 from gpu_check.record import record
-from gpu_check.rows import Row, add, read, without, write_tables
+from gpu_check.rows import LOG_TAIL, Row, add, read, without, write_tables
 
 LAST_LINES = 600  # characters of a log that go into the row of a part that failed
 
@@ -65,7 +65,7 @@ def run_apart(name: str, folder: Path, families: list[str], limit: float) -> str
         return None
     last = " ".join(log.read_text(errors="replace").split())[-LAST_LINES:]
     what = f"was ended after {limit:.0f} s" if code is None else f"ended with code {code}"
-    return f"{what}; {log.name} ends with: {last}"
+    return f"{what}; {log.name}{LOG_TAIL}{last}"
 
 
 def end(process: subprocess.Popen) -> None:

@@ -11,7 +11,7 @@ import pytest
 from places import ROOT
 
 import tables
-from gpu_check import rows
+from gpu_check import rows, runner
 from gpu_check.parts import LEVELS, PARTS
 from gpu_check.record import REPORT, record
 from gpu_check.rows import Row
@@ -79,6 +79,17 @@ def test_parts_that_ran_later_replace_what_was_recorded_of_them(checkout):
     assert dates == {"environment": "2026-12-01", "attention": "2026-12-02", "fused": "2026-12-01"}
     kernels = region(checkout / "README.md", "gpu_box").splitlines()[3]
     assert kernels.index("2026-12-02") < kernels.index("2026-12-01")
+
+
+def test_the_report_has_no_log_of_a_part_that_failed(checkout):
+    folder = checked(checkout / "first", "2026-12-01 10:00")
+    problem = runner.run_apart("no_such_part", folder, [], 60)  # its log ends with what argparse says
+    rows.add(folder, Row("fused", problem, "FAILED", wrong=True))
+    rows.write_tables(folder, {"date": "2026-12-01 10:00"}, list(PARTS))
+    assert "invalid choice" in (folder / "gpu_check.md").read_text()
+    record(folder, root=checkout)
+    report = json.loads((checkout / REPORT).read_text())["parts"]["fused"]["rows"]
+    assert report[-1]["what"] == "ended with code 2; no_such_part.log"
 
 
 def test_a_check_on_a_cpu_or_in_a_bundle_records_nothing(checkout):
