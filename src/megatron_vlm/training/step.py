@@ -82,7 +82,7 @@ def train_step(
     loss, tokens = judged or mean_loss(reports, read)
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         problem = f"the loss is {loss} over {tokens} trained tokens, the gradient norm {grad_norm}"
-        raise_not_finite(problem, reports)
+        raise_not_finite(problem, reports, getattr(step_loss, "place", None))
     return loss, tokens if updated or not judged else 0, grad_norm
 
 
@@ -105,20 +105,24 @@ def mean_loss(reports: Reports, figures: StepFigures | None = None) -> tuple[flo
     return (loss_sum / weight if weight else float("nan")), int(count)
 
 
-def raise_not_finite(problem: str, reports: Reports) -> NoReturn:
-    """Raises NotFinite on the first rank with such losses, else (only gradients) on rank 0. Collective."""
+def raise_not_finite(problem: str, reports: Reports, function: str | None = None) -> NoReturn:
+    """Raises NotFinite on the first rank with such losses, else (only gradients) on rank 0. Collective.
+
+    `function` names a user's loss, which is to blame if the tokens' log-probabilities are finite.
+    """
     guilty = [n for n, report in enumerate(reports) if not report["sums"].isfinite().all()]
     ranks = dist.get_world_size()
     first = torch.tensor(dist.get_rank() if guilty else ranks, device=setup.device())
     dist.all_reduce(first, dist.ReduceOp.MIN)
     if (speaker := first.item() % ranks) != dist.get_rank():
         raise AnotherRankFailed(f"training: {problem}, as rank {speaker} says")
-    raise NotFinite(
-        f"training: {problem}"
-        + (f"; not finite are the losses of this rank's micro batches {guilty}" if guilty else "")
-        + ". Start again with a lower optimizer.lr or without these samples.",
-        guilty,
-    )
+    remedy = "Start again with a lower optimizer.lr or without these samples"
+    if guilty:
+        problem += f"; not finite are the losses of this rank's micro batches {guilty}"
+        if function and all(reports[n]["losses"].isfinite().all() for n in guilty):
+            problem += f", from {function}, which got finite log-probabilities"
+            remedy = "Correct that function"
+    raise NotFinite(f"training: {problem}. {remedy}.", guilty)
 
 
 def data_parallel(

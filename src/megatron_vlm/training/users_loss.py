@@ -54,7 +54,7 @@ class UsersLoss:
     single tokens, for the figures of sources, are -log p."""
 
     def __init__(self, name: str, place: str, function: Callable[..., Any]):
-        self._name, self._place, self._function = name, place, function
+        self._name, self.place, self._function = name, place, function
         with calling(place, name):
             parameters = inspect.signature(function).parameters.values()
         self._inputs = [p.name for p in parameters if p.name in INPUTS]
@@ -98,7 +98,7 @@ class UsersLoss:
             total, metrics = self._of_function(tokens)
         if [*metrics] != self.metrics:
             names = f"{', '.join(metrics) or 'none'}, and at first {', '.join(self.metrics) or 'none'}"
-            raise ConfigError(f"{self._place}: it returned metrics {names}; return the same ones always.")
+            raise ConfigError(f"{self.place}: it returned metrics {names}; return the same ones always.")
         weight = weights.detach().double().sum()
         count = torch.full_like(weight, len(log_probs))
         return total, {
@@ -110,7 +110,7 @@ class UsersLoss:
 
     def _of_function(self, tokens: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """The function's sum, and its metrics in fp64. Raises ConfigError for anything else."""
-        with calling(self._place, self._name):
+        with calling(self.place, self._name):
             returned = self._function(**{name: tokens[name] for name in self._inputs})
         match returned:
             case (Tensor() as total, Mapping() as metrics) if total.dim() == 0:
@@ -118,11 +118,11 @@ class UsersLoss:
             case Tensor() as total if total.dim() == 0:
                 metrics = {}
             case _:
-                raise ConfigError(f"{self._place}: return a sum (a tensor of no axis), or it and metrics.")
+                raise ConfigError(f"{self.place}: return a sum (a tensor of no axis), or it and metrics.")
         as_tensors = {}
         for name, value in metrics.items():
             if not isinstance(value, Tensor | float | int) or isinstance(value, Tensor) and value.dim():
-                raise ConfigError(f"{self._place}: the metric {name} is no number; return a sum over tokens.")
+                raise ConfigError(f"{self.place}: the metric {name} is no number; return a sum over tokens.")
             value = value.detach() if isinstance(value, Tensor) else total.new_full((), value)
             as_tensors[name] = value.double()
         return total, as_tensors
@@ -150,10 +150,10 @@ class UsersLoss:
         total, metrics = self._of_function(tokens)
         if not total.requires_grad:
             raise ConfigError(
-                f"{self._place}: its sum has no gradient; compute it from {', '.join(STATISTICS)}."
+                f"{self.place}: its sum has no gradient; compute it from {', '.join(STATISTICS)}."
             )
         if reserved := [name for name in metrics if name in RESERVED]:
             raise ConfigError(
-                f"{self._place}: {reserved[0]} is a metric of every step; give yours another name."
+                f"{self.place}: {reserved[0]} is a metric of every step; give yours another name."
             )
         return list(metrics)

@@ -9,7 +9,9 @@ import parity
 import pytest
 import saved_cases
 import torch
+from sources import write_sharegpt
 
+from megatron_vlm.recipes import compose
 from tiny.checkpoints import build_tiny_checkpoint
 from tiny.distributed import run_distributed
 
@@ -70,6 +72,29 @@ def measure(layouts: list[str], path: str, cases: str) -> list[dict]:
             model.step_loss = objective_of(model.run).step_loss(model.run, model.chunks)
             rows.append({"layout": layout, "loss": name} | model.compare(held[name]))
     return rows
+
+
+def train_by(function: str, folder: str, checkpoint: str) -> str:
+    """What ends a run by this loss."""
+    from megatron_vlm.training.loop import train
+
+    settings = ["steps=2", "tp=1", "num_workers=0", "data.dataset_type=hf", f"train.objective={function}"]
+    paths = {"run_dir": f"{folder}/run", "hf_path": checkpoint, "train_data_path": f"{folder}/data.jsonl"}
+    with pytest.raises(ValueError) as ended:
+        train(compose("gemma3_tiny_digits", settings=settings, arguments=paths))
+    return str(ended.value)
+
+
+def test_a_loss_that_is_not_finite_is_named_by_its_function(tmp_path, tiny_gemma3):
+    write_sharegpt(tmp_path, 8)
+    own = tmp_path / "own.py"
+    own.write_text("def nan(log_probs):\n    return (log_probs / (len(log_probs) == 2)).sum()\n")
+    [text] = run_distributed(1, train_by, f"{own}:nan", str(tmp_path), str(tiny_gemma3))
+    assert text.startswith("training: the loss is -inf over ")
+    assert text.endswith(
+        f"micro batches [0], from train.objective: {own}:nan, which got finite log-probabilities. "
+        "Correct that function."
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl_moe", marks=pytest.mark.long)])
