@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections import Counter
@@ -256,6 +257,16 @@ def callback_class(name: str, setting: str = "train.callbacks") -> Callable[[], 
     for method in dir(loaded):
         if method.startswith("on_") and method not in hooks:
             raise ConfigError(f"{place}: {method} is never called{suggestion(method, hooks)}")
+    for method, ours in vars(Callback).items():
+        users = inspect.getattr_static(loaded, method)
+        if inspect.isfunction(ours) and inspect.isfunction(users):
+            expected = inspect.signature(ours)
+            try:
+                inspect.signature(users).bind(*expected.parameters)
+            except TypeError:
+                names = ", ".join(expected.parameters)
+                wrong = f"{method} in line {users.__code__.co_firstlineno} does not take ({names})"
+                raise ConfigError(f"{place}: {wrong}; correct the file.") from None
 
     def made() -> Callback:
         with calling(place, name):

@@ -57,6 +57,14 @@ def misspells(**changes):
     return config
 
 
+class TakesTooLittle(Callback):
+    def on_step_begin(self, run, *more):
+        pass
+
+    def on_step_end(self, run):
+        pass
+
+
 class NeverCalled(Callback):
     def on_step_ended(self, run, metrics):
         pass
@@ -94,6 +102,13 @@ def test_a_file_for_config_names_a_users_recipe(own, tmp_path):
 def test_a_misspelled_method_of_a_callback_is_named(own):
     with pytest.raises(ConfigError, match="on_step_ended is never called; did you mean on_step_end"):
         callback_class(f"{own}:NeverCalled")
+
+
+def test_a_method_of_a_callback_with_other_parameters_is_named_with_its_line(own):
+    line = OWN.splitlines().index("    def on_step_end(self, run):") + 1
+    said = rf"own.py:TakesTooLittle: on_step_end in line {line} does not take \(self, run, metrics\); correct"
+    with pytest.raises(ConfigError, match=said):
+        callback_class(f"{own}:TakesTooLittle")
 
 
 @pytest.mark.parametrize(
