@@ -286,8 +286,8 @@ class TrainConfig:
     keep_checkpoints: FromOne = 2  # how many of the newest checkpoints to keep
     # also keep the best checkpoint by train.best_by; each save then validates or scores first
     keep_best: bool = False
-    # metric that decides what is best, such as valid_loss/charts or score/anls; other metrics need a
-    # direction: max:valid_accuracy, min:NAME
+    # metric that decides what is best, such as valid_loss/charts, valid_reward or score/anls; other
+    # metrics need a direction: max:valid_accuracy, min:NAME
     best_by: Name = "valid_loss"
     patience: FromZero = 0  # stop after so many validations or scores without a better one; 0: never
     score_every: Every = 0  # steps between scores of generated answers, or "epoch"; 0: none
@@ -317,7 +317,9 @@ class TrainConfig:
     def best_figure(self) -> tuple[str, bool | None]:
         """The name in `best_by`, and whether more of it is better; None: its kind says so."""
         way, colon, name = self.best_by.partition(":")
-        return (name, way == "max") if colon and way in ("min", "max") else (self.best_by, None)
+        if colon and way in ("min", "max"):
+            return name, way == "max"
+        return self.best_by, True if self.best_by == "valid_reward" else None
 
     @property
     def reward_names(self) -> list[str]:

@@ -13,6 +13,7 @@ from megatron_vlm.config import (
     DataConfig,
     ParallelConfig,
     RunConfig,
+    TrainConfig,
     all_settings,
     fewest_processes,
 )
@@ -83,6 +84,9 @@ def _score_problems(config: RunConfig) -> Iterator[str]:
     every = "score_every" if train.best_is_score else "eval_every"
     if train.patience and not (getattr(train, every) or (train.keep_best and train.save_every)):
         yield f"train.patience: {name} is not looked at before the end; set train.{every}."
+    is_scored = train.score_every or (train.keep_best and train.best_is_score)
+    if train.score_metric != TrainConfig().score_metric and not is_scored:
+        yield "train.score_metric: nothing is scored; set train.score_every, or leave it out."
     if train.on_export is not None and not train.export_every:
         yield "train.on_export: nothing is exported; set train.export_every, or leave it out."
 

@@ -102,6 +102,7 @@ class Grpo(Callback):
         self._start = StartingWeights(chunks) if config.grpo.beta else None
         self._metrics: dict[str, float] = {}  # of the step
         self._users_metrics: dict[str, float] = {}
+        self._has_noted_equal = False  # which is said once
         self._log: CompletionsLog | None = None  # on the first rank
 
     def take_model(self, source: Source, chunks: list[nn.Module]) -> None:
@@ -138,9 +139,13 @@ class Grpo(Callback):
         prompts = prompts_of(run.micro_batches)
         samples = self._answer(prompts)
         of_rank, of_all_ranks = self._rewards_of(prompts, samples)
-        if np.isnan(of_all_ranks.rewards).all():
-            run.message(f"step {run.step}: no function of {PLACE} judges any answer; nothing is trained")
         self._metrics = self._figures(of_all_ranks, samples)
+        place = f"step {run.step}"
+        if np.isnan(of_all_ranks.rewards).all():
+            run.message(f"{place}: no function of {PLACE} judges any answer; nothing is trained")
+        elif self._metrics["frac_reward_zero_std"] == 1 and not self._has_noted_equal:
+            self._has_noted_equal = True
+            run.message(f"{place}: all rewards of each prompt are equal: nothing to learn from them")
         self._users_metrics = {name: float(np.mean(values)) for name, values in of_all_ranks.metrics.items()}
         groups = [sample["prompt"] for sample in samples]
         advantages = self._advantages(self._total(of_rank), self._total(of_all_ranks), groups)

@@ -102,11 +102,11 @@ def train_runs(runs: list[dict[str, Any]]) -> None:
 
 
 def train_refused(run: dict[str, Any], unjudged: dict[str, Any]) -> str:
-    """What a run prints whose answers nobody judges, before one that is refused."""
+    """What a run prints whose answers nobody judges, and one that is refused."""
     with redirect_stdout(io.StringIO()) as printed:
         train_runs([unjudged])
-    with pytest.raises(ConfigError, match=r"log_metric\('grad_norm'\) is a figure of the run"):
-        train_runs([run])
+        with pytest.raises(ConfigError, match=r"log_metric\('grad_norm'\) is a figure of the run"):
+            train_runs([run])
     return printed.getvalue()
 
 
@@ -232,6 +232,7 @@ def test_a_function_replaces_no_figure_and_judges_some_answers(tmp_path, tiny_ge
     judges_none["train.rewards"] = [f"{rows.parent / 'own_rewards.py'}:judges_none"]
     [printed] = run_distributed(1, train_refused, run | {"train.rewards": [reward]}, judges_none)
     assert "step 2: no function of train.rewards judges any answer; nothing is trained" in printed
+    assert printed.count("step 1: all rewards of each prompt are equal: nothing to learn from them") == 1
 
 
 def test_a_sample_that_comes_twice_in_a_step_has_other_answers():

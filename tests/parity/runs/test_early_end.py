@@ -76,6 +76,7 @@ def rated(best: Best, values: list[float], name: str, higher: list[str] = ()) ->
         ("valid_loss/charts", "valid_loss/charts", [], [3, 2, 2, 4], (2, 2, 2)),
         ("score/anls", "score/anls", ["score/anls"], [0.1, 0.3, 0.2], (-0.3, 2, 1)),
         ("score/wer", "score/wer", [], [0.3, 0.2, 0.1], (0.1, 3, 0)),
+        ("valid_reward", "valid_reward", [], [0.5, 0.7, float("nan")], (-0.7, 2, 1)),
         ("max:valid_accuracy", "valid_accuracy", [], [0.5, 0.7, float("nan")], (-0.7, 2, 1)),
         ("min:score/anls", "score/anls", ["score/anls"], [0.1, 0.3], (0.1, 1, 1)),
     ],

@@ -103,3 +103,11 @@ def test_a_process_without_a_gpu_of_its_own_is_refused_where_there_are_any():
         ConfigError, match=r"--nproc: 8 processes need a GPU each, .* shows 4; start at most 4"
     ):
         check_gpus(8, 4)
+
+
+def test_metrics_of_scores_need_scores_and_rewards_have_a_direction():
+    config = apply_overrides(RunConfig(), {**GOOD, "train.score_metric": "anls"})
+    with pytest.raises(ConfigError, match="train.score_metric: nothing is scored; set train.score_every, or"):
+        validate(config)
+    validate(apply_overrides(config, {"train.score_every": 5}))
+    validate(apply_overrides(RunConfig(), {**GOOD, "train.best_by": "valid_reward"}))
