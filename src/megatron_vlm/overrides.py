@@ -95,7 +95,7 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str] | Mapping[str, A
 def as_settings(arguments: Mapping[str, Any], parameters: Collection[str] = ()) -> dict[str, Any]:
     """Recipe arguments, settings and names of other tools by the settings that they set.
 
-    `parameters` are those of a user's recipe alone; they keep their names. Raises ConfigError on an
+    `parameters` belong to a user's recipe alone and keep their names. Raises ConfigError on an
     unknown argument, and if two names of a setting have two values.
     """
     settings = _by_setting(arguments, parameters)
