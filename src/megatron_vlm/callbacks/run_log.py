@@ -68,8 +68,8 @@ class RunLog(Callback):
         self._first_step = run.step + 1
         self._started = time.monotonic()
         # the first metric of the objective that is shown, such as its reward, says more than the norm
-        own = [item for item in objective_of(run.config).figures.items() if item[1]]
-        self._formats = dict([*SHOWN.items()][: 2 if own else 3] + own[:1]) | RATE
+        of_objective = [item for item in objective_of(run.config).figures.items() if item[1]]
+        self._formats = dict([*SHOWN.items()][: 2 if of_objective else 3] + of_objective[:1]) | RATE
         steps = run.milestones.steps
         # a resumed run keeps the scale of its adapters, see `with_own_start`
         adapter = replace(self._config.adapter, lora_alpha=run.config.adapter.lora_alpha)

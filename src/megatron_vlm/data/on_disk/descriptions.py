@@ -47,14 +47,14 @@ def reading_data(path: Any, remedy: str = RESTORE) -> Iterator[None]:
         raise damaged(path, f"cannot be read ({reason})", remedy) from error
 
 
-def read_mapping(path: Any, parse: Callable[[str], Any] = json.loads, remedy: str = RESTORE) -> dict:
+def read_mapping(path: Any, parse: Callable[[str], Any] = json.loads) -> dict:
     """Return the mapping that a description file holds; `path` is a Path or an EPath.
 
     Raises ValueError that names the file if it is not a regular file or does not hold a mapping.
     """
     local = path.local_path() if hasattr(path, "local_path") and path.is_local() else path
-    with reading_data(path, remedy), open_file(local) if isinstance(local, Path) else path.open("rb") as file:
+    with reading_data(path), open_file(local) if isinstance(local, Path) else path.open("rb") as file:
         content = parse(file.read().decode("utf-8-sig"))
     if not isinstance(content, dict):
-        raise damaged(path, f"holds a {type(content).__name__}, expected a mapping", remedy)
+        raise damaged(path, f"holds a {type(content).__name__}, expected a mapping")
     return content

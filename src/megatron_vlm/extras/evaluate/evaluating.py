@@ -127,15 +127,16 @@ def _write(
     scores = {name: asdict(score) for name, score in result.scores.items()}
     content = {"scores": scores, "unscored": result.unscored, "samples": samples}
     atomic_write(output / "scores.json", json.dumps(content, indent=1) + "\n")
-    shown = []
+    # the page has the worst and the best answers, with the images as the model saw them
+    answers_shown = []
     for place, is_right in _ranked(result):
         figures = result.of_records[place]
         pictures = seen_pictures(questions[place].prompt["visual_inputs"], source.processor)[:MOST_PICTURES]
         if "iou" in figures and len(pictures) == 1:
             pictures = [_with_boxes(pictures[0], records[place], questions)]
-        answer = {"record": records[place], "scores": figures, "pictures": pictures}
-        shown.append(answer | {"is_right": is_right})
-    page = render("evaluate/answers.html", title=title, facts=facts, result=result, shown=shown)
+        answer = {"record": records[place], "scores": figures, "pictures": pictures, "is_right": is_right}
+        answers_shown.append(answer)
+    page = render("evaluate/answers.html", title=title, facts=facts, result=result, answers=answers_shown)
     atomic_write(output / "answers.html", page)
 
 
