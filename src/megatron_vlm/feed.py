@@ -64,8 +64,8 @@ class Feed:
 
     def _open(self, source: Source) -> None:
         rank, ranks = setup.data_parallel_place()
-        self._unknown = vocabulary_notes(source.processor, source.description.text.vocab_size)
         data = self._data = RunData(self._config, source.processor, source.needs, rank, ranks)
+        data.notes += vocabulary_notes(source.processor, source.description.text.vocab_size)
         watchdog.count_as_progress(self._data.drops.summary)
         if data.valid_loader and setup.is_first_rank() and (self._train.eval_every or self._train.keep_best):
             data.valid_loader.probe_sources()  # or the run would end at its first validation
@@ -136,7 +136,7 @@ class Feed:
         if self._begun[0] and self._config.data.restart:
             yield "data.restart: the data begins again from here"
         if self._data:
-            yield from (*self._data.notes, *self._unknown, *self._data.train_loader.notes)
+            yield from (*self._data.notes, *self._data.train_loader.notes)
             yield from validation_notes(self._train, self._data.valid_loader is not None)
         last = milestones.steps
         if self._epochs:

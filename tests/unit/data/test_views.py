@@ -131,7 +131,7 @@ def packed_page(dataset, tmp_path_factory):
     settings = {"data.packing": "stream", "data.packing_buffer_size": 19, "data.seq_length": 512}
     run = config_of("gemma3", dataset, tmp_path_factory, **settings)
     path = tmp_path_factory.mktemp("page") / "preview.html"
-    page, _ = preview_page(run, count=100, rows_shown=100)
+    page, *_ = preview_page(run, count=100, rows_shown=100)
     path.write_text(page, encoding="utf-8")
     return path
 
@@ -156,6 +156,7 @@ def test_ids_of_records_and_what_images_were_are_shown(kind, tmp_path_factory):
     if kind == "jsonl":
         del records[2]["messages"]
         records[2] = {"sample_id": 2} | records[2]
+        records[0]["note"] = "nothing reads it"
         del records[2]["id"]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     if kind == "energon":
@@ -164,10 +165,14 @@ def test_ids_of_records_and_what_images_were_are_shown(kind, tmp_path_factory):
     settings = {"data.dataset_type": kind.replace("jsonl", "hf"), "data.seq_length": 200}
     settings |= {"data.shuffle_buffer_size": 1}
     run = config_of("qwen2_5_vl", path, tmp_path_factory, **settings, **{"data.max_pixels": 100_000})
-    page, _ = preview_page(run, count=4, rows_shown=4)
+    page, _, notes = preview_page(run, count=4, rows_shown=4)
     assert set(re.findall(r" · id (\w+)</header>", page)) == {"wall_0", "wall_3"} | (
         {"wall_2"} if kind == "energon" else set()
     )
     assert ("a.png, 640 × 428" if kind == "jsonl" else "image, 640 × 428") in page
     dropped = re.findall(r"<td>[^<]*</td><td>(\w+)</td><td>[a-z]+_\w+</td><td>", page)
     assert sorted(dropped) == (["2", "wall_1"] if kind == "jsonl" else ["wall_1"])
+    # the lines of a run's start, and what was dropped
+    unread = [note for note in notes if ": not read in a record: " in note]
+    assert len(unread) == (kind == "jsonl") and all(note.endswith(": note") for note in unread)
+    assert notes[-1].startswith("dropped samples: {") and "'over_length': 1" in notes[-1]

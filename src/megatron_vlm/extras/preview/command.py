@@ -7,7 +7,7 @@ import typer
 
 from megatron_vlm.commands import arguments
 from megatron_vlm.files import write_output
-from megatron_vlm.messages import aligned, printable
+from megatron_vlm.messages import aligned, join_lines, printable
 
 
 def preview(
@@ -26,8 +26,8 @@ def preview(
 ) -> None:
     """Write a page of the training data as the model will see it.
 
-    Prints how long its samples are. The page has images as processed, text with the trained tokens marked,
-    documents of a row, and what was dropped.
+    Prints how long its samples are, and the notes of a run's start. The page has images as
+    processed, text with the trained tokens marked, documents of a row, and what was dropped.
     """
     flags = arguments.given_flags(model, data, valid_data, dataset_type=dataset_type, run_dir=run_dir)
     config = arguments.recipe_table.compose(recipe, file, settings or (), flags, arguments.ONE_PROCESS)
@@ -37,14 +37,14 @@ def preview(
     from megatron_vlm.extras.preview.preview import preview_page
 
     with arguments.prose(as_json):
-        page, figures = preview_page(config, rows, rows_shown)
+        page, figures, notes = preview_page(config, rows, rows_shown)
     write_output(output, page)
     if as_json:
         (_, *heads), *table = figures
         lengths = {name: dict(zip(heads, map(_number, texts), strict=True)) for name, *texts in table}
-        arguments.print_json(lengths=lengths, page=str(output))
+        arguments.print_json(lengths=lengths, notes=notes, page=str(output))
         return
-    typer.echo("\n".join([*aligned(figures), f"wrote {output}"]))
+    typer.echo(join_lines([*aligned(figures), *notes, f"wrote {output}"]))
 
 
 def _number(text: str) -> int:

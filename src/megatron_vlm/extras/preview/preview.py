@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_vlm.data.run_data import RunData
 from megatron_vlm.extras.grounding.boxes import Boxes
 from megatron_vlm.extras.pages import key_facts, render
 from megatron_vlm.extras.preview.rows import VISUAL, Original, Row, RowReader, original_of
+from megatron_vlm.feed import vocabulary_notes
 from megatron_vlm.messages import QUIET
 from megatron_vlm.models.hf import open_source
 from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, to_yaml
@@ -24,8 +26,11 @@ from megatron_vlm.overrides import apply_overrides, flatten, load_yaml, to_yaml
 QUANTILES = {"least": 0, "half": 0.5, "95 %": 0.95, "99 %": 0.99, "most": 1}
 
 
-def preview_page(config: RunConfig, count: int, rows_shown: int) -> tuple[str, list[list[str]]]:
-    """HTML of the first rows of the run's training data as the model will see them, and its figures."""
+def preview_page(config: RunConfig, count: int, rows_shown: int) -> tuple[str, list[list[str]], list[str]]:
+    """HTML of the first rows of the run's training data as the model will see them, its figures, and notes.
+
+    A run's start prints the same notes; the last one counts what was dropped.
+    """
     with training_data(config) as (data, read):
         rows = []
         patches = []
@@ -33,10 +38,12 @@ def preview_page(config: RunConfig, count: int, rows_shown: int) -> tuple[str, l
             rows += read(batch)
             patches.append(data.patches_of(batch["visual_inputs"]))
         drops = {drop["key"]: drop for drop in data.drops.examples()}  # each once, however often it was read
+        notes = [*data.notes, *data.train_loader.notes]
+    if drops:
+        notes.append(f"dropped samples: {dict(Counter(drop['reason'] for drop in drops.values()))}")
     figures = _figures(rows, patches)
-    return _page(
-        f"{config.name}: training data", config, rows[:rows_shown], figures, list(drops.values())
-    ), figures
+    title = f"{config.name}: training data"
+    return _page(title, config, rows[:rows_shown], figures, list(drops.values())), figures, notes
 
 
 def replay_page(config: RunConfig, step: int, logged: list[dict[str, Any]]) -> str:
@@ -71,6 +78,7 @@ def training_data(config: RunConfig) -> Iterator[tuple[RunData, RowReader]]:
         config = apply_overrides(config, alone)
         source = open_source(config.model.hf_path, data=config.data)
         data = RunData(config, source.processor, source.needs, rank=0, world_size=1)
+        data.notes += vocabulary_notes(source.processor, source.description.text.vocab_size)
         try:
             boxes = Boxes(source.processor, config.data, source.needs.box_format)
             originals: dict[str, Original] = {}
