@@ -257,6 +257,7 @@ def callback_class(name: str, setting: str = "train.callbacks") -> Callable[[], 
     for method in dir(loaded):
         if method.startswith("on_") and method not in hooks:
             raise ConfigError(f"{place}: {method} is never called{suggestion(method, hooks)}")
+    # a method with other parameters would fail only when a step calls it
     for method, ours in vars(Callback).items():
         users = inspect.getattr_static(loaded, method)
         if inspect.isfunction(ours) and inspect.isfunction(users):

@@ -155,6 +155,7 @@ class Grpo(Callback):
             rewards = dict(zip(self._rewards.names, of_rank.rewards.T.tolist(), strict=True))
             self._log.write(run.step, prompts, samples, rewards, of_rank.extra)
         watchdog.beat(f"computing log-probabilities of step {run.step}")
+        # all answers are trained on num_iterations times, a part in each optimizer step
         count = self._grpo.steps_per_generation
         parts = [self.micro_batches_of(samples[index::count]) for index in range(count)]
         run.parts = parts * self._grpo.num_iterations

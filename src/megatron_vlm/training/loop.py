@@ -45,6 +45,7 @@ def train(config: RunConfig, callbacks: Sequence[Callback] = ()) -> None:
     """
     validate(config, int(os.environ.get("WORLD_SIZE", 1)))
     setup.init_distributed(config.parallel, config.train.seed, config.train.deterministic)
+    # one job at a time writes a run folder; callbacks may first fetch into it what is resumed
     lock = checkpoint.claim(config.run_dir, config.model.hf_path)
     hooks = callbacks_of(config, callbacks)
     hooks.before_resume(config)
