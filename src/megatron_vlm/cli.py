@@ -34,7 +34,7 @@ from megatron_vlm.imports import installed_versions
 from megatron_vlm.job import watchdog
 from megatron_vlm.job.errors import exit_with_reason
 from megatron_vlm.messages import QUIET, PrintableRecord, aligned, join_lines, printable, printable_lines
-from megatron_vlm.overrides import FLAGS, refuse_keys
+from megatron_vlm.overrides import FLAGS, refuse_keys, setting_for_flag
 from megatron_vlm.recipes.published import DEMO
 
 # `rich_markup_mode=None`: logs and pipes need plain text, and rich costs start-up time
@@ -82,9 +82,11 @@ def _naming_flags() -> Iterator[None]:
         if not hasattr(error, "possibilities"):  # only NoSuchOption has them
             raise
         alike = f" (there is {' and '.join(error.possibilities)})" if error.possibilities else ""
+        advice = f"{alike}. A setting is written without dashes, as train.steps=10; --help lists the flags."
+        if setting := setting_for_flag(error.option_name):
+            advice = f"; {setting}."
         raise configs.ConfigError(
-            f"{error.option_name}: `{error.ctx.info_name}` has no such flag{alike}. A setting is "
-            "written without dashes, as train.steps=10; --help lists the flags."
+            f"{error.option_name}: `{error.ctx.info_name}` has no such flag{advice}"
         ) from error
 
 

@@ -153,6 +153,17 @@ def _foreign(name: str) -> tuple[str | None, str]:
     return setting, difference
 
 
+def setting_for_flag(flag: str) -> str:
+    """Return what to write for a flag that is a setting, here or in another tool; "" if it is none."""
+    name = flag.lstrip("-").replace("-", "_")
+    setting, difference = _foreign(name)
+    if name in SETTING_OF_ARGUMENT or _is_known(name):
+        return f"write {SETTING_OF_ARGUMENT.get(name, name)}=VALUE, without dashes"
+    if difference:
+        return f"here it is {setting}: {difference}" if setting else difference
+    return f"write {setting}=VALUE, without dashes" if setting else ""
+
+
 @cache
 def _log_once(text: str) -> None:
     logging.getLogger(__name__).warning(text)
