@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from megatron_vlm.config import RunConfig, all_settings, fewest_processes
 from megatron_vlm.extras.plan.plan import RESERVE, KnownCosts, MemoryPlan, make_plan
 from megatron_vlm.extras.plan.rehearsal import rehearse
-from megatron_vlm.extras.plan.search import MOST_REHEARSED, planned_layouts
+from megatron_vlm.extras.plan.search import MOST_REHEARSED, TO_FIT, planned_layouts
 from megatron_vlm.models.description import Description
 from megatron_vlm.overrides import apply_overrides
 from megatron_vlm.recipes import compose
@@ -31,6 +31,7 @@ REPORT = ROOT / "reports" / "rehearsal_lora.json"
 LORA = {"adapter.r": 16, "adapter.lora_alpha": 32, "train.global_batch_size": 128}  # as recipes/*_lora.yaml
 ALONE = {"parallel.tp": 1, "parallel.pp": 1, "parallel.vpp": 1, "parallel.ep": 1}
 SETTLED = (*ALONE, "model.recompute", "train.global_batch_size")  # by a row
+CHANGES = {change for changes in TO_FIT for change in changes}
 BYTES = {"lora": 2, "full": 18}  # of a parameter, on all GPUs together
 ON_ONE = (("lora", "none"), ("lora", "full"), ("full", "full"))  # what is trained, what is recomputed
 
@@ -107,8 +108,10 @@ def fewest(run: RunConfig, description: Description, capacity: float, held: floa
     `held` bytes."""
     for gpus in (1 << power for power in range(1, 10)):
         enough = gpus * capacity >= held
-        plans = enough and planned_layouts(with_batch(run, gpus), description, gpus, capacity, [()])
-        for _, plan in (plans or [])[:MOST_REHEARSED]:
+        plans = planned_layouts(with_batch(run, gpus), description, gpus, capacity) if enough else []
+        # as they are, without what TO_FIT changes
+        unchanged = [plan for settings, plan in plans if not CHANGES & set(settings)]
+        for plan in unchanged[:MOST_REHEARSED]:
             row = rehearsed(plan)
             if row["memory"] <= capacity:
                 return row
