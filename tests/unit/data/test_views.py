@@ -144,6 +144,16 @@ def test_the_page_has_every_sample_and_the_dropped_one(packed_page):
     assert not re.search(r'(src|href)="(?!data:)', text)  # nothing from elsewhere
 
 
+def test_data_that_no_run_would_take_has_a_page(tmp_path, tmp_path_factory):
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "y"}]
+    records = [{"images": [f"no_{number}.png"], "messages": turns} for number in range(3)]
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    run = config_of("gemma3", tmp_path / "bad.jsonl", tmp_path_factory, **{"data.max_drop_share": 0.05})
+    page, figures, notes = preview_page(run, count=4, rows_shown=4)
+    assert page.count("<td>missing_media</td>") == 3 and len(figures) == 1
+    assert notes[-1] == "dropped samples: {'missing_media': 3}"
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "energon"])
 def test_ids_of_records_and_what_images_were_are_shown(kind, tmp_path_factory):
     """Also the id of a record that is dropped before its conversation is read, or after."""

@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from megatron_vlm.batch import Batch
 from megatron_vlm.config import RunConfig
+from megatron_vlm.data.accounts.drops import TooManyDrops
 from megatron_vlm.data.chatml.sample import ChatMLSample
 from megatron_vlm.data.on_disk.paths import paths_of
 from megatron_vlm.data.run_data import RunData
@@ -31,12 +32,14 @@ def preview_page(config: RunConfig, count: int, rows_shown: int) -> tuple[str, l
 
     A run's start prints the same notes; the last one counts what was dropped.
     """
-    with training_data(config) as (data, read):
-        rows = []
-        patches = []
-        for batch in _first(data, count):
-            rows += read(batch)
-            patches.append(data.patches_of(batch["visual_inputs"]))
+    rows = []
+    patches = []
+    # what a run would not accept is what one wants to see
+    with training_data(apply_overrides(config, {"data.max_drop_share": 1.0})) as (data, read):
+        with suppress(TooManyDrops):  # nothing but drops in an epoch
+            for batch in _first(data, count):
+                rows += read(batch)
+                patches.append(data.patches_of(batch["visual_inputs"]))
         drops = {drop["key"]: drop for drop in data.drops.examples()}  # each once, however often it was read
         notes = [*data.notes, *data.train_loader.notes]
     if drops:
@@ -136,6 +139,8 @@ def _figures(rows: list[Row], patches: list[int]) -> list[list[str]]:
     }
     table = [[f"{len(documents)} samples in {len(rows)} rows", *QUANTILES, "mean"]]
     for name, values in columns.items():
+        if not values:
+            continue
         numbers = [*np.quantile(values, list(QUANTILES.values()), method="nearest"), np.mean(values)]
         table.append([name, *(f"{number:,.0f}" for number in numbers)])
     return table
