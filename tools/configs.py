@@ -47,8 +47,8 @@ together with a processor.
 
 - Dropout of every kind must be 0: random numbers would differ from Transformers' under every layout.
 - `pad_token_id`: the embedding of the padding token gets no gradient where it stands in the text, as in
-  Transformers. A checkpoint that pads with a token of its text keeps that token's embedding as it is (its
-  output weight, where both are one, is trained). Name another `pad_token_id` in config.json to train it.
+  Transformers. A checkpoint that pads with a token of its text keeps that token's embedding as it is. Its
+  output weight is trained, where both are one. Name another `pad_token_id` in config.json to train it.
 - `deepstack_visual_indexes` beyond the tower's depth give no features, and features beyond the last layer
   of the language model are left out.
 - Multi-token prediction (Qwen3.5's `mtp.*`; GLM's layer number `num_hidden_layers`, the one after the last)
@@ -56,9 +56,9 @@ together with a processor.
   can still predict several tokens at once.
 - `output_router_logits` adds the experts' balance to the loss, weighed by `router_aux_loss_coef`. With one
   layer of experts its gradient is Transformers'. With several it differs on purpose: here it is the mean of
-  the layers' own balances; Transformers first adds up all layers by the number of the expert, as if a busy
-  expert 3 of one layer were made up for by an idle expert 3 of the next, and no pipeline stage could take a
-  gradient before all had counted. `model.load_balancing` goes over both keys, 0 switches it off.
+  the layers' own balances. Transformers first adds up all layers by the number of the expert. A busy expert 3
+  of one layer is then made up for by an idle expert 3 of the next. `model.load_balancing`
+  goes over both keys, 0 switches it off.
 - `rope_type` "dynamic" is the default rule up to `max_position_embeddings` tokens. A run with a greater
   `data.seq_length` is refused, and so is a longer document or answer: Transformers' frequencies would depend
   on the longest row of a batch.

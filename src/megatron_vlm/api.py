@@ -114,5 +114,6 @@ def evaluate(
         pass
     result = json.loads(read_text(output / "scores.json"))
     if not result["scores"]:
-        raise ConfigError(f"evaluate: no conversation of {data} could be scored: {result['unscored']}")
+        source = data or "the validation data"
+        raise ConfigError(f"evaluate: no conversation of {source} could be scored: {result['unscored']}")
     return {name: score["score"] for name, score in result["scores"].items()}

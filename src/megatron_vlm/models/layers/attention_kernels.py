@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from megatron_vlm.parallel.linears import check, difference
 from megatron_vlm.parallel.setup import on_device
 
-WIDEST = 256  # channels of a head of which there is a kernel for CUDA
+WIDEST = 256  # channels of the widest heads for which CUDA has a kernel
 QUERIES_AT_ONCE = 512  # of a segment with a mask: so the largest mask is linear in the length of a row
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value, or their gradients
 Outputs = tuple[Tensor, Tensor]  # context, log_sum_exp

@@ -40,15 +40,15 @@ def trained_share(chunks: list[Module]) -> tuple[int, int, float]:
 
     Of ranks that hold the same parameter one counts it, as in Megatron's gradient norms.
     """
-    counts = torch.zeros(2, 2, dtype=torch.int64, device=device())  # [dense, experts], [trained, all]
+    sums = [[0, 0], [0, 0]]  # [dense, experts], [trained, all]
     expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
     for param in (param for chunk in chunks for param in chunk.parameters()):
         is_counted = param_is_not_tensor_parallel_duplicate(param, expert_tp_group=expert_tp_group)
         if is_counted and param_is_not_shared(param):
-            size = param.numel()
-            counts[0 if getattr(param, "allreduce", True) else 1] += torch.tensor(
-                [size * param.requires_grad, size], device=device()
-            )
+            of_kind = sums[0 if getattr(param, "allreduce", True) else 1]
+            of_kind[0] += param.numel() * param.requires_grad
+            of_kind[1] += param.numel()
+    counts = torch.tensor(sums, device=device())
     dist.all_reduce(counts[0], group=parallel_state.get_model_parallel_group())
     dist.all_reduce(counts[1], group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
     trained, count = counts.sum(0).tolist()
