@@ -60,6 +60,8 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     keys = TOKENS * GROUPS
     queries, of_head = on_card(keys, QUERIES + 2, CHANNELS)[:, :QUERIES], on_card(CHANNELS)
     query_rms = on_card(keys, QUERIES, 1, dtype=torch.float32)
+    heads = on_card(TOKENS, GROUPS, QUERIES + 2, CHANNELS)
+    rms_of_heads = [on_card(TOKENS, GROUPS, n, 1, dtype=torch.float32) for n in (QUERIES, 1)]
     turned = on_card(TOKENS, GROUPS * QUERIES, CHANNELS)
     whole, part = ([on_card(TOKENS, 1, n)] * 2 for n in (CHANNELS, CHANNELS // 2))
     gate_up, of_rows = on_card(TOKENS, 2 * FFN), on_card(TOKENS)
@@ -68,7 +70,9 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     of_inner, gate_backward = on_card(TOKENS, FFN), fused._gate_backward.written
     activation = silu, fused.DERIVATIVES[silu]
     norm, backward = fused.normed.written, fused._norm_backward.written
+    of_heads = [turned, *[on_card(TOKENS, GROUPS, CHANNELS)] * 2, None]
     turned_by, gate = fused.rotate_rows.written, fused._gate.written
+    how = fused.HeadSettings(1e-6, False, False, False, False)
     return {
         "norm": (norm, [rows, weight, 1e-6, False, False]),
         "norm, zero-centered": (norm, [rows, weight, 1e-6, True, False]),
@@ -81,6 +85,11 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
         "rotary embedding": (turned_by, [turned, *whole, False]),
         "rotary embedding of a part": (turned_by, [turned, *part, False]),
         "rotary embedding of neighbours": (turned_by, [turned, *part, True]),
+        "heads": (fused._turned_heads.written, [heads, of_head, of_head, *whole, *whole, how]),
+        "heads' backward": (
+            fused._turned_heads_backward.written,
+            [*of_heads, heads, of_head, of_head, *whole, *whole, *rms_of_heads, how, True],
+        ),
         "gate": (gate, [gate_up, silu, None]),
         "gate with weights": (gate, [gate_up, silu, of_rows]),
         "gate's backward": (gate_backward, [of_inner, gate_up, *activation, None]),

@@ -31,6 +31,9 @@ def models(sizes: Sizes) -> dict[str, SimpleNamespace]:
         "layernorm_epsilon": 1e-6,
         "rotary_interleaved": False,
         "qk_layernorm": True,
+        "attention_output_gate": False,
+        "latent_heads": None,
+        "layer_heads": (),
         "params_dtype": DTYPE,
     }
     gelu = partial(torch.nn.functional.gelu, approximate="tanh")

@@ -19,7 +19,8 @@ from tiny.distributed import run_distributed
 FUNCTIONS = {
     "norm": fused.normed,
     "norm backward": fused._norm_backward,
-    "rotary": fused.rotate_rows,
+    "heads": fused._turned_heads,
+    "heads backward": fused._turned_heads_backward,
     "gate": fused._gate,
     "gate backward": fused._gate_backward,
     "head": head._reduced,

@@ -19,9 +19,10 @@ from megatron_vlm.config import ConfigError, DataConfig, ModelConfig, RunConfig,
 from megatron_vlm.extras.plan.recorder import TensorMemory
 from megatron_vlm.models.layers import attention_kernels as kernels
 from megatron_vlm.models.layers import kernel_checks, tower_attention
-from megatron_vlm.models.layers.attention import Attend, RotarySelfAttention, dense, mask
+from megatron_vlm.models.layers.attention import Attend, dense, mask
 from megatron_vlm.models.layers.attention_kernels import KERNELS, Kernel, Segments
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, Placement
+from megatron_vlm.models.layers.fused import HeadSettings, turned_heads
 from megatron_vlm.models.layers.kernel_checks import (
     attention_backends,
     check_towers,
@@ -429,11 +430,10 @@ def test_the_check_before_a_run_names_what_does_not_run_or_differs(monkeypatch):
 @pytest.mark.parametrize("groups", [4, 2])
 def test_the_check_gets_values_as_they_lie_in_a_step(groups):
     """As a view into the linear's output, whose rows have queries and keys, too."""
-    config = SimpleNamespace(attention_output_gate=False, qk_layernorm=False)
     rows = torch.randn(5, 1, (4 + 2 * groups) * 16)
-    layer = SimpleNamespace(config=config, linear_qkv=lambda x: (x, None), hidden_size_per_attention_head=16)
-    layer.num_query_groups_per_partition = groups
-    _, _, value = RotarySelfAttention.get_query_key_value_tensors(layer, rows)
+    table = [torch.ones(5, 1, 1, 16)] * 2
+    settings = HeadSettings(1e-6, False, False, False, False)
+    _, _, value = turned_heads(rows.view(5, 1, groups, -1, 16), (None, None), [table], settings)
     seen = []
     inputs = kernel_checks._attention_inputs((4, groups, 16), 5, CPU, torch.float32)
     kernel_checks._with_gradients(inputs, lambda q, k, v: seen.append(v.stride()) or q + k.sum() + v.sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +17,14 @@ from megatron_vlm.config import ConfigError, ModelConfig
 from megatron_vlm.models.layers import fused
 from megatron_vlm.models.layers.fused import (
     Fused,
+    HeadSettings,
     compiled_on,
     gated,
     merge_leading_dims,
     norm,
     of_channels,
     rotate,
+    turned_heads,
 )
 from megatron_vlm.models.layers.kernel_checks import check, fused_disagreement
 
@@ -30,6 +33,7 @@ TOKENS, HEADS, HEAD, WIDTH = 7, 3, 8, 16
 FUNCTIONS = (
     *(fused.normed, fused._norm_backward, fused.rotate_rows),
     *(fused._gate, fused._gate_backward),
+    *(fused._turned_heads, fused._turned_heads_backward),
 )
 
 
@@ -78,8 +82,42 @@ def pair(ours: Callable, plain: Callable, *more) -> tuple[Callable, Callable]:
     return lambda *x: ours(*x, *more), lambda *x: plain(*x, *more)
 
 
+def heads(rows: Tensor, *weights: Tensor, queries: Callable, has_gates: bool, scaled: bool) -> list[Tensor]:
+    """Queries, keys, values and gates by `queries`, of two groups; with `scaled`, queries have a table of
+    their own."""
+    cos, sin = tables(HEAD, rows.dtype)
+    turns = [[cos * 2, sin * 2], [cos, sin]] if scaled else [[cos, sin]]
+    return queries(rows, weights or (None, None), turns, has_gates)
+
+
+def our_heads(rows: Tensor, weights: tuple, turns: list, has_gates: bool) -> tuple[Tensor, ...]:
+    settings = HeadSettings(1e-6, False, False, False, has_gates)
+    return turned_heads(rows, weights, [of_channels(*table) for table in turns], settings)
+
+
+def plain_heads(rows: Tensor, weights: tuple, turns: list, has_gates: bool) -> list[Tensor]:
+    """From each group's queries, each followed by its gate if there are any, its key and its value."""
+    query, key, value, gates = rows[..., :-2, :], rows[..., -2, :], rows[..., -1, :], []
+    if has_gates:
+        query, gates = query[..., 0::2, :], [query[..., 1::2, :].flatten(2)]
+    query = query.flatten(2, 3)
+    if weights[0] is not None:
+        query, key = llama_norm(query, weights[0]), llama_norm(key, weights[1])
+    return [turned(query, *turns[0]), turned(key, *turns[-1]), value, *gates]
+
+
+def heads_pair(has_gates: bool = False, scaled: bool = False) -> tuple[Callable, Callable]:
+    """`our_heads` and `plain_heads`, with all heads side by side."""
+
+    def side_by_side(queries: Callable) -> Callable:
+        made = partial(heads, queries=queries, has_gates=has_gates, scaled=scaled)
+        return lambda *given: torch.cat([x.flatten(2) for x in made(*given)], dim=-1)
+
+    return side_by_side(our_heads), side_by_side(plain_heads)
+
+
 GELU = ACT2FN["gelu_pytorch_tanh"]
-HIDDEN, QUERY = (TOKENS, 1, WIDTH), (TOKENS, 1, HEADS, HEAD)
+HIDDEN, QUERY, ROWS = (TOKENS, 1, WIDTH), (TOKENS, 1, HEADS, HEAD), (TOKENS, 1, 2, 6, HEAD)
 CASES = {  # ours, the same in plain operations, shapes of the inputs
     "Gemma's norm": (lambda *x: norm(*x, 1e-6, True), gemma_norm, [HIDDEN, (WIDTH,)]),
     "Llama's norm": (lambda *x: norm(*x, 1e-6, False), llama_norm, [HIDDEN, (WIDTH,)]),
@@ -99,6 +137,10 @@ CASES = {  # ours, the same in plain operations, shapes of the inputs
         lambda x: turned_by_neighbours(x, *tables(4, x.dtype)),
         [QUERY],
     ),
+    "heads": (*heads_pair(), [ROWS]),
+    "heads with norms": (*heads_pair(scaled=True), [ROWS, (HEAD,), (HEAD,)]),
+    "heads with gates": (*heads_pair(has_gates=True), [ROWS]),
+    "heads with norms and gates": (*heads_pair(has_gates=True), [ROWS, (HEAD,), (HEAD,)]),
     "SwiGLU": (*pair(gated, glu, silu), [HIDDEN]),
     "GeGLU": (*pair(gated, glu, GELU), [HIDDEN]),
     "another gate": (*pair(gated, glu, ACT2FN["relu2"]), [HIDDEN]),
@@ -173,6 +215,7 @@ def kept(function: Callable, given: list[Tensor]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_keeps_as_little_as_it_can(dtype):
     size, numbers = dtype.itemsize, TOKENS * WIDTH
+    table = 2 * TOKENS * HEAD * size  # cos and sin
     found = {name: kept(ours, inputs(shapes, dtype)) for name, (ours, _, shapes) in CASES.items()}
     assert found == {
         "Gemma's norm": numbers * size + 4 * TOKENS,
@@ -181,6 +224,10 @@ def test_it_keeps_as_little_as_it_can(dtype):
         "rotary": 2 * TOKENS * HEAD * size,
         "rotary of a part": 2 * TOKENS * HEAD // 2 * size,
         "rotary of neighbours": 2 * TOKENS * HEAD // 2 * size,
+        "heads": table,
+        "heads with norms": 2 * table + TOKENS * 2 * (6 * HEAD * size + 5 * 4),
+        "heads with gates": table,
+        "heads with norms and gates": table + TOKENS * 2 * (6 * HEAD * size + 3 * 4),
         "SwiGLU": numbers * size,
         "GeGLU": numbers * size,
         "another gate": numbers * size,
@@ -199,6 +246,9 @@ CONFIG = SimpleNamespace(
     rotary_interleaved=False,
     num_moe_experts=2,
     qk_layernorm=True,
+    attention_output_gate=False,
+    latent_heads=None,
+    layer_heads=(),
     tensor_model_parallel_size=1,
     params_dtype=torch.bfloat16,
 )
@@ -216,8 +266,8 @@ def test_compiled_once_it_gives_the_same_for_every_length():
         config.activation_func, config.params_dtype = GELU, torch.float32
         config.layernorm_zero_centered_gamma = True
         assert fused_disagreement(config, CPU) is None
-    # more graphs: of the gate's two with weights, of a partial rotary, and of the norm's two of queries
-    assert counters["stats"]["unique_graphs"] == len(FUNCTIONS) + 5 and not counters["graph_break"]
+    # `rotate_rows` is a part of others; the gate's two have one more with weights, the heads' two of a part
+    assert counters["stats"]["unique_graphs"] == len(FUNCTIONS) + 3 and not counters["graph_break"]
 
 
 def test_a_registered_pytree_node_compiles_nothing_again(monkeypatch):

@@ -22,7 +22,7 @@ from megatron_vlm.models.layers.attention import RotarySelfAttention
 from megatron_vlm.models.layers.attention_plan import AttentionPlan
 from megatron_vlm.models.layers.attention_sizes import Heads, feed_forward_width, heads_of
 from megatron_vlm.models.layers.cross_layer import publish, read
-from megatron_vlm.models.layers.fused import NormThenAdd, RMSNorm, norm
+from megatron_vlm.models.layers.fused import NormThenAdd, RMSNorm, norm, rotate
 from megatron_vlm.models.layers.moe import MoE, Router
 from megatron_vlm.parallel.linears import ColumnParallelLinear
 
@@ -98,24 +98,18 @@ class OwnHeadsAttention(RotarySelfAttention):
         self.v_layernorm = PlainNorm(config, heads.channels)
         self.lends = any(layer.source == layer_number - 1 for layer in config.layer_heads)
 
-    def get_query_key_value_tensors(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:
-        """(S, B, H, K) each, H of this rank."""
+    def make_heads(self, hidden_states: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
         both, _ = self.linear_qkv(hidden_states)
+        turns, adjacent = plan.turns[self.rotary_index], self.config.rotary_interleaved
         if self.heads.source is not None:
             query = self.q_layernorm(both.unflatten(-1, (-1, self.heads.channels)))
-            return query, query[:, :, :0], query[:, :, :0]
+            return read(rotate(query, *turns[0], adjacent), plan.asides[self.heads.source], 0, 1)
         both = both.unflatten(-1, (self.num_query_groups_per_partition, -1, self.heads.channels))
         key_value_heads = 1 + self.heads.values
         query, key, *values = both.split([both.shape[-2] - key_value_heads] + key_value_heads * [1], dim=-2)
         key, value = key.squeeze(-2), (values or [key])[0].squeeze(-2)
-        return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key), self.v_layernorm(value)
-
-    def rotate_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
-    ) -> tuple[Tensor, ...]:
-        query, key, value = super().rotate_heads(query, key, value, plan)
-        if self.heads.source is not None:
-            return read(query, plan.asides[self.heads.source], 0, 1)
+        query = rotate(self.q_layernorm(query.flatten(2, 3)), *turns[0], adjacent)
+        key, value = rotate(self.k_layernorm(key), *turns[-1], adjacent), self.v_layernorm(value)
         if self.lends:
             query = publish(query, plan.asides[self.layer_number - 1], key, value)
         return query, key, value

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_vlm.models.layers.attention_kernels import KERNELS, Kernel
 from megatron_vlm.models.layers.attention_plan import AttentionPlan, View
 from megatron_vlm.models.layers.attention_sizes import heads_of
-from megatron_vlm.models.layers.fused import rotate
+from megatron_vlm.models.layers.fused import HeadSettings, turned_heads
 
 
 class CoreAttention(MegatronModule):
@@ -143,29 +143,25 @@ class RotarySelfAttention(SelfAttention):
         super().__init__(config, submodules, layer_number, **kwargs)
         self.rotary_index = config.layer_rotary[layer_number - 1] if config.layer_rotary else 0
 
-    def get_query_key_value_tensors(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, ...]:
-        """(S, B, H, K) each, H of this rank; with `attention_output_gate` the queries' gates follow."""
+    def make_heads(self, hidden_states: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
+        """(S, B, H, K) each, H of this rank: queries and keys, turned by their positions, and values; with
+        `attention_output_gate` the queries' gates (S, B, H*K) follow."""
         rows, _ = self.linear_qkv(hidden_states)
         sizes = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
-        query, key, value = rows.unflatten(-1, sizes).tensor_split((-2, -1), dim=-2)
-        gates = []
-        if self.config.attention_output_gate:
-            query, gate = query.unflatten(-2, (-1, 2)).unbind(-2)
-            gates = [gate.flatten(2)]
-        if self.config.qk_layernorm:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), *gates
-
-    def rotate_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
-    ) -> tuple[Tensor, ...]:
-        """Queries and keys turned by their positions, and values, as attention takes them."""
-        turns, adjacent = plan.turns[self.rotary_index], self.config.rotary_interleaved
-        return rotate(query, *turns[0], adjacent), rotate(key, *turns[-1], adjacent), value
+        config, weights = self.config, (None, None)
+        if config.qk_layernorm:
+            weights = self.q_layernorm.weight, self.k_layernorm.weight
+        settings = HeadSettings(
+            config.layernorm_epsilon,
+            config.layernorm_zero_centered_gamma,
+            config.wide_norms,
+            config.rotary_interleaved,
+            bool(config.attention_output_gate),
+        )
+        return turned_heads(rows.unflatten(-1, sizes), weights, plan.turns[self.rotary_index], settings)
 
     def forward(self, hidden_states: Tensor, *_, packed_seq_params: AttentionPlan, **__):
-        query, key, value, *gates = self.get_query_key_value_tensors(hidden_states)
-        query, key, value = self.rotate_heads(query, key, value, packed_seq_params)
+        query, key, value, *gates = self.make_heads(hidden_states, packed_seq_params)
         context = self.core_attention(query, key, value, packed_seq_params)
         for gate in gates:
             context = context * gate.sigmoid()

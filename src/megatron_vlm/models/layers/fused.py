@@ -9,7 +9,7 @@ Tests compile them for a CPU.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial, update_wrapper
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -453,3 +453,136 @@ def rotate_rows(x_THK: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tens
     partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if adjacent else x.roll(width // 2, -1)
     result = (x * cos).add_(partner.mul_(sin))
     return result if x is x_THK else torch.cat((result, x_THK[..., width:]), dim=-1)
+
+
+# --- queries and keys ---------------------------------------------------------------------------------------
+
+
+class HeadSettings(NamedTuple):
+    """How `turned_heads` norms and turns, see `RMSNorm` and `rotate`; a gate may follow each query."""
+
+    eps: float
+    zero_centered: bool
+    wide: bool
+    adjacent: bool
+    has_gates: bool
+
+
+def turned_heads(
+    rows_SBGNK: Tensor,
+    weights: tuple[Tensor | None, Tensor | None],
+    turns: list[list[Tensor]],
+    settings: HeadSettings,
+) -> tuple[Tensor, ...]:
+    """Queries (S, B, H, K), keys and values (S, B, G, K), and gates (S, B, H*K) if there are any.
+
+    Each group of the rows, a linear's output, has its queries, then its key and its value. Queries and keys
+    are normed if they have weights, and turned by their tables, in one call in each direction.
+    """
+    query_cos, query_sin = (table.flatten(0, 1) for table in turns[0])
+    key_cos, key_sin = (table.flatten(0, 1) for table in turns[-1])
+    return TurnedHeads.apply(
+        rows_SBGNK, weights[0], weights[1], query_cos, query_sin, key_cos, key_sin, settings
+    )
+
+
+class TurnedHeads(torch.autograd.Function):
+    """`turned_heads`. Its backward pass needs the tables and, of norms, the rows and 1 / root mean square."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        rows_SBGNK: Tensor,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        query_cos: Tensor,
+        query_sin: Tensor,
+        key_cos: Tensor,
+        key_sin: Tensor,
+        settings: HeadSettings,
+    ) -> tuple[Tensor, ...]:
+        rows = rows_SBGNK.flatten(0, 1)
+        query, key, gate, query_rms, key_rms = _turned_heads(
+            rows, query_weight, key_weight, query_cos, query_sin, key_cos, key_sin, settings
+        )
+        kept = None if query_weight is None else rows
+        ctx.save_for_backward(
+            kept, query_weight, key_weight, query_cos, query_sin, key_cos, key_sin, query_rms, key_rms
+        )
+        ctx.shape = rows_SBGNK.shape
+        ctx.settings = settings
+        axes = ctx.shape[:2]
+        heads = query.unflatten(0, axes), key.unflatten(0, axes), rows_SBGNK[..., -1, :]
+        return heads if gate is None else (*heads, gate.unflatten(0, axes))
+
+    @staticmethod
+    def backward(ctx, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None):
+        query, key, value, gate = (x if x is None else x.flatten(0, 1) for x in (query, key, value, gate))
+        trained = ctx.needs_input_grad[1]
+        of_rows, of_query_weight, of_key_weight = _turned_heads_backward(
+            query, key, value, gate, *ctx.saved_tensors, ctx.settings, trained
+        )
+        return of_rows.view(ctx.shape), of_query_weight, of_key_weight, None, None, None, None, None
+
+
+@Fused
+def _turned_heads(
+    rows_TGNK: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    query_cos: Tensor,
+    query_sin: Tensor,
+    key_cos: Tensor,
+    key_sin: Tensor,
+    settings: HeadSettings,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Queries (T, H, K), keys (T, G, K), gates (T, H*K), and 1 / root mean square of queries and keys."""
+    eps, zero_centered, wide, adjacent, has_gates = settings
+    query, key, _ = rows_TGNK.tensor_split((-2, -1), dim=-2)
+    gate = query_rms = key_rms = None
+    if has_gates:
+        query, gate = query.unflatten(-2, (-1, 2)).unbind(-2)
+        gate = gate.flatten(1)
+    if query_weight is not None:
+        query, query_rms = normed.written(query, query_weight, eps, zero_centered, wide)
+        key, key_rms = normed.written(key, key_weight, eps, zero_centered, wide)
+    query = rotate_rows.written(query.flatten(1, 2), query_cos, query_sin, adjacent)
+    return query, rotate_rows.written(key.squeeze(2), key_cos, key_sin, adjacent), gate, query_rms, key_rms
+
+
+@Fused
+def _turned_heads_backward(
+    query_THK: Tensor,
+    key_TGK: Tensor,
+    value_TGK: Tensor,
+    gate: Tensor | None,
+    rows_TGNK: Tensor | None,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    query_cos: Tensor,
+    query_sin: Tensor,
+    key_cos: Tensor,
+    key_sin: Tensor,
+    query_rms: Tensor | None,
+    key_rms: Tensor | None,
+    settings: HeadSettings,
+    trained: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of the rows and of the weights; the heads stand for their gradients."""
+    _, zero_centered, _, adjacent, _ = settings
+    of_query = rotate_rows.written(query_THK, query_cos, -query_sin, adjacent)
+    of_query = of_query.unflatten(1, (key_TGK.shape[1], -1))
+    of_key = rotate_rows.written(key_TGK, key_cos, -key_sin, adjacent)[:, :, None]
+    of_query_weight = of_key_weight = None
+    if rows_TGNK is not None:
+        query, key, _ = rows_TGNK.tensor_split((-2, -1), dim=-2)
+        query = query if gate is None else query.unflatten(-2, (-1, 2)).select(-2, 0)
+        of_query, of_query_weight = _norm_backward.written(
+            of_query, query, query_weight, query_rms, zero_centered, trained
+        )
+        of_key, of_key_weight = _norm_backward.written(
+            of_key, key, key_weight, key_rms, zero_centered, trained
+        )
+    if gate is not None:
+        of_query = torch.stack((of_query, gate.view_as(of_query)), dim=-2).flatten(-3, -2)
+    return torch.cat((of_query, of_key, value_TGK[:, :, None]), dim=2), of_query_weight, of_key_weight

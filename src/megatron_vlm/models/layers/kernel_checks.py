@@ -28,7 +28,16 @@ from megatron_vlm.models.layers.delta_net import (
     installed_kernels,
 )
 from megatron_vlm.models.layers.delta_rule import Documents
-from megatron_vlm.models.layers.fused import Fused, compiled_on, gated, norm, of_channels, rotate
+from megatron_vlm.models.layers.fused import (
+    Fused,
+    HeadSettings,
+    compiled_on,
+    gated,
+    norm,
+    of_channels,
+    rotate,
+    turned_heads,
+)
 from megatron_vlm.models.layers.tower_attention import heads, kernels, use_sdpa, view_of
 from megatron_vlm.parallel import linears
 from megatron_vlm.parallel.linears import GatheredProduct, ScatteredProduct, wgrad_gemm_accum_fp32
@@ -241,7 +250,7 @@ def _attention_inputs(
     sizes: tuple[int, int, int], tokens: int, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
     """Query, key, value and the gradient of the context. The value is a part of a linear's output, as in
-    `RotarySelfAttention.get_query_key_value_tensors`."""
+    `turned_heads`."""
     queries, keys, width = sizes
     random = _random(device, dtype)
     value = random(tokens, keys, queries // keys + 2, width)[:, :, -1]
@@ -376,29 +385,39 @@ def fused_cases(
             [random(tokens, 1, 2 * ffn), random(tokens, 1, ffn)],
         ),
     }
-    if megatron_config.qk_layernorm:  # of queries and keys as they lie in one product
-        for name, part in (("norm of queries", slice(0, 2)), ("norm of keys", slice(2, 3))):
-            cases[name] = (
-                lambda x, weight, part=part: norm(x[..., part, :], weight, eps, zero_centered),
-                [
-                    random(tokens, 1, 2, 4, head),
-                    random(head),
-                    random(tokens, 1, 2, 4, head)[..., part, :].clone(),
-                ],
-            )
     if megatron_config.num_moe_experts:
         cases["gate with weights"] = (
             lambda x, weights: gated(x, activation, weights),
             [random(tokens, 2 * ffn), random(tokens), random(tokens, ffn)],
         )
-    for name, frequencies in (("rotary embedding", head // 2), ("rotary embedding of a part", head // 4)):
+    for part, frequencies in (("", head // 2), (" of a part", head // 4)):
         angles = random(tokens, 1, 1, frequencies)
-        cos, sin = of_channels(angles.cos(), angles.sin(), adjacent)
-        cases[name] = (
-            lambda x, cos=cos, sin=sin: rotate(x, cos, sin, adjacent),
-            [random(tokens, 1, 4, head), random(tokens, 1, 4, head)],
+        table = of_channels(angles.cos(), angles.sin(), adjacent)
+        if megatron_config.latent_heads or megatron_config.layer_heads:  # which norm and turn one by one
+            cases[f"rotary embedding{part}"] = (
+                lambda x, table=table: rotate(x, table[0], table[1], adjacent),
+                [random(tokens, 1, 4, head), random(tokens, 1, 4, head)],
+            )
+            cases["norm of queries"] = (
+                lambda x, weight: norm(x[..., :2, :], weight, eps, zero_centered),
+                [random(tokens, 1, 2, 4, head), random(head), random(tokens, 1, 2, 2, head)],
+            )
+            continue
+        weights = [random(head), random(head)] if megatron_config.qk_layernorm else []
+        gates = bool(megatron_config.attention_output_gate)
+        settings = HeadSettings(eps, zero_centered, False, adjacent, gates)
+        cases[f"queries and keys{part}"] = (
+            partial(_heads_side_by_side, table=table, settings=settings),
+            [random(tokens, 1, 2, 4, head), *weights, random(tokens, 1, 8 * head)],
         )
     return cases
+
+
+def _heads_side_by_side(
+    rows: Tensor, *weights: Tensor, table: list[Tensor], settings: HeadSettings
+) -> Tensor:
+    heads = turned_heads(rows, weights or (None, None), [table], settings)
+    return torch.cat([x.flatten(2) for x in heads], dim=-1)
 
 
 # --- gradients of weights ---------------------------------------------------------------------------------
