@@ -209,22 +209,21 @@ def is_worker_death(error: BaseException) -> bool:
 
 
 def without_traceback(text: str) -> str:
-    """Return a message without tracebacks: workers put theirs into the text of their errors."""
+    """Return a worker's message without its traceback and the name of our class; another one as it is."""
     marker = "Traceback (most recent call last):"
     if marker not in text:
         return text
     after = text.rpartition(marker)[2].strip("\n").splitlines()
     unindented = [number for number, line in enumerate(after) if not line.startswith((" ", "\t"))]
-    return "\n".join(after[unindented[0] :]) if unindented else text.partition(marker)[0].strip()
+    text = "\n".join(after[unindented[0] :]) if unindented else text.partition(marker)[0].strip()
+    return re.sub(r"^megatron_vlm\.[\w.]+: ", "", text)
 
 
 def named(error: BaseException) -> PrintableText:
     """Return the error's type and text; for our own types only the text; for a worker's, what it raised."""
     text, kind = _text_of(error), type(error)
-    if kind.__module__.startswith("megatron_vlm."):  # the text is for users, and the class tells them nothing
-        return PrintableText(re.sub(rf"^(\w+\.)*{kind.__name__}: ", "", text))
-    is_workers = without_traceback(str(error)) != str(error)
-    return text if is_workers else PrintableText(f"{kind.__name__}: {text}")
+    has_kind = not kind.__module__.startswith("megatron_vlm.") and without_traceback(str(error)) == str(error)
+    return PrintableText(f"{kind.__name__}: {text}") if has_kind else text
 
 
 def _text_of(error: BaseException) -> PrintableText:

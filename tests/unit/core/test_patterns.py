@@ -26,7 +26,6 @@ LOCAL = {
     "extras.grounding.convention": 2,  # tried in tests/unit/data/test_boxes.py
     "data.on_disk.rows_file": 1,
     "data.chatml.record": 1,
-    "job.errors": 1,
     "weight_files": 1,
     "models.weights.rules": 1,
     "extras.report.page": 1,  # of the names of our own figures

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vlm.data.accounts.drops import BadSample
-from megatron_vlm.data.load.base import loader_of
+from megatron_vlm.data.accounts.drops import BadSample, DropReport, TooManyDrops
+from megatron_vlm.data.load.base import loader_of, next_or_too_many_drops
 from megatron_vlm.data.load.workers import close_loader, raise_naming_samples
 from megatron_vlm.imports import load_object
 from megatron_vlm.inputs import attribute_errors_to
@@ -117,3 +117,36 @@ def test_a_bug_in_a_data_worker_is_a_bug(num_workers, error, code):
     number, text = explain(caught.value, TRACEBACK)
     assert number == code
     assert str(error) in text and "data: sample a-7" in text
+
+
+class DroppingDataset(torch.utils.data.Dataset):
+    """A dataset of which everything is dropped; once that ends the run, other workers encode many samples."""
+
+    def __init__(self, drops: DropReport):
+        self.drops = drops
+
+    def __getitem__(self, index):
+        try:
+            self.drops.drop("a\n7", "bad_json", "no JSON")
+        except TooManyDrops:
+            for _ in range(100):
+                self.drops.keep()
+            raise
+
+
+def read_two(num_workers: int) -> None:
+    drops = DropReport().with_max_share(0.5)
+    drops.epoch = 2
+    loader = loader_of(DroppingDataset(drops), [0, 1], num_workers)
+    batches = iter(loader)
+    try:
+        for _ in range(2):
+            next_or_too_many_drops(batches, drops, loader)
+    finally:
+        close_loader(loader)
+
+
+def test_too_many_drops_read_alike_with_and_without_data_workers():
+    text = explained(read_two, 0)
+    assert explained(read_two, 1) == text
+    assert len(text[1].splitlines()) == 2

@@ -167,7 +167,7 @@ class DropReport:
                 if self._file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, "the report of dropped samples is cut short")
         except OSError as error:  # no sample is to blame
-            raise TooManyDrops(str(error)) from error
+            raise TooManyDrops(join_lines([error])) from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

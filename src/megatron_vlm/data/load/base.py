@@ -20,7 +20,8 @@ from megatron_vlm.data.accounts.fingerprint import check_fingerprint
 from megatron_vlm.data.load.energon_state import FORMAT
 from megatron_vlm.data.load.workers import close_loader, through_arenas, worker_death, workers_of
 from megatron_vlm.data.on_disk.paths import sources_of
-from megatron_vlm.messages import join_lines
+from megatron_vlm.job.errors import without_traceback
+from megatron_vlm.messages import PrintableText, join_lines
 
 
 def order_settings(data: DataConfig, micro_batch_size: int, seed: int) -> dict:
@@ -67,6 +68,8 @@ def next_or_too_many_drops(batches: Iterator[Batch], drops: DropReport, loader: 
         batch = next(batches, None)
     except (RuntimeError, EOFError, ConnectionError) as error:  # the last two: it died while sending a batch
         drops.check()
+        if isinstance(error, TooManyDrops):  # a worker has made each of its lines printable
+            raise TooManyDrops(PrintableText(without_traceback(str(error)))) from error
         if not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker"):
             raise RuntimeError(worker_death(workers_of(loader))) from error
         raise
