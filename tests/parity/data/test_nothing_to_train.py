@@ -151,6 +151,6 @@ def test_fewer_samples_than_a_hundred_are_judged_by_whole_epochs(tmp_path, proce
         for _ in range(2 * ROWS):  # four epochs
             next(loader)
         return
-    with pytest.raises(TooManyDrops, match="samples were dropped"):
+    with pytest.raises(TooManyDrops, match="samples read so far, also ahead of training, were dropped"):
         for _ in range(ROWS):
             next(loader)

@@ -97,7 +97,9 @@ def test_the_budget_is_over_all_ranks(by_rank):
 def test_every_rank_ends_with_the_reason_of_the_one_that_gave_up(by_rank):
     (steps, text, seconds), (other_steps, other_text, other_seconds) = (rank["many"] for rank in by_rank)
     assert steps == other_steps < 8 and text == other_text
-    assert re.search(r"could not read a batch: \d+ of \d+ samples were dropped", text), text
+    assert re.search(
+        r"could not read a batch: \d+ of \d+ samples read so far, also ahead of training, were dropped", text
+    ), text
     assert "more than data.max_drop_share = 10.0%" in text
     assert "bad_json" in text
     assert max(seconds, other_seconds) < 60

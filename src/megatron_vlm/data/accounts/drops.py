@@ -253,8 +253,8 @@ class DropReport:
         reasons = self.summary()["reasons"]
         on_this_rank = f" ({sum(reasons.values())} of them here)" if sum(reasons.values()) < dropped else ""
         fact = (
-            f"data: {dropped}{on_this_rank} of {seen} samples were dropped ({dropped / seen:.1%}), "
-            f"more than data.max_drop_share = {self._max_share:.1%}:"
+            f"data: {dropped}{on_this_rank} of {seen} samples read so far, also ahead of training, were "
+            f"dropped ({dropped / seen:.1%}), more than data.max_drop_share = {self._max_share:.1%}:"
         )
         raise TooManyDrops(join_lines([fact, *self.reason_lines()]))
 
