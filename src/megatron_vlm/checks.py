@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_vlm import stores
 from megatron_vlm.adapter_settings import with_peft_settings
-from megatron_vlm.config import AdapterConfig, ConfigError, DataPaths, RunConfig
+from megatron_vlm.config import MISSING, AdapterConfig, ConfigError, DataConfig, DataPaths, RunConfig
 from megatron_vlm.data.on_disk.paths import ROWS, paths_of, tar_shards
 from megatron_vlm.files import read_file
 from megatron_vlm.messages import join_lines
@@ -28,6 +28,7 @@ KINDS = {  # a name in a folder -> what the folder then is
     ADAPTER_FILE: "an adapter without its base model",
     "config.json": "a Hugging Face checkpoint",
 }
+META_FILE = "dataset_info.json"  # LLaMA-Factory's name for a file of several datasets
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -86,6 +87,23 @@ def _data_problem(dataset_type: str, name: str, may_be_hub: bool) -> str | None:
     elif dataset_type == "hf" and Path(path, "config.json").is_file():
         return f"is {kind_of(Path(path))}, not a dataset; give the folder or file of the conversations"
     return None
+
+
+def meta_problems(data: DataConfig) -> Iterator[str]:
+    """Yield messages about files of several datasets, such as LLaMA-Factory's, that a run could not open."""
+    if not (data.datasets or re.search(r"\.json\b", f"{data.train_data_path} {data.valid_data_path}")):
+        return  # without these imports, which take a while
+    from megatron_vlm.data.chatml.record import Columns
+    from megatron_vlm.data.records.opening import entries_of, kind_of
+
+    for key, datasets in (("train_data_path", data.datasets), ("valid_data_path", ())):
+        for path in paths_of(getattr(data, key)) if data.dataset_type == "hf" else ():
+            is_meta = (datasets or Path(path).name == META_FILE) and path != MISSING
+            try:
+                if is_meta or path.endswith(".json") and os.path.isfile(path) and kind_of(path) == "meta":
+                    entries_of(path, Columns(dict(data.columns)), None, datasets)
+            except (ValueError, OSError) as error:
+                yield str(error)
 
 
 def folder_problems(setting: str, location: str, refuse: Callable[[str | Path], Any]) -> Iterator[str]:
@@ -163,6 +181,7 @@ def validate_paths(config: RunConfig, needs_data: bool = True) -> None:
         problems += data_problems("hf", "data.score_path", data.score_path)
         if data.media_dir and not (stores.is_store(data.media_dir) or exists(data.media_dir)):
             problems.append(f"data.media_dir={data.media_dir} does not exist; give a folder.")
+        problems = problems or list(meta_problems(data))
     if stores.is_store(str(config.run_dir)):
         run_dir = config.run_dir
         problems.append(

@@ -87,6 +87,8 @@ def make_everything(folder: Path) -> None:
             "project/checkpoints/model.pt": b"PK",
             "rows.jsonl": row,
             "more/whole.jsonl": row,
+            "cut/dataset_info.json": '{"chats": {"file_name": "../rows',
+            "sets.json": '{"chats": {"file_name": "rows.jsonl"}, "gone": {"file_name": "gone.jsonl"}}',
             "pictures/1.jpg": b"\xff\xd8",
         },
     )

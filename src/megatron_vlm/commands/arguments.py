@@ -17,7 +17,7 @@ from megatron_vlm import config as configs
 from megatron_vlm import recipes as recipe_table
 from megatron_vlm import stores
 from megatron_vlm.callbacks import callback_class
-from megatron_vlm.checks import run_problems, validate_model, validate_paths
+from megatron_vlm.checks import meta_problems, run_problems, validate_model, validate_paths
 from megatron_vlm.config import ConfigError, ParallelConfig, RunConfig
 from megatron_vlm.data.on_disk.paths import items_of
 from megatron_vlm.files import atomic_write, check_output, read_file, read_text, refuse_existing
@@ -145,6 +145,8 @@ def prose(as_json: bool) -> AbstractContextManager:
 
 def show(config: RunConfig, world_size: int | None) -> None:
     """Print valid YAML, so that it can be saved and given back as --config, and what follows from it."""
+    if problems := list(meta_problems(config.data)):
+        raise ConfigError(join_lines(problems))
     typer.echo(to_yaml(config))
     missing = configs.missing_settings(config)
     validate(apply_overrides(config, dict.fromkeys(missing, "given later")), world_size)

@@ -53,16 +53,12 @@ def open_table(
     Raises ValueError that names the file if a source cannot be read, FileNotFoundError if it does not exist.
     """
     kind = kind or kind_of(path)
-    if datasets and kind != "meta":
-        raise ValueError(f"data.datasets: {path} is no meta file of several datasets; drop the setting.")
     if media_dir is not None and not (stores.is_store(media_dir) or Path(media_dir).is_dir()):
         raise FileNotFoundError(f"data.media_dir: {media_dir} is not a folder.")
     root, columns = None if media_dir is None else stores.folder(media_dir), columns or Columns()
     # A meta file names several sources, each with its own columns and media
-    if kind == "meta":
-        if stores.is_store(path):
-            raise ValueError(f"data: {path} is a meta file; give its datasets as a list, or a copy on disk.")
-        entries = entries_of(Path(path), columns, root, datasets)
+    if kind == "meta" or datasets:
+        entries = entries_of(path, columns, root, datasets)
         tables = {name: _open_entry(path, source, options) for name, (source, options) in entries.items()}
         return blend_datasets(tables, [source for source, _ in entries.values()])
     # Lines are read here, one at a time; `datasets` opens everything else
@@ -131,7 +127,7 @@ def read_meta(path: Path) -> dict[str, dict] | None:
 
 
 def entries_of(
-    path: Path, columns: Columns, root: Path | None, datasets: Sequence[str]
+    path: str | Path, columns: Columns, root: Path | None, datasets: Sequence[str]
 ) -> dict[str, tuple[DataSource, dict[str, Any]]]:
     """Return the datasets of a file {name: {file_name, columns, tags, media_dir, sample_ratio, ...}, ...}.
 
@@ -141,9 +137,14 @@ def entries_of(
     """
     if columns.names or columns.tags:
         raise ValueError(f"data.columns: {path} says the columns of each of its datasets; drop the setting.")
-    entries = read_meta(path)
+    if stores.is_store(path):
+        raise ValueError(f"data: {path} is a meta file; give its datasets as a list, or a copy on disk.")
+    path = Path(path)
+    entries = read_meta(path) if path.is_file() else None
     if not entries:
-        raise damaged(path, "is no meta file", "write {name: {file_name: ..., ...}, ...}")
+        fact = "is no meta file" if path.exists() else "does not exist"
+        remedy = "write {name: {file_name: ..., ...}, ...}" + (", or drop data.datasets" if datasets else "")
+        raise damaged(path, fact, remedy)
     for name in datasets:
         if name not in entries:
             raise ValueError(f"data.datasets: {path} has no dataset {name}{suggestion(name, entries)}")
