@@ -51,6 +51,7 @@ class Run:
     has_ended: bool = False  # its last step is trained
     higher_is_better: set[str] = field(default_factory=set)  # names of metrics
     notes: list[str] = field(default_factory=list)  # lines for the user about the start
+    logged: dict[int, dict[str, str]] = field(default_factory=dict)  # step: the line that logs each metric
 
     source: Source = None
     feed: Feed = None
@@ -69,8 +70,20 @@ class Run:
         self.milestones = self.milestones.ending(last, reason)
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write a row to metrics.jsonl and to trackers; of this step, unless an earlier one is given."""
-        self.callbacks.on_log(self, self.step if step is None else step, dict(metrics))
+        """Write a row to metrics.jsonl and to trackers; of this step, unless an earlier one is given.
+
+        Raises ConfigError with the caller's line for a value that is no number, or a name that is logged."""
+        step = self.step if step is None else step
+        place = "{0.f_code.co_filename}:{0.f_lineno}".format(sys._getframe(1))
+        names = self.logged.get(step, {})
+        for name, value in metrics.items():
+            fact = f"logged in {names[name]}; give another name" if name in names else ""
+            if not isinstance(value, int | float):
+                fact = f"a {type(value).__name__}; give a Python number"
+            if fact:  # a second value of a step would hide the first
+                raise ConfigError(f"run.log in {place}: {name} of step {step} is {fact}.")
+        self.logged = {step: names | dict.fromkeys(metrics, place)}
+        self.callbacks.on_log(self, step, dict(metrics))
 
     def message(self, text: str, is_error: bool = False) -> None:
         """Print a line, above the progress bar, on the first rank; with --quiet errors and closing lines."""
@@ -253,24 +266,29 @@ def callback_class(name: str, setting: str = "train.callbacks") -> Callable[[], 
     loaded = load_object(place, name)
     if not (isinstance(loaded, type) and issubclass(loaded, Callback)):
         raise ConfigError(f"{place} is no subclass of Callback; see docs/how-to/extend.md.")
-    hooks = [method for method in vars(Callback) if method.startswith(("on_", "before_"))]
-    for method in dir(loaded):
-        if method.startswith("on_") and method not in hooks:
-            raise ConfigError(f"{place}: {method} is never called{suggestion(method, hooks)}")
-    # a method with other parameters would fail only when a step calls it
-    for method, ours in vars(Callback).items():
-        users = inspect.getattr_static(loaded, method)
-        if inspect.isfunction(ours) and inspect.isfunction(users):
-            expected = inspect.signature(ours)
-            try:
-                inspect.signature(users).bind(*expected.parameters)
-            except TypeError:
-                names = ", ".join(expected.parameters)
-                wrong = f"{method} in line {users.__code__.co_firstlineno} does not take ({names})"
-                raise ConfigError(f"{place}: {wrong}; correct the file.") from None
+    check_methods(place, loaded)
 
     def made() -> Callback:
         with calling(place, name):
             return loaded()
 
     return made
+
+
+def check_methods(place: str, kind: type[Callback]) -> None:
+    """Raise ConfigError, beginning with `place`, for a method that the run would not call, or could not."""
+    hooks = [method for method in vars(Callback) if method.startswith(("on_", "before_"))]
+    for method in dir(kind):
+        if method.startswith("on_") and method not in hooks:
+            raise ConfigError(f"{place}: {method} is never called{suggestion(method, hooks)}")
+    # a method with other parameters would fail only when a step calls it
+    for method, ours in vars(Callback).items():
+        users = inspect.getattr_static(kind, method)
+        if inspect.isfunction(ours) and inspect.isfunction(users):
+            expected = inspect.signature(ours)
+            try:
+                inspect.signature(users).bind(*expected.parameters)
+            except TypeError:
+                names = ", ".join(expected.parameters)
+                line = f"{users.__code__.co_filename}:{users.__code__.co_firstlineno}"
+                raise ConfigError(f"{place}: {method} ({line}) cannot take ({names}); correct it.") from None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib import import_module
 
-from megatron_vlm.callbacks import Callback, Callbacks, callback_class
+from megatron_vlm.callbacks import Callback, Callbacks, callback_class, check_methods
 from megatron_vlm.callbacks.checkpoints import Checkpoints, SaveNotices
 from megatron_vlm.callbacks.exports import Exports
 from megatron_vlm.callbacks.preemption import Heartbeat, Preemption
@@ -28,6 +28,7 @@ def callbacks_of(config: RunConfig, user_callbacks: Sequence[Callback] = ()) -> 
             raise ConfigError(
                 f"callbacks: {callback!r} is no object of a Callback; give one, as MyCallback()."
             )
+        check_methods(f"callbacks: {type(callback).__name__}", type(callback))
     train = config.train
     # these change the metrics of a step, or end the run
     callbacks: list[Callback] = [Heartbeat(), Samples()]

@@ -51,7 +51,6 @@ class RunLog(Callback):
         self._totals = dict.fromkeys(TOTALS, 0)
         self._file: BinaryIO | None = None  # on the first rank
         self._bar: tqdm | None = None
-        self._logged: dict[int, set[str]] = {}  # the names of the rows of the step that was logged last
 
     def state_dict(self) -> dict[str, Any]:
         return self._totals
@@ -105,12 +104,6 @@ class RunLog(Callback):
     def on_log(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         if self._file is None:
             return
-        # a second value of a step would hide the first
-        names = self._logged.get(step, set())
-        if repeated := sorted(names & metrics.keys()):
-            place = f"run.log: {repeated[0]} of step {step}"
-            raise ConfigError(f"{place} is logged already; give another name.")
-        self._logged = {step: names | metrics.keys()}
         # JSON knows no NaN; null keeps the row readable everywhere
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **row}).encode() + b"\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_vlm.callbacks.base import callback_class
+from megatron_vlm.callbacks.built_in import callbacks_of
 from megatron_vlm.config import ConfigError, RunConfig
 from megatron_vlm.imports import load_object
 from megatron_vlm.recipes import compose, load_recipe
@@ -106,9 +107,11 @@ def test_a_misspelled_method_of_a_callback_is_named(own):
 
 def test_a_method_of_a_callback_with_other_parameters_is_named_with_its_line(own):
     line = OWN.splitlines().index("    def on_step_end(self, run):") + 1
-    said = rf"own.py:TakesTooLittle: on_step_end in line {line} does not take \(self, run, metrics\); correct"
-    with pytest.raises(ConfigError, match=said):
+    said = rf"TakesTooLittle: on_step_end \(.*own.py:{line}\) cannot take \(self, run, metrics\); correct it"
+    with pytest.raises(ConfigError, match=f"train.callbacks: {own}:{said}"):
         callback_class(f"{own}:TakesTooLittle")
+    with pytest.raises(ConfigError, match=f"callbacks: {said}"):
+        callbacks_of(RunConfig(), [load_object("own", f"{own}:TakesTooLittle")()])
 
 
 @pytest.mark.parametrize(

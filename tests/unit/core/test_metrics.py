@@ -4,9 +4,12 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 
+import numpy as np
 import pytest
+import torch
 from logged_runs import begun_run, log_step, validate
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -102,11 +105,26 @@ def test_a_callback_may_not_log_a_figure_of_the_run(tmp_path):
     run = begun_run(config(tmp_path), 2)
     run.step = 1
     run.log({"own": 1.0})
-    with pytest.raises(ConfigError, match="run.log: own of step 1 is logged already; give another name"):
+    here = rf"{__file__}:{sys._getframe().f_lineno - 1}"
+    again = rf"run.log in {__file__}:\d+: own of step 1 is logged in {here}; give another name\."
+    with pytest.raises(ConfigError, match=again):
         run.log({"own": 2.0})
     run.log({"lr": 1.0}, step=2)
-    with pytest.raises(ConfigError, match="run.log: lr of step 2 is logged already"):
+    with pytest.raises(ConfigError, match=rf"lr of step 2 is logged in {__file__}:\d+; give another"):
         log_step(run)
+    run.callbacks.close()
+
+
+@pytest.mark.parametrize("is_first_rank", [True, False])
+@pytest.mark.parametrize(
+    "value", ["high", None, torch.tensor(1.0), np.float32(1), [1.0]], ids=lambda v: type(v).__name__
+)
+def test_what_is_no_number_is_refused_with_the_line_that_logs_it(tmp_path, value, is_first_rank):
+    run = begun_run(config(tmp_path), 2, is_first_rank=is_first_rank)
+    line = sys._getframe().f_lineno + 3
+    said = rf"run.log in {__file__}:{line}: own of step 0 is a {type(value).__name__}; give a Python "
+    with pytest.raises(ConfigError, match=said):
+        run.log({"own": value})
     run.callbacks.close()
 
 
