@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from megatron_vlm.callbacks.run_log import read_rows
 from megatron_vlm.cli import app
 from megatron_vlm.config import RunConfig
-from megatron_vlm.extras.report.history import read_history
+from megatron_vlm.extras.report.history import History, read_history
 from megatron_vlm.extras.report.live import LivePage
-from megatron_vlm.extras.report.page import report_page
+from megatron_vlm.extras.report.page import LOSSES, charts_of, report_page
+from megatron_vlm.objectives import OBJECTIVES
 from megatron_vlm.overrides import apply_overrides
 
 ATTACK = "</script><script>document.title = 'run'</script>"
@@ -71,6 +72,34 @@ def test_a_finished_run_leaves_a_page_with_its_figures_and_nothing_from_elsewher
     (start,) = read_rows(finished / "starts.jsonl")
     assert start["total_steps"] == 6 and start["versions"]["torch"] in page
     assert "<tr><th>train.steps</th><td>6</td><td>1000</td></tr>" in page
+
+
+@pytest.mark.parametrize(
+    ("objectives", "unit"),
+    [
+        (["tokens"], "nats per trained token"),
+        (["dpo"], "DPO loss per pair"),
+        (["grpo"], "GRPO loss; in validation the reward, negated"),
+        (["own.py:focal"], "own.py:focal"),
+        (["tokens", "dpo"], "nats per trained token, DPO loss per pair"),
+    ],
+)
+def test_the_loss_has_the_unit_of_its_objective(tmp_path, objectives, unit):
+    rows = [{"step": 1, "loss": 0.7, "valid_loss": 0.6, "loss/a": 2.0}]
+    runs = [
+        History(tmp_path / name, {"train.objective": name}, starts=[], rows=rows, running=False)
+        for name in objectives
+    ]
+    charts = {chart["title"]: (chart["unit"], len(chart["series"])) for chart in charts_of(runs)}
+    if objectives == ["tokens"]:
+        assert charts == {"Loss": (unit, 3)}
+    else:
+        of_sources = ("nats per trained token", len(runs))
+        assert charts == {"Loss": (unit, 2 * len(runs)), "Negative log-likelihood of each source": of_sources}
+
+
+def test_every_objective_has_a_unit():
+    assert LOSSES.keys() == OBJECTIVES.keys()
 
 
 def test_two_runs_are_drawn_over_each_other_with_what_differs(tmp_path, finished):

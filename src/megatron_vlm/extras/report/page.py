@@ -26,7 +26,7 @@ METRICS += ("dropped_samples",)
 REFRESH = 15  # seconds after which the page of a run that goes on is loaded again
 # title, unit, metrics of docs/reference/metrics.md as a pattern; each other metric gets a chart of its own
 CHARTS = (
-    ("Loss", "nats per trained token", r"(valid_)?loss(/.*)?"),
+    ("Negative log-likelihood of each source", "nats per trained token", r"(valid_)?loss/.*"),
     ("Scores", "", r"(valid_)?(score|accuracy)\b.*|on_export/.*"),
     ("Rewards of DPO", "nats", r"margin|reward_(chosen|rejected)"),
     ("Rewards", "", r"(valid_)?reward|reward_std|rewards/.*/mean"),
@@ -40,6 +40,8 @@ CHARTS = (
     ("Memory", "GB of the fullest device", r"peak_memory_gb"),
     ("Balance of experts", "busiest over mean", r"expert_balance.*"),
 )
+LOSSES = {"tokens": "nats per trained token", "dpo": "DPO loss per pair"}  # units of `train.objective`
+LOSSES |= {"grpo": "GRPO loss; in validation the reward, negated"}
 NO_CURVE = re.compile(r"step|epoch|(valid_)?trained_tokens(/.*)?|(valid_)?samples/.*")
 LAST_ANSWERS = 6  # prompts whose answers are shown
 MOST_POINTS = 500  # of a curve: the lowest and the highest value of each stretch of steps
@@ -130,7 +132,10 @@ def charts_of(runs: Sequence[History]) -> list[dict[str, Any]]:
     """
     names = sorted({name for run in runs for name in run.last if not NO_CURVE.fullmatch(name)})
     groups = []
-    for title, unit, pattern in CHARTS:
+    objectives = dict.fromkeys(str(run.settings.get("train.objective", "tokens")) for run in runs)
+    unit = ", ".join(LOSSES.get(name, name) for name in objectives)
+    loss = ("Loss", unit, r"(valid_)?loss(/.*)?" if [*objectives] == ["tokens"] else r"(valid_)?loss")
+    for title, unit, pattern in (loss, *CHARTS):
         groups.append((title, unit, [name for name in names if re.fullmatch(pattern, name)]))
         names = [name for name in names if name not in groups[-1][2]]
     groups += [(name, "", [name]) for name in names]
