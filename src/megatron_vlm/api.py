@@ -25,9 +25,7 @@ def export(run_dir: str | Path, output: str | Path, adapter: bool = False) -> No
         ConfigError: The run has no complete checkpoint, or no adapters although `adapter` asks for them.
     """
     config = arguments.config_of_trained_run(Path(run_dir), None, None)
-    if adapter and not config.adapter.used:
-        raise ConfigError(f"adapter=True: {run_dir} trains no adapters, adapter.r is 0; export without it.")
-    export_run(config, arguments.new_output(str(output), Path(run_dir)), adapter)
+    export_run(config, arguments.new_output(str(output), config, adapter), adapter)
 
 
 @setup.left_on_error()

@@ -291,9 +291,7 @@ def export(
     Adapters are merged; --adapter writes these alone, as peft does.
     """
     config = arguments.config_of_trained_run(run_dir, settings, nproc)
-    output = arguments.new_output(output, run_dir)
-    if adapter and not config.adapter.used:
-        raise configs.ConfigError("--adapter: the run trains no adapters, adapter.r is 0; export without it.")
+    output = arguments.new_output(output, config, adapter)
     arguments.prepare_cuda(config.parallel)
     if nproc:  # this process only starts the ranks: each runs the command again, without --nproc
         flags = ["--adapter"] if adapter else []

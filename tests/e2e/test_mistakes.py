@@ -160,3 +160,12 @@ def test_what_the_mistakes_differ_from_is_none(folder, monkeypatch):
     config = compose(options.pop("recipe"), None, [layout], options)
     validate(config, 1)
     validate_paths(config)
+
+
+def test_python_refuses_adapters_of_a_run_without_any_as_the_command_does(folder, monkeypatch):
+    from megatron_vlm import export
+
+    monkeypatch.chdir(folder)
+    [row] = [row for row in TABLE["mistakes"] if row["mistake"] == "the adapters of a run without any"]
+    with pytest.raises(ValueError, match=row["says"]):
+        export("trained", "out", adapter=True)

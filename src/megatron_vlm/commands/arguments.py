@@ -282,13 +282,16 @@ def _with_some_data(config: RunConfig) -> RunConfig:
     return apply_overrides(config, {"data.train_data_path": NO_DATA})
 
 
-def new_output(output: str, run_dir: Path) -> str:
-    """Return the folder for a run's export, without a slash at its end.
+def new_output(output: str, config: RunConfig, adapter: bool) -> str:
+    """Return the folder for a run's export, or its `adapter` alone, without a slash at its end.
 
     Raises:
         OSError: The folder cannot be written.
-        ConfigError: It is in a store, or lies among what the run itself writes.
+        ConfigError: It is in a store, or lies among what the run itself writes; or there is no adapter.
     """
+    run_dir = Path(config.run_dir)
+    if adapter and not config.adapter.used:
+        raise ConfigError(f"{run_dir} trains no adapters, adapter.r is 0; drop --adapter, or adapter=True.")
     if stores.is_store(output):
         remedy = "give a folder on disk; a run with train.upload_to copies its exports"
         raise ConfigError(f"{output} is in a store; {remedy}.")
