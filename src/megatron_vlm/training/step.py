@@ -22,6 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.futures import Future
 from torch.profiler import record_function
 
 from megatron_vlm.batch import Batch
@@ -147,7 +148,28 @@ def data_parallel(
     for chunk in wrapped:
         for module, needed in _first_uses(chunk):
             module.register_forward_pre_hook(partial(_arrived, needed))
+        groups = (
+            (chunk.bucket_groups, parallel_state.get_data_parallel_group(with_context_parallel=True)),
+            (chunk.expert_parallel_bucket_groups, parallel_state.get_expert_data_parallel_group()),
+        )
+        for bucket_groups, ranks in groups:
+            for buckets in bucket_groups if ranks.size() == 1 else ():
+                _exchange_nothing(buckets)
     return wrapped
+
+
+def _exchange_nothing(buckets: Buckets) -> None:
+    """For a single data-parallel rank: gloo would copy all gradients and parameters onto themselves."""
+    done = Future()
+    done.set_result(None)
+
+    def start_grad_sync(force_all_reduce: bool = False) -> None:
+        buckets.grad_reduce_handle = done
+
+    def start_param_sync(force_sync: bool = False) -> None:
+        """There are no other ranks' shares."""
+
+    buckets.start_grad_sync, buckets.start_param_sync = start_grad_sync, start_param_sync
 
 
 Taken = tuple[bool, float | None, int | None]  # what Megatron's `optimizer.step` returns

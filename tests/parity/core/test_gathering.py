@@ -41,12 +41,17 @@ TRAINED: dict[int, dict[str, tuple[str, ParallelConfig, dict[str, Any]]]] = {  #
 
 
 def every_case(folder: str, processes: int) -> dict[str, dict[str, Any]]:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
     from megatron_vlm.parallel import setup
     from megatron_vlm.training import step
 
     setup.init_distributed(ParallelConfig(), seed=1)
     step.DistributedDataParallelConfig = partial(step.DistributedDataParallelConfig, bucket_size=BUCKET)
     start, found = step.Buckets.start_param_sync, {}
+    found["ranks of exchanges"] = sizes = set()
+    for function in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(buffers, function, partial(counted, sizes, getattr(buffers, function)))
     for name, (family, layout, settings) in TRAINED[processes].items():
         case = saved_cases.read(f"{folder}/{family}.pt")
         run = run_of(f"{folder}/{family}", layout, **settings)
@@ -56,6 +61,11 @@ def every_case(folder: str, processes: int) -> dict[str, dict[str, Any]]:
         found[name]["late"] = trained(run, case, True)
         step.Buckets.start_param_sync = start
     return found
+
+
+def counted(sizes: set[int], exchange: Callable, *tensors: torch.Tensor, group, **how) -> Any:
+    sizes.add(group.size())
+    return exchange(*tensors, group=group, **how)
 
 
 def run_of(path: str, layout: ParallelConfig, adapter: AdapterConfig | None = None, **model) -> RunConfig:
@@ -119,6 +129,8 @@ def test_a_run_whose_parameters_arrive_late_is_the_same(tmp_path, processes):
         rows = ["it", "t", "ititit", "t"][:processes]
         parity.save_case(source, rows, tmp_path / f"{family}.pt")
     ranks = run_distributed(processes, every_case, str(tmp_path), processes, timeout=500)
+    # a single rank, as experts have with EP2, exchanges nothing
+    assert all(min(rank["ranks of exchanges"]) == 2 for rank in ranks)
     for name in cases:
         for found in (rank[name] for rank in ranks):
             for how in ("in flight", "judged", "late"):
