@@ -62,7 +62,6 @@ def decoder() -> tuple[torch.nn.Module, AttentionPlan]:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     layers, plan = decoder()
-    columns = [module for module in layers.modules() if isinstance(module, linears.ColumnParallelLinear)]
     routes = torch.zeros(1, TOKENS, 1, 1, dtype=torch.int16)
 
     def forward() -> torch.Tensor:
@@ -77,8 +76,6 @@ def main() -> None:
     for _ in range(ROUNDS):
         for kind, (methods, Fused.compiles_on) in kinds.items():
             linears.ColumnParallelLinear.forward, linears.RowParallelLinear.forward = methods
-            for column in columns:
-                column.disable_grad_reduce = False
             for name, function in passes.items():
                 least[kind, name] = min(least.get((kind, name), math.inf), microseconds(function))
     for name in passes:

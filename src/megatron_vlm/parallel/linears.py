@@ -122,6 +122,33 @@ for operator, stand_in in STAND_INS.items():
     ON_CPU.impl(operator.name().split("::")[1], stand_in, "CPU")
 
 
+class Product(torch.autograd.Function):
+    """(T, B, O): x (T, B, I) times its outputs' weights (O, I), of a single rank.
+
+    Megatron's own function looks at each call for what there is to exchange, which takes the host longer.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TBI: Tensor, weight_OI: Tensor, adds: bool) -> Tensor:
+        ctx.save_for_backward(x_TBI if ctx.needs_input_grad[1] else None, weight_OI)
+        ctx.adds = adds
+        return x_TBI @ weight_OI.t()
+
+    @staticmethod
+    def backward(ctx, grad_TBO: Tensor):
+        x_TBI, weight_OI = ctx.saved_tensors
+        grad_TBI = grad_TBO @ weight_OI
+        if x_TBI is None:
+            return grad_TBI, None, None
+        x_RI = x_TBI.flatten(0, -2)
+        grad_RO = grad_TBO.flatten(0, -2)
+        if not ctx.adds:
+            return grad_TBI, grad_RO.t() @ x_RI, None
+        total = sum_for(weight_OI)
+        wgrad_gemm_accum_fp32(x_RI, grad_RO, total)
+        return grad_TBI, gradient_of(weight_OI, total), None
+
+
 class GatheredProduct(torch.autograd.Function):
     """(T, B, O): rows of all ranks, x (t, B, I) on this one, times its outputs' weights (O, I)."""
 
@@ -185,9 +212,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     def forward(self, input_: Tensor, *args) -> tuple[Tensor, Tensor | None]:
         if self.config.tp_comm_overlap and self.sequence_parallel and not self.explicit_expert_comm:
             return _with_bias(self, GatheredProduct.apply(input_, self.weight, self.tp_group))
-        self.disable_grad_reduce |= (
-            self.tp_group.size() == 1
-        )  # else Megatron calls a function that does nothing
+        if self.tp_group.size() == 1 and not args:
+            product = Product.apply(input_, self.weight, self.gradient_accumulation_fusion)
+            return _with_bias(self, product)
         if torch.is_grad_enabled() or self.explicit_expert_comm or args:
             return super().forward(input_, *args)
         if self.sequence_parallel:
@@ -201,18 +228,15 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.config.tp_comm_overlap and self.sequence_parallel and not self.explicit_expert_comm:
             return _with_bias(self, ScatteredProduct.apply(input_, self.weight, self.tp_group))
-        if torch.is_grad_enabled() and self.tp_group.size() == 1:  # Megatron's method reduces over one rank
-            fuses = self.gradient_accumulation_fusion
-            output = self._forward_impl(
-                input_, self.weight, None, fuses, False, False, tp_group=self.tp_group
-            )
-            return _with_bias(self, output)
+        if self.tp_group.size() == 1:
+            product = Product.apply(input_, self.weight, self.gradient_accumulation_fusion)
+            return _with_bias(self, product)
         if torch.is_grad_enabled() or self.explicit_expert_comm:
             return super().forward(input_)
         output = linear(input_, self.weight)
         if self.sequence_parallel:
             output = tensor_parallel.reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
-        elif self.tp_group.size() > 1:
+        else:
             output = tensor_parallel.reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
         return _with_bias(self, output)
 

@@ -169,7 +169,8 @@ def _exchange_nothing(buckets: Buckets) -> None:
     def start_param_sync(force_sync: bool = False) -> None:
         """There are no other ranks' shares."""
 
-    buckets.start_grad_sync, buckets.start_param_sync = start_grad_sync, start_param_sync
+    buckets.start_grad_sync = start_grad_sync
+    buckets.start_param_sync = start_param_sync
 
 
 Taken = tuple[bool, float | None, int | None]  # what Megatron's `optimizer.step` returns
