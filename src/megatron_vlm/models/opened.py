@@ -88,7 +88,9 @@ def build_model(
         if config.adapter.used:
             add_adapters(chunk, targets, saved, dropout=adapter.lora_dropout, seed=config.train.seed)
         if device.type == "cuda" and chunk.pre_process:
-            kernel_checks.check_towers(chunk.vision, device, megatron_config.params_dtype, config.model)
+            kernel_checks.check_towers(chunk.vision, device, dtype, config.model)
+            problem = kernel_checks.tower_disagreement(chunk.vision, device, dtype)
+            kernel_checks.check("fused", problem, config.model)
     return chunks
 
 

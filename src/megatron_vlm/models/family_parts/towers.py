@@ -14,6 +14,7 @@ from transformers import AutoModel, PreTrainedModel
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import limits
+from megatron_vlm.models.layers.fused_towers import fuse_pointwise
 from megatron_vlm.models.weights.rules import Operation, Rule
 
 
@@ -95,12 +96,13 @@ def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
     tower = AutoModel.from_config(
         deepcopy(vision), attn_implementation="sdpa", trust_remote_code=False, **options
     )
-    return with_patches_by_linears(tower)
+    return fuse_pointwise(with_patches_by_linears(tower))
 
 
 def tower_of_class(tower_class: type[PreTrainedModel], vision: Any) -> PreTrainedModel:
     """`hf_tower` for a class that `AutoModel` does not know, or not in every Transformers."""
-    return with_patches_by_linears(tower_class._from_config(deepcopy(vision), attn_implementation="sdpa"))
+    tower = tower_class._from_config(deepcopy(vision), attn_implementation="sdpa")
+    return fuse_pointwise(with_patches_by_linears(tower))
 
 
 def with_patches_by_linears(tower: PreTrainedModel) -> PreTrainedModel:

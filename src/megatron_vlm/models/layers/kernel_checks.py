@@ -38,6 +38,7 @@ from megatron_vlm.models.layers.fused import (
     rotate,
     turned_heads,
 )
+from megatron_vlm.models.layers.fused_towers import FusedCase, fused_tower_cases
 from megatron_vlm.models.layers.tower_attention import heads, kernels, use_sdpa, view_of
 from megatron_vlm.parallel import linears
 from megatron_vlm.parallel.linears import GatheredProduct, ScatteredProduct, wgrad_gemm_accum_fp32
@@ -354,8 +355,17 @@ def _difference(ours: Tensor, expected: Tensor) -> float:
 
 def fused_disagreement(megatron_config: TransformerConfig, device: torch.device) -> str | None:
     """Says to the user what is wrong with the compiled functions on this device; None if nothing is."""
+    return _compiled_disagreement(partial(fused_cases, megatron_config, device=device))
+
+
+def tower_disagreement(vision: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    """`fused_disagreement` of the towers in `vision`."""
+    return _compiled_disagreement(partial(fused_tower_cases, vision, random=_random(device, dtype)))
+
+
+def _compiled_disagreement(cases: Callable[[int], dict[str, FusedCase]]) -> str | None:
     for tokens in (509, 37):  # what is compiled for one length, which no axis of a model has, serves others
-        for name, (function, tensors) in fused_cases(megatron_config, tokens, device).items():
+        for name, (function, tensors) in cases(tokens).items():
             with compiled_on(None):
                 expected = _with_gradients(_widened(tensors), function)
             if problem := problem_of(name, function, tensors, expected):
@@ -365,7 +375,7 @@ def fused_disagreement(megatron_config: TransformerConfig, device: torch.device)
 
 def fused_cases(
     megatron_config: TransformerConfig, tokens: int, device: torch.device
-) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
+) -> dict[str, FusedCase]:
     """Functions of tensors by name, with random ones for it; the last is the gradient of its result."""
     random = _random(device, megatron_config.params_dtype)
     width = megatron_config.hidden_size

@@ -1,0 +1,194 @@
+"""Rotary embeddings, RMS norms and gates of vision towers, as the language model's in `fused`.
+
+Transformers runs these an operation at a time. Modules of a tower whose code is known here get a `forward`
+with the same results, less to keep, and compiled on CUDA. Classes, functions and weights stay as they are.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from megatron_vlm.models.layers.fused import DERIVATIVES, Activation, Fused, norm
+
+VISION_ROTARY = "apply_rotary_pos_emb_vision"
+MLPS = (LlamaMLP.forward, lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+SILU, GELU_TANH, QUICK_GELU = (type(ACT2FN[name]) for name in ("silu", "gelu_pytorch_tanh", "quick_gelu"))
+
+
+def fuse_pointwise(tower: PreTrainedModel) -> PreTrainedModel:
+    """Return the tower, whose modules call the functions of this file if their code is known."""
+    for module in tower.modules():
+        forward = type(module).forward
+        if _is_same_code(forward, LlamaRMSNorm.forward):
+            module.forward = partial(_norm, module)
+        elif any(_is_same_code(forward, mlp) for mlp in MLPS) and type(module.act_fn) in (SILU, GELU_TANH):
+            module.forward = partial(_gated_mlp, module)
+        elif type(module) is QUICK_GELU:
+            module.forward = partial(_quick_gelu, module)
+        elif _rotary_name(forward):
+            module.forward = partial(_rotary_attention, module)
+    return tower
+
+
+def _is_same_code(function: FunctionType, known: FunctionType) -> bool:
+    """Whether two functions do the same, whatever their variables are called."""
+    ours, theirs = function.__code__, known.__code__
+    return (ours.co_code, ours.co_names, ours.co_consts) == (
+        theirs.co_code,
+        theirs.co_names,
+        theirs.co_consts,
+    )
+
+
+# --- rotary embeddings --------------------------------------------------------------------------------------
+
+
+def _rotary_name(forward: FunctionType) -> str | None:
+    """The rotary function's name in an attention: of patches before heads in fp32, or as Pixtral's."""
+    names = forward.__code__.co_names
+    return next((name for name in (VISION_ROTARY, "apply_rotary_pos_emb") if name in names), None)
+
+
+def _rotary_attention(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _with_fused_rotary(type(attention).forward)(attention, *args, **kwargs)
+
+
+@cache
+def _with_fused_rotary(forward: FunctionType) -> FunctionType:
+    """A copy of an attention's `forward` that calls `rotate_both` in its rotary function's place."""
+    name = _rotary_name(forward)
+    names = {**forward.__globals__, name: partial(rotate_both, _fused(forward.__globals__[name]))}
+    return FunctionType(forward.__code__, names, name, forward.__defaults__, forward.__closure__)
+
+
+_fused = cache(Fused)
+
+
+def rotate_both(
+    function: Fused, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Transformers' `function` of heads (P, H, K) or (1, P, H, K), or (1, H, P, K) with `unsqueeze_dim` 0.
+
+    The tables cos and sin are (P, K)."""
+    rows = [x.flatten(0, -3) for x in (q, k)]  # the compiler begins again for an axis of one
+    if unsqueeze_dim is None:
+        q_rows, k_rows = RotateBoth.apply(*rows, cos, sin, function)
+    else:
+        turned = RotateBoth.apply(*(x.transpose(0, 1) for x in rows), cos, sin, function, 1)
+        q_rows, k_rows = (x.transpose(0, 1) for x in turned)
+    return q_rows.view(q.shape), k_rows.view(k.shape)
+
+
+class RotateBoth(torch.autograd.Function):
+    """Heads (P, H, K) rotated. The backward pass needs the tables alone, whose halves are the same, and turns
+    the other way."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, function: Fused, *axis: int):
+        ctx.save_for_backward(cos, sin)
+        ctx.function, ctx.axis = function, axis
+        return function(q, k, cos, sin, *axis)
+
+    @staticmethod
+    def backward(ctx, of_q: Tensor, of_k: Tensor):
+        cos, sin = ctx.saved_tensors
+        return *ctx.function(of_q, of_k, cos, -sin, *ctx.axis), None, None, None, *(None for _ in ctx.axis)
+
+
+# --- norms and gates ----------------------------------------------------------------------------------------
+
+
+def _norm(module: nn.Module, x: Tensor) -> Tensor:
+    return norm(x, module.weight, module.variance_epsilon, False)
+
+
+def _gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    return mlp.down_proj(gate_by_two(mlp.gate_proj(x), mlp.up_proj(x), type(mlp.act_fn)))
+
+
+def _quick_gelu(activation: nn.Module, x: Tensor) -> Tensor:
+    return gate_by_two(x, x, type(activation))
+
+
+def gate_by_two(gate: Tensor, up: Tensor, kind: type[nn.Module]) -> Tensor:
+    """activation(gate) * up, (..., I), by Transformers' class of the activation."""
+    return Gate.apply(gate.flatten(0, -2), up.flatten(0, -2), *GATES[kind]).view(gate.shape)
+
+
+class Gate(torch.autograd.Function):
+    """`gate_by_two`. Its backward pass needs its inputs alone and computes the activation again."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, activation: Activation, derivative: Callable) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.functions = activation, derivative
+        return gate_rows(gate, up, activation)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return *gate_rows_backward(gradient, *ctx.saved_tensors, *ctx.functions), None, None
+
+
+@Fused
+def gate_rows(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    return activation(gate) * up
+
+
+@Fused
+def gate_rows_backward(
+    gradient: Tensor, gate: Tensor, up: Tensor, activation: Activation, derivative: Callable
+) -> tuple[Tensor, Tensor]:
+    return derivative(gradient * up, gate), activation(gate) * gradient
+
+
+def _quick(gate: Tensor) -> Tensor:
+    return torch.sigmoid(1.702 * gate)
+
+
+def _quick_backward(of_active: Tensor, gate: Tensor) -> Tensor:
+    return torch.ops.aten.sigmoid_backward(of_active, _quick(gate)) * 1.702
+
+
+GATES = {
+    SILU: (silu, DERIVATIVES[silu]),
+    GELU_TANH: (partial(gelu, approximate="tanh"), DERIVATIVES[GELU_TANH.forward]),
+    QUICK_GELU: (_quick, _quick_backward),  # x is the gate of x
+}
+
+
+# --- the check before a run ---------------------------------------------------------------------------------
+
+
+FusedCase = tuple[Callable[..., Tensor], list[Tensor]]  # a function, its tensors, and its result's gradient
+
+
+def fused_tower_cases(vision: nn.Module, tokens: int, random: Callable[..., Tensor]) -> dict[str, FusedCase]:
+    """Functions that towers in `vision` have, by name, with random tensors for them."""
+    modules = {getattr(vars(m).get("forward"), "func", None): m for m in vision.modules()}
+    cases = {}
+    if module := modules.get(_norm):
+        width, function = len(module.weight), partial(norm, eps=module.variance_epsilon, zero_centered=False)
+        cases["norm of a tower"] = function, [random(tokens, width), random(width), random(tokens, width)]
+    if module := modules.get(_gated_mlp) or modules.get(_quick_gelu):
+        function = partial(gate_by_two, kind=type(getattr(module, "act_fn", module)))
+        cases["gate of a tower"] = function, [random(tokens, 512) for _ in range(3)]
+    if module := modules.get(_rotary_attention):
+        forward, heads, width = type(module).forward, module.num_heads, module.head_dim
+        angles, axis = random(tokens, width // 2).repeat(1, 2), (1,)
+        if _rotary_name(forward) == VISION_ROTARY:
+            angles, axis = angles.float(), ()
+        rotary = _fused(forward.__globals__[_rotary_name(forward)])
+        tensors = *random(tokens, 2, heads, width).unbind(1), random(2, tokens, heads, width)
+        cases["rotary embedding of a tower"] = (
+            lambda q, k: torch.stack(RotateBoth.apply(q, k, angles.cos(), angles.sin(), rotary, *axis)),
+            list(tensors),
+        )
+    return cases
