@@ -38,14 +38,10 @@ def fuse_pointwise(tower: PreTrainedModel) -> PreTrainedModel:
     return tower
 
 
-def _is_same_code(function: FunctionType, known: FunctionType) -> bool:
-    """Whether two functions do the same, whatever their variables are called."""
-    ours, theirs = function.__code__, known.__code__
-    return (ours.co_code, ours.co_names, ours.co_consts) == (
-        theirs.co_code,
-        theirs.co_names,
-        theirs.co_consts,
-    )
+def _is_same_code(*functions: FunctionType) -> bool:
+    """Whether functions do the same, whatever their variables are called."""
+    codes = [function.__code__ for function in functions]
+    return len({(code.co_code, code.co_names, code.co_consts) for code in codes}) == 1
 
 
 # --- rotary embeddings --------------------------------------------------------------------------------------
@@ -65,42 +61,44 @@ def _rotary_attention(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _with_fused_rotary(forward: FunctionType) -> FunctionType:
     """A copy of an attention's `forward` that calls `rotate_both` in its rotary function's place."""
     name = _rotary_name(forward)
-    names = {**forward.__globals__, name: partial(rotate_both, _fused(forward.__globals__[name]))}
+    names = {**forward.__globals__, name: partial(rotate_both, fused_rotary(forward))}
     return FunctionType(forward.__code__, names, name, forward.__defaults__, forward.__closure__)
 
 
-_fused = cache(Fused)
+@cache
+def fused_rotary(forward: FunctionType) -> Fused:
+    """The rotary function of an attention's `forward`, for heads (P, H, K)."""
+    name = _rotary_name(forward)
+    function = forward.__globals__[name]
+    return Fused(function if name == VISION_ROTARY else lambda *args: function(*args, unsqueeze_dim=1))
 
 
 def rotate_both(
     function: Fused, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Transformers' `function` of heads (P, H, K) or (1, P, H, K), or (1, H, P, K) with `unsqueeze_dim` 0.
-
-    The tables cos and sin are (P, K)."""
-    rows = [x.flatten(0, -3) for x in (q, k)]  # the compiler begins again for an axis of one
+) -> tuple[Tensor, ...]:
+    """Rotates heads (P, H, K) or (1, P, H, K), or with `unsqueeze_dim` (1, H, P, K), by tables (P, K)."""
+    heads = [x.flatten(0, -3) for x in (q, k)]  # the compiler would begin again for an axis of one
     if unsqueeze_dim is None:
-        q_rows, k_rows = RotateBoth.apply(*rows, cos, sin, function)
-    else:
-        turned = RotateBoth.apply(*(x.transpose(0, 1) for x in rows), cos, sin, function, 1)
-        q_rows, k_rows = (x.transpose(0, 1) for x in turned)
-    return q_rows.view(q.shape), k_rows.view(k.shape)
+        return tuple(x.view(q.shape) for x in RotateBoth.apply(heads[0], heads[1], cos, sin, function))
+    heads = [x.transpose(0, 1) for x in heads]
+    rotated = RotateBoth.apply(heads[0], heads[1], cos, sin, function)
+    return tuple(x.transpose(0, 1).view(q.shape) for x in rotated)
 
 
 class RotateBoth(torch.autograd.Function):
-    """Heads (P, H, K) rotated. The backward pass needs the tables alone, whose halves are the same, and turns
-    the other way."""
+    """Rotates heads (P, H, K). Its backward pass needs the tables alone, whose halves are equal, and rotates
+    back."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, function: Fused, *axis: int):
+    def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, function: Fused):
         ctx.save_for_backward(cos, sin)
-        ctx.function, ctx.axis = function, axis
-        return function(q, k, cos, sin, *axis)
+        ctx.function = function
+        return function(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx, of_q: Tensor, of_k: Tensor):
         cos, sin = ctx.saved_tensors
-        return *ctx.function(of_q, of_k, cos, -sin, *ctx.axis), None, None, None, *(None for _ in ctx.axis)
+        return *ctx.function(of_q, of_k, cos, -sin), None, None, None
 
 
 # --- norms and gates ----------------------------------------------------------------------------------------
@@ -120,10 +118,10 @@ def _quick_gelu(activation: nn.Module, x: Tensor) -> Tensor:
 
 def gate_by_two(gate: Tensor, up: Tensor, kind: type[nn.Module]) -> Tensor:
     """activation(gate) * up, (..., I), by Transformers' class of the activation."""
-    return Gate.apply(gate.flatten(0, -2), up.flatten(0, -2), *GATES[kind]).view(gate.shape)
+    return GateByTwo.apply(gate.flatten(0, -2), up.flatten(0, -2), *GATES[kind]).view(gate.shape)
 
 
-class Gate(torch.autograd.Function):
+class GateByTwo(torch.autograd.Function):
     """`gate_by_two`. Its backward pass needs its inputs alone and computes the activation again."""
 
     @staticmethod
@@ -175,20 +173,21 @@ def fused_tower_cases(vision: nn.Module, tokens: int, random: Callable[..., Tens
     modules = {getattr(vars(m).get("forward"), "func", None): m for m in vision.modules()}
     cases = {}
     if module := modules.get(_norm):
-        width, function = len(module.weight), partial(norm, eps=module.variance_epsilon, zero_centered=False)
+        width = len(module.weight)
+        function = partial(norm, eps=module.variance_epsilon, zero_centered=False)
         cases["norm of a tower"] = function, [random(tokens, width), random(width), random(tokens, width)]
     if module := modules.get(_gated_mlp) or modules.get(_quick_gelu):
         function = partial(gate_by_two, kind=type(getattr(module, "act_fn", module)))
         cases["gate of a tower"] = function, [random(tokens, 512) for _ in range(3)]
     if module := modules.get(_rotary_attention):
-        forward, heads, width = type(module).forward, module.num_heads, module.head_dim
-        angles, axis = random(tokens, width // 2).repeat(1, 2), (1,)
-        if _rotary_name(forward) == VISION_ROTARY:
-            angles, axis = angles.float(), ()
-        rotary = _fused(forward.__globals__[_rotary_name(forward)])
-        tensors = *random(tokens, 2, heads, width).unbind(1), random(2, tokens, heads, width)
+        forward = type(module).forward
+        angles = random(tokens, module.head_dim // 2).repeat(1, 2)
+        angles = angles.float() if _rotary_name(forward) == VISION_ROTARY else angles
+        heads = random(tokens, 2, module.num_heads, module.head_dim)  # as they lie in one product
         cases["rotary embedding of a tower"] = (
-            lambda q, k: torch.stack(RotateBoth.apply(q, k, angles.cos(), angles.sin(), rotary, *axis)),
-            list(tensors),
+            lambda q, k: torch.stack(
+                RotateBoth.apply(q, k, angles.cos(), angles.sin(), fused_rotary(forward))
+            ),
+            [heads[:, 0], heads[:, 1], random(2, tokens, module.num_heads, module.head_dim)],
         )
     return cases
