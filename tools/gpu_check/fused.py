@@ -7,14 +7,20 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+from torch import nn
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from gpu_check.clock import seconds
 from gpu_check.rows import Row
 from gpu_check.sizes import DTYPE, ON_CUDA, About, Sizes
+from megatron_vlm.models.family_parts.towers import tower_of_class
 from megatron_vlm.models.layers.fused import compiled_on
+from megatron_vlm.models.layers.fused_towers import fused_tower_cases
 from megatron_vlm.models.layers.kernel_checks import (
     fused_cases,
     fused_disagreement,
+    tower_disagreement,
     weight_gradient_disagreement,
 )
 from megatron_vlm.parallel import setup
@@ -45,11 +51,20 @@ def models(sizes: Sizes) -> dict[str, SimpleNamespace]:
     }
 
 
+def tower() -> nn.Module:
+    """One layer of the tower of Qwen2.5-VL, which has all of a tower's functions, without weights."""
+    config = Qwen2_5_VLVisionConfig(depth=1, hidden_size=1280, intermediate_size=3420, num_heads=16)
+    with torch.device("meta"):
+        return tower_of_class(Qwen2_5_VisionTransformerPretrainedModel, config)
+
+
 def rows(sizes: Sizes, about: About) -> Iterator[Row]:
     device = setup.device()
     for model, config in models(sizes).items():
         problem = fused_disagreement(config, device)
         yield judged(f"norm, rotary embedding, gates, {model}, compiled against written", problem)
+    problem = tower_disagreement(tower(), device, DTYPE)
+    yield judged("norm, rotary embedding, gates of a tower, compiled against written", problem)
     for dtype in (torch.bfloat16, torch.float32):
         problem = weight_gradient_disagreement(device, dtype)
         yield judged(f"gradients of weights added by their product, {dtype}", problem)
@@ -57,6 +72,10 @@ def rows(sizes: Sizes, about: About) -> Iterator[Row]:
         for name, case in fused_cases(config, sizes.fused_tokens, device).items():
             times = seconds_of_case(sizes, None, *case) / seconds_of_case(sizes, "cuda", *case)
             yield Row("fused", f"{name}, {model}, written over compiled, times", times)
+    random = partial(torch.randn, device=device, dtype=DTYPE)
+    for name, case in fused_tower_cases(tower(), sizes.patches, random).items():
+        times = seconds_of_case(sizes, None, *case) / seconds_of_case(sizes, "cuda", *case)
+        yield Row("fused", f"{name}, written over compiled, times", times)
     yield speed_of_weight_gradients(sizes)
 
 

@@ -178,7 +178,8 @@ def fused_tower_cases(vision: nn.Module, tokens: int, random: Callable[..., Tens
         cases["norm of a tower"] = function, [random(tokens, width), random(width), random(tokens, width)]
     if module := modules.get(_gated_mlp) or modules.get(_quick_gelu):
         function = partial(gate_by_two, kind=type(getattr(module, "act_fn", module)))
-        cases["gate of a tower"] = function, [random(tokens, 512) for _ in range(3)]
+        width = getattr(module, "intermediate_size", 4096)
+        cases["gate of a tower"] = function, [random(tokens, width) for _ in range(3)]
     if module := modules.get(_rotary_attention):
         forward = type(module).forward
         angles = random(tokens, module.head_dim // 2).repeat(1, 2)
