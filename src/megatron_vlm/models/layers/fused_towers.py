@@ -76,7 +76,7 @@ def fused_rotary(forward: FunctionType) -> Fused:
 def rotate_both(
     function: Fused, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None
 ) -> tuple[Tensor, ...]:
-    """Rotates heads (P, H, K) or (1, P, H, K), or with `unsqueeze_dim` (1, H, P, K), by tables (P, K)."""
+    """Rotate heads (P, H, K) or (1, P, H, K), or (1, H, P, K) if `unsqueeze_dim` is 0, by tables (P, K)."""
     heads = [x.flatten(0, -3) for x in (q, k)]  # the compiler would begin again for an axis of one
     if unsqueeze_dim is None:
         return tuple(x.view(q.shape) for x in RotateBoth.apply(heads[0], heads[1], cos, sin, function))
@@ -86,8 +86,8 @@ def rotate_both(
 
 
 class RotateBoth(torch.autograd.Function):
-    """Rotates heads (P, H, K). Its backward pass needs the tables alone, whose halves are equal, and rotates
-    back."""
+    """`rotate_both` for (P, H, K). Its backward pass needs the tables alone, and rotates back, as their two
+    halves are equal."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, function: Fused):
@@ -117,7 +117,7 @@ def _quick_gelu(activation: nn.Module, x: Tensor) -> Tensor:
 
 
 def gate_by_two(gate: Tensor, up: Tensor, kind: type[nn.Module]) -> Tensor:
-    """activation(gate) * up, (..., I), by Transformers' class of the activation."""
+    """Return activation(gate) * up, (..., I), for Transformers' class of the activation."""
     return GateByTwo.apply(gate.flatten(0, -2), up.flatten(0, -2), *GATES[kind]).view(gate.shape)
 
 
@@ -169,7 +169,7 @@ FusedCase = tuple[Callable[..., Tensor], list[Tensor]]  # a function, its tensor
 
 
 def fused_tower_cases(vision: nn.Module, tokens: int, random: Callable[..., Tensor]) -> dict[str, FusedCase]:
-    """Functions that towers in `vision` have, by name, with random tensors for them."""
+    """Return the functions that towers in `vision` call, by name, with random tensors for them."""
     modules = {getattr(vars(m).get("forward"), "func", None): m for m in vision.modules()}
     cases = {}
     if module := modules.get(_norm):
