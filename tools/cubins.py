@@ -31,10 +31,12 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses import fake_tensor
 from torch.nn.functional import silu
 from torch.utils import _triton
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 from triton.backends.compiler import GPUTarget
 
 from megatron_vlm.models import head
-from megatron_vlm.models.layers import fused
+from megatron_vlm.models.layers import fused, fused_towers
 from megatron_vlm.parallel import cpu
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "cubins.json"
@@ -94,8 +96,26 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
         "gate with weights": (gate, [gate_up, silu, of_rows]),
         "gate's backward": (gate_backward, [of_inner, gate_up, *activation, None]),
         "gate's backward, weights": (gate_backward, [of_inner, gate_up, *activation, of_rows]),
+        **tower_cases(),
         "head": (head._reduced.written, [logits, columns, (True, True), settings]),
         "head's backward": (head._gradient.written, [logits, columns, of_tokens, (True, True), settings]),
+    }
+
+
+def tower_cases() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
+    """Functions of towers, with the sizes of Qwen2.5-VL's; Pixtral's rotary embedding is Llama's."""
+    q, k, _ = on_card(TOKENS, 3, 16, 80).unbind(1)
+    table, fp32_table = on_card(TOKENS, 80), on_card(TOKENS, 80, dtype=torch.float32)
+    half = on_card(TOKENS, 3420)
+    activation = silu, fused.DERIVATIVES[silu]
+    return {
+        "rotary embedding of a tower": (apply_rotary_pos_emb_vision, [q, k, fp32_table, fp32_table]),
+        "rotary embedding of Pixtral": (apply_rotary_pos_emb, [q, k, table, table, 1]),
+        "gate of a tower": (fused_towers.gate_rows.written, [half, half, silu]),
+        "gate's backward of a tower": (
+            fused_towers.gate_rows_backward.written,
+            [half, half, half, *activation],
+        ),
     }
 
 
