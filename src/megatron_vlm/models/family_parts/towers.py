@@ -14,8 +14,10 @@ from transformers import AutoModel, PreTrainedModel
 from megatron_vlm.batch import GenericVisualInputs, is_raw
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.family_parts import limits
-from megatron_vlm.models.layers.fused_towers import fuse_pointwise
 from megatron_vlm.models.weights.rules import Operation, Rule
+
+# names in the code of modules that `fused_towers` may know
+FUSED = {"variance_epsilon", "gate_proj", "sigmoid", "apply_rotary_pos_emb", "apply_rotary_pos_emb_vision"}
 
 
 def layers_exist(layers: Any, hf_config: Any) -> bool:
@@ -96,13 +98,13 @@ def hf_tower(vision: Any, **options: Any) -> PreTrainedModel:
     tower = AutoModel.from_config(
         deepcopy(vision), attn_implementation="sdpa", trust_remote_code=False, **options
     )
-    return fuse_pointwise(with_patches_by_linears(tower))
+    return with_fused_functions(with_patches_by_linears(tower))
 
 
 def tower_of_class(tower_class: type[PreTrainedModel], vision: Any) -> PreTrainedModel:
     """`hf_tower` for a class that `AutoModel` does not know, or not in every Transformers."""
     tower = tower_class._from_config(deepcopy(vision), attn_implementation="sdpa")
-    return fuse_pointwise(with_patches_by_linears(tower))
+    return with_fused_functions(with_patches_by_linears(tower))
 
 
 def with_patches_by_linears(tower: PreTrainedModel) -> PreTrainedModel:
@@ -112,6 +114,16 @@ def with_patches_by_linears(tower: PreTrainedModel) -> PreTrainedModel:
     for module in tower.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and module.kernel_size == module.stride:
             module.forward = partial(_patches, module, module.forward)
+    return tower
+
+
+def with_fused_functions(tower: PreTrainedModel) -> PreTrainedModel:
+    """The tower, in which modules whose code `fused_towers` knows call its functions."""
+    if any(FUSED.intersection(type(module).forward.__code__.co_names) for module in tower.modules()):
+        # only where it serves, as it imports Llama
+        from megatron_vlm.models.layers.fused_towers import fuse_pointwise
+
+        fuse_pointwise(tower)
     return tower
 
 

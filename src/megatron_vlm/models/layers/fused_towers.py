@@ -1,7 +1,7 @@
 """Rotary embeddings, RMS norms and gates of vision towers, as the language model's in `fused`.
 
-Transformers runs these an operation at a time. Modules of a tower whose code is known here get a `forward`
-with the same results, less to keep, and compiled on CUDA. Classes, functions and weights stay as they are.
+Transformers runs these an operation at a time. Modules of a tower whose code is known get a `forward` of this
+file, with the same results, less to keep, and compiled on CUDA. Its classes and functions stay as they are.
 """
 
 from collections.abc import Callable
@@ -19,38 +19,21 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from megatron_vlm.models.layers.fused import DERIVATIVES, Activation, Fused, norm
 
 VISION_ROTARY = "apply_rotary_pos_emb_vision"
-MLPS = (LlamaMLP.forward, lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
-SILU, GELU_TANH, QUICK_GELU = (type(ACT2FN[name]) for name in ("silu", "gelu_pytorch_tanh", "quick_gelu"))
+ROTARY = {VISION_ROTARY, "apply_rotary_pos_emb"}  # names in an attention: in fp32; as Pixtral's
 
 
-def fuse_pointwise(tower: PreTrainedModel) -> PreTrainedModel:
-    """Return the tower, whose modules call the functions of this file if their code is known."""
+def fuse_pointwise(tower: PreTrainedModel) -> None:
+    """Let modules of known code call the functions of this file, with the same weights."""
     for module in tower.modules():
-        forward = type(module).forward
-        if _is_same_code(forward, LlamaRMSNorm.forward):
-            module.forward = partial(_norm, module)
-        elif any(_is_same_code(forward, mlp) for mlp in MLPS) and type(module.act_fn) in (SILU, GELU_TANH):
-            module.forward = partial(_gated_mlp, module)
-        elif type(module) is QUICK_GELU:
-            module.forward = partial(_quick_gelu, module)
-        elif _rotary_name(forward):
-            module.forward = partial(_rotary_attention, module)
-    return tower
-
-
-def _is_same_code(*functions: FunctionType) -> bool:
-    """Whether functions do the same, whatever their variables are called."""
-    codes = [function.__code__ for function in functions]
-    return len({(code.co_code, code.co_names, code.co_consts) for code in codes}) == 1
+        code = type(module).forward.__code__
+        forward = FORWARDS.get((code.co_code, code.co_names, code.co_consts))
+        if ROTARY.intersection(code.co_names):
+            forward = _rotary_attention
+        if forward and (not hasattr(module, "act_fn") or type(module.act_fn) in GATES):
+            module.forward = partial(forward, module)
 
 
 # --- rotary embeddings --------------------------------------------------------------------------------------
-
-
-def _rotary_name(forward: FunctionType) -> str | None:
-    """The rotary function's name in an attention: of patches before heads in fp32, or as Pixtral's."""
-    names = forward.__code__.co_names
-    return next((name for name in (VISION_ROTARY, "apply_rotary_pos_emb") if name in names), None)
 
 
 def _rotary_attention(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +43,7 @@ def _rotary_attention(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @cache
 def _with_fused_rotary(forward: FunctionType) -> FunctionType:
     """A copy of an attention's `forward` that calls `rotate_both` in its rotary function's place."""
-    name = _rotary_name(forward)
+    [name] = ROTARY.intersection(forward.__code__.co_names)
     names = {**forward.__globals__, name: partial(rotate_both, fused_rotary(forward))}
     return FunctionType(forward.__code__, names, name, forward.__defaults__, forward.__closure__)
 
@@ -68,7 +51,7 @@ def _with_fused_rotary(forward: FunctionType) -> FunctionType:
 @cache
 def fused_rotary(forward: FunctionType) -> Fused:
     """The rotary function of an attention's `forward`, for heads (P, H, K)."""
-    name = _rotary_name(forward)
+    [name] = ROTARY.intersection(forward.__code__.co_names)
     function = forward.__globals__[name]
     return Fused(function if name == VISION_ROTARY else lambda *args: function(*args, unsqueeze_dim=1))
 
@@ -109,30 +92,30 @@ def _norm(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
-    return mlp.down_proj(gate_by_two(mlp.gate_proj(x), mlp.up_proj(x), type(mlp.act_fn)))
+    return mlp.down_proj(gate_by_two(mlp.gate_proj(x), mlp.up_proj(x), GATES[type(mlp.act_fn)]))
 
 
-def _quick_gelu(activation: nn.Module, x: Tensor) -> Tensor:
-    return gate_by_two(x, x, type(activation))
+def _quick_gelu(_: nn.Module, x: Tensor) -> Tensor:
+    return gate_by_two(x, x, QUICK)
 
 
-def gate_by_two(gate: Tensor, up: Tensor, kind: type[nn.Module]) -> Tensor:
-    """Return activation(gate) * up, (..., I), for Transformers' class of the activation."""
-    return GateByTwo.apply(gate.flatten(0, -2), up.flatten(0, -2), *GATES[kind]).view(gate.shape)
+def gate_by_two(gate: Tensor, up: Tensor, functions: tuple[Activation, Callable]) -> Tensor:
+    """Return activation(gate) * up, (..., I), from the activation and its derivative."""
+    return GateByTwo.apply(gate.flatten(0, -2), up.flatten(0, -2), functions).view(gate.shape)
 
 
 class GateByTwo(torch.autograd.Function):
     """`gate_by_two`. Its backward pass needs its inputs alone and computes the activation again."""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, activation: Activation, derivative: Callable) -> Tensor:
+    def forward(ctx, gate: Tensor, up: Tensor, functions: tuple[Activation, Callable]) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.functions = activation, derivative
-        return gate_rows(gate, up, activation)
+        ctx.functions = functions
+        return gate_rows(gate, up, functions[0])
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return *gate_rows_backward(gradient, *ctx.saved_tensors, *ctx.functions), None, None
+        return *gate_rows_backward(gradient, *ctx.saved_tensors, *ctx.functions), None
 
 
 @Fused
@@ -155,11 +138,19 @@ def _quick_backward(of_active: Tensor, gate: Tensor) -> Tensor:
     return torch.ops.aten.sigmoid_backward(of_active, _quick(gate)) * 1.702
 
 
-GATES = {
-    SILU: (silu, DERIVATIVES[silu]),
+QUICK = (_quick, _quick_backward)
+GELU_TANH = type(ACT2FN["gelu_pytorch_tanh"])
+GATES = {  # by Transformers' class of the activation
+    type(ACT2FN["silu"]): (silu, DERIVATIVES[silu]),
     GELU_TANH: (partial(gelu, approximate="tanh"), DERIVATIVES[GELU_TANH.forward]),
-    QUICK_GELU: (_quick, _quick_backward),  # x is the gate of x
 }
+SAME_CODE = (  # functions of Transformers, whatever their variables are called
+    (LlamaRMSNorm.forward, _norm),
+    (LlamaMLP.forward, _gated_mlp),
+    (lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)), _gated_mlp),
+    (type(ACT2FN["quick_gelu"]).forward, _quick_gelu),
+)
+FORWARDS = {(f.__code__.co_code, f.__code__.co_names, f.__code__.co_consts): own for f, own in SAME_CODE}
 
 
 # --- the check before a run ---------------------------------------------------------------------------------
@@ -177,13 +168,13 @@ def fused_tower_cases(vision: nn.Module, tokens: int, random: Callable[..., Tens
         function = partial(norm, eps=module.variance_epsilon, zero_centered=False)
         cases["norm of a tower"] = function, [random(tokens, width), random(width), random(tokens, width)]
     if module := modules.get(_gated_mlp) or modules.get(_quick_gelu):
-        function = partial(gate_by_two, kind=type(getattr(module, "act_fn", module)))
+        function = partial(gate_by_two, functions=GATES.get(type(getattr(module, "act_fn", None)), QUICK))
         width = getattr(module, "intermediate_size", 4096)
         cases["gate of a tower"] = function, [random(tokens, width) for _ in range(3)]
     if module := modules.get(_rotary_attention):
         forward = type(module).forward
         angles = random(tokens, module.head_dim // 2).repeat(1, 2)
-        angles = angles.float() if _rotary_name(forward) == VISION_ROTARY else angles
+        angles = angles.float() if VISION_ROTARY in forward.__code__.co_names else angles
         heads = random(tokens, 2, module.num_heads, module.head_dim)  # as they lie in one product
         cases["rotary embedding of a tower"] = (
             lambda q, k: torch.stack(
