@@ -61,6 +61,7 @@ from megatron_vlm.parallel.linears import (
     ColumnParallelLinear,
     RowParallelLinear,
     WholeLinear,
+    embedded,
 )
 from megatron_vlm.validate import misfit
 
@@ -174,12 +175,10 @@ class LayerInputs(MegatronModule):
         is_pad = ids_1T == pad
         for token in self.config.placeholders:
             is_pad = is_pad | (ids_1T == token)
-        of_tokens = self.embedding(ids_1T.masked_fill(is_pad, pad))
+        of_tokens = embedded(self.embedding, ids_1T[0].masked_fill(is_pad[0], pad))[:, None]
         is_pad_T1 = is_pad.t()
         if self.config.sequence_parallel:
             is_pad_T1 = scatter_to_sequence_parallel_region(is_pad_T1)
-        else:
-            of_tokens = of_tokens.transpose(0, 1)
         of_tokens = torch.where(is_pad_T1[..., None], of_tokens.detach(), of_tokens) * self.scale
         # a leaf was made by nothing that is trained
         source_T1D = embedded_T1D.detach() if embedded_T1D.is_leaf else embedded_T1D
@@ -418,6 +417,10 @@ class LanguageModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.rotary = rotary
+        if pre_process:
+            weight = self.embedding.word_embeddings.weight
+            weight.zero_out_wgrad = False  # Megatron's hook would add what `gradient_of` returns
+            weight.embeds = True
         if megatron_config.layer_inputs and pre_process:
             self.layer_inputs = LayerInputs(megatron_config)
         # rounded to the weights' dtype, as Transformers does
@@ -432,7 +435,7 @@ class LanguageModel(GPTModel):
         If a checkpoint pads with a token of its text, such as the end of a turn, that token's embedding does
         not change. With tied weights it is still trained as an output weight.
         """
-        hidden_TD = self.embedding(input_ids=input_ids_1T, position_ids=None)[:, 0]
+        hidden_TD = embedded(self.embedding.word_embeddings, input_ids_1T[0])
         if self.config.pad_token is not None:
             is_pad_T1 = input_ids_1T.t() == self.config.pad_token
             if self.config.sequence_parallel:

@@ -80,13 +80,44 @@ def sum_for(weight: Tensor) -> Tensor:
     return torch.zeros_like(weight, dtype=dtype) if buffer is None or buffer.dtype != dtype else buffer
 
 
-def gradient_of(weight: Tensor, total: Tensor) -> Tensor | None:
+def gradient_of(weight: Tensor, total: Tensor, of_rows: bool = False) -> Tensor | None:
     """The backward pass returns this. Megatron's hook leaves its buffer alone if the weight says so, but it
-    wants a gradient; where the weight is the embedding, too (`zero_out_wgrad`), the embedding gives one."""
+    wants a gradient; where the weight is the embedding, too, `EmbeddedRows` gives it (`of_rows`)."""
     if total is not getattr(weight, "main_grad", None):
         return total.to(weight.dtype)
     weight.grad_added_to_main_grad = True
-    return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    return torch.empty_like(weight) if of_rows or not getattr(weight, "embeds", False) else None
+
+
+class EmbeddedRows(torch.autograd.Function):
+    """Rows (N, D) of a table (V, D), whose gradients are added to Megatron's buffer; a gradient of the whole
+    table, of some GB, would be made and added for each micro batch."""
+
+    @staticmethod
+    def forward(ctx, table_VD: Tensor, ids_N: Tensor) -> Tensor:
+        ctx.save_for_backward(table_VD, ids_N)
+        return table_VD.index_select(0, ids_N)
+
+    @staticmethod
+    def backward(ctx, grad_ND: Tensor):
+        table_VD, ids_N = ctx.saved_tensors
+        total = sum_for(table_VD)
+        # on CUDA in a fixed order, unlike index_add_
+        total.index_put_((ids_N,), grad_ND.to(total.dtype), accumulate=True)
+        return gradient_of(table_VD, total, of_rows=True), None
+
+
+def embedded(module: tensor_parallel.VocabParallelEmbedding, ids_T: Tensor) -> Tensor:
+    """The embeddings (T, D) of tokens, under sequence parallelism of this rank's part of T."""
+    if module.tp_group.size() == 1:
+        return EmbeddedRows.apply(module.weight, ids_T)
+    ids = ids_T - module.vocab_start_index
+    is_elsewhere = (ids < 0) | (ids >= len(module.weight))
+    rows = EmbeddedRows.apply(module.weight, ids.masked_fill(is_elsewhere, 0))
+    rows = rows.masked_fill(is_elsewhere[:, None], 0)
+    if module.reduce_scatter_embeddings:
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(rows, group=module.tp_group)
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(rows, group=module.tp_group)
 
 
 def _sum_of_shapes(*inputs: object, out: Tensor, **factors: object) -> Tensor:

@@ -127,7 +127,7 @@ def test_gradients_of_all_statistics_are_finite_differences(measured):
 
 def in_megatrons_buffer() -> dict[str, tuple[torch.Tensor, ...]]:
     """By dtype: the buffer's change with all tokens in a chunk, and with one in each. The second weight is
-    the embedding, too, whose gradient is autograd's."""
+    the embedding, too, whose backward pass gives autograd what it wants."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         hidden, weight, labels, factors = given()
@@ -136,9 +136,9 @@ def in_megatrons_buffer() -> dict[str, tuple[torch.Tensor, ...]]:
         for tokens in (TOKENS, 1):
             head.CHUNK_BYTES = tokens * 4 * VOCABULARY
             weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
-            weight.zero_out_wgrad, weight.grad = tokens == 1, None
+            weight.embeds, weight.grad = tokens == 1, None
             (head.token_statistics(hidden, weight, labels, VOCABULARY)[0] * factors[0]).sum().backward()
-            assert weight.grad_added_to_main_grad and (weight.grad is None) == weight.zero_out_wgrad
+            assert weight.grad_added_to_main_grad and (weight.grad is None) == weight.embeds
             changes.append(weight.main_grad - before)
         found[str(dtype)] = tuple(changes)
     return found
