@@ -43,7 +43,7 @@ HOST = 50e9  # bytes a second to the host's memory, and as many from it at the s
 LATENCY = 20e-6  # seconds that the smallest exchange takes
 AGAIN = 1.03  # a step's time with model.recompute=selective over its time without
 BESIDE = 0.85  # of its speed that a product keeps while an exchange runs beside it
-# how long a tower takes over its operations' own time: Transformers' layers are not fused
+# how long a tower takes over its operations' own time: Transformers' layers are fused in part alone
 TOWER = 2
 
 
