@@ -20,10 +20,6 @@ DEMO = "_tiny_digits"  # the end of a demo recipe's name
 TOWER_AGAIN = "recompute=full recompute_layers=0"
 TP8_PP4 = f"tp=8 pp=4 {TOWER_AGAIN}"
 TP4_PP2 = f"tp=4 pp=2 {TOWER_AGAIN}"
-PP2_EP8 = "pp=2 ep=8 recompute=full"
-PP8_EP8 = "pp=8 ep=8 recompute=full"
-PP16_EP8 = "pp=16 ep=8 recompute=full"
-PP16_EP16 = "pp=16 ep=16 recompute=full"
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str | None]]] =
         ("gemma4_e2b", "Gemma 4 E2B", 2, "gemma-4-E2B-it", "recompute=full recompute_layers=2", ""),
         ("gemma4_e4b", "Gemma 4 E4B", 2, "gemma-4-E4B-it", "tp=2 recompute=full", ""),
         ("gemma4_31b", "Gemma 4 31B, dense", 16, "gemma-4-31B-it", TP4_PP2, ""),
-        ("gemma4_26b_a4b", "Gemma 4 26B with 128 experts", 16, "gemma-4-26B-A4B-it", PP2_EP8, ""),
+        ("gemma4_26b_a4b", "Gemma 4 26B with 128 experts", 16, "gemma-4-26B-A4B-it", "tp=2 pp=2 ep=8", ""),
     ],
     ("gemma4_unified", "google"): [  # tp does not divide its one key/value head of full attention
         ("gemma4_12b", "Gemma 4 12B", 8, "gemma-4-12B-it", "pp=2 recompute=full recompute_layers=19", ""),
@@ -192,7 +188,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str | None]]] =
         ("smolvlm2_2b", "SmolVLM2 2.2B", 1, "SmolVLM2-2.2B-Instruct", "", ""),
     ],
     ("glm4v_moe", "zai-org"): [
-        ("glm_45v", "GLM-4.5V, 106B with 128 experts", 64, "GLM-4.5V", PP8_EP8, "recompute_layers=0"),
+        ("glm_45v", "GLM-4.5V, 106B with 128 experts", 64, "GLM-4.5V", "tp=4 pp=4 ep=8", ""),
     ],
     ("qwen2_vl", "Qwen"): [
         ("qwen2_vl_2b", "Qwen2-VL 2B", 1, "Qwen2-VL-2B-Instruct", "", ""),
@@ -224,7 +220,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str | None]]] =
             "Qwen3-VL 30B with 128 experts",
             16,
             "Qwen3-VL-30B-A3B-Instruct",
-            "ep=8 recompute=full recompute_layers=17",
+            "pp=2 ep=8",
             "",
         ),
         (
@@ -232,7 +228,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str | None]]] =
             "Qwen3-VL 235B with 128 experts",
             128,
             "Qwen3-VL-235B-A22B-Instruct",
-            f"{PP16_EP8} lr=5e-6",  # the rate of Megatron-Bridge's recipe
+            "tp=4 pp=8 ep=16 lr=5e-6",  # the rate of Megatron-Bridge's recipe
             None,
         ),
     ],
@@ -254,8 +250,22 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str | None]]] =
             "pp=2 ep=4 offload=true",
             "",
         ),
-        ("qwen35_122b_a10b", "Qwen3.5 122B with 256 experts", 64, "Qwen3.5-122B-A10B", PP8_EP8, ""),
-        ("qwen35_397b_a17b", "Qwen3.5 397B with 512 experts", 256, "Qwen3.5-397B-A17B", PP16_EP16, None),
+        (
+            "qwen35_122b_a10b",
+            "Qwen3.5 122B with 256 experts",
+            64,
+            "Qwen3.5-122B-A10B",
+            "tp=2 pp=4 ep=8 offload=true",
+            "offload=false",
+        ),
+        (
+            "qwen35_397b_a17b",
+            "Qwen3.5 397B with 512 experts",
+            256,
+            "Qwen3.5-397B-A17B",
+            "tp=2 pp=8 ep=32",
+            None,
+        ),
     ],
 }
 
