@@ -63,6 +63,7 @@ def output_logits(
     *, hidden_states: Tensor, output_layer, output_weight, config, context: Stream, **_
 ) -> Tensor:
     """Megatron's `output_processor`: the logits (n, V) of the wanted tokens, on all tensor-parallel ranks."""
+    assert not torch.is_grad_enabled(), "tied weights take no gradient of these, see gradient_of"
     hidden_ND = _wanted(hidden_states, config, context)
     weight = output_layer.weight if output_weight is None else output_weight
     logits = hidden_ND @ weight.t()

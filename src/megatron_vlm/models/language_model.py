@@ -419,8 +419,9 @@ class LanguageModel(GPTModel):
         self.rotary = rotary
         if pre_process:
             weight = self.embedding.word_embeddings.weight
-            weight.zero_out_wgrad = False  # Megatron's hook would add what `gradient_of` returns
-            weight.embeds = True
+            # Megatron says it of tied weights: its hook would add what `gradient_of` returns
+            weight.zero_out_wgrad = False
+            weight.is_embedded = True
         if megatron_config.layer_inputs and pre_process:
             self.layer_inputs = LayerInputs(megatron_config)
         # rounded to the weights' dtype, as Transformers does

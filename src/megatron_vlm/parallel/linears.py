@@ -82,11 +82,12 @@ def sum_for(weight: Tensor) -> Tensor:
 
 def gradient_of(weight: Tensor, total: Tensor, of_rows: bool = False) -> Tensor | None:
     """The backward pass returns this. Megatron's hook leaves its buffer alone if the weight says so, but it
-    wants a gradient; where the weight is the embedding, too, `EmbeddedRows` gives it (`of_rows`)."""
+    wants a gradient, of no meaning. Of tied weights head and embedding add to one buffer: the embedding
+    (`of_rows`) returns it, and the head, after which the embedding always comes, none."""
     if total is not getattr(weight, "main_grad", None):
         return total.to(weight.dtype)
     weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight) if of_rows or not getattr(weight, "embeds", False) else None
+    return torch.empty_like(weight) if of_rows or not getattr(weight, "is_embedded", False) else None
 
 
 class EmbeddedRows(torch.autograd.Function):

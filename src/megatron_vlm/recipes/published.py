@@ -20,6 +20,7 @@ DEMO = "_tiny_digits"  # the end of a demo recipe's name
 TOWER_AGAIN = "recompute=full recompute_layers=0"
 TP8_PP4 = f"tp=8 pp=4 {TOWER_AGAIN}"
 TP4_PP2 = f"tp=4 pp=2 {TOWER_AGAIN}"
+PP16_EP16 = "pp=16 ep=16 recompute=full"
 
 
 @dataclass(frozen=True)
@@ -258,14 +259,7 @@ SIZES: dict[tuple[str, str], list[tuple[str, str, int, str, str, str | None]]] =
             "tp=2 pp=4 ep=8 offload=true",
             "offload=false",
         ),
-        (
-            "qwen35_397b_a17b",
-            "Qwen3.5 397B with 512 experts",
-            256,
-            "Qwen3.5-397B-A17B",
-            "tp=2 pp=8 ep=32",
-            None,
-        ),
+        ("qwen35_397b_a17b", "Qwen3.5 397B with 512 experts", 256, "Qwen3.5-397B-A17B", PP16_EP16, None),
     ],
 }
 

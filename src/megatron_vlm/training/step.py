@@ -159,7 +159,10 @@ def data_parallel(
 
 
 def _exchange_nothing(buckets: Buckets) -> None:
-    """For a single data-parallel rank: gloo would copy all gradients and parameters onto themselves."""
+    """For a single data-parallel rank: gloo would copy all gradients and parameters onto themselves.
+
+    Megatron's `start_grad_sync` also scales gradients, by 1 with `calculate_per_token_loss`, which we have.
+    """
     done = Future()
     done.set_result(None)
 

@@ -136,9 +136,9 @@ def in_megatrons_buffer() -> dict[str, tuple[torch.Tensor, ...]]:
         for tokens in (TOKENS, 1):
             head.CHUNK_BYTES = tokens * 4 * VOCABULARY
             weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
-            weight.embeds, weight.grad = tokens == 1, None
+            weight.is_embedded, weight.grad = tokens == 1, None
             (head.token_statistics(hidden, weight, labels, VOCABULARY)[0] * factors[0]).sum().backward()
-            assert weight.grad_added_to_main_grad and (weight.grad is None) == weight.embeds
+            assert weight.grad_added_to_main_grad and (weight.grad is None) == weight.is_embedded
             changes.append(weight.main_grad - before)
         found[str(dtype)] = tuple(changes)
     return found

@@ -178,6 +178,18 @@ def test_its_backward_pass_is_the_derivative(name):
     assert torch.autograd.gradcheck(ours, inputs(shapes, torch.float64))
 
 
+@pytest.mark.parametrize("trained", [0, 1])
+def test_one_of_two_norms_of_heads_is_trained_alone(trained):
+    rows, *weights = (x.detach() for x in inputs([ROWS, (HEAD,), (HEAD,)], torch.float32))
+    weights[trained].requires_grad_()
+    found = []
+    for heads in heads_pair():
+        heads(rows, *weights).square().sum().backward()
+        found.append(weights[trained].grad)
+        weights[trained].grad = None
+    torch.testing.assert_close(*found)
+
+
 def test_axes_are_joined_without_a_copy():
     """Queries and keys as they lie in one product: both are views with gaps."""
     all_three = torch.randn(5, 1, 3, 4, HEAD, dtype=torch.float64, requires_grad=True)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from pairs import first_soon
 from torch import nn
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from megatron_vlm.batch import GenericVisualInputs
 from megatron_vlm.models.description import Description
 from megatron_vlm.models.families import describe
+from megatron_vlm.models.family_parts.towers import hf_tower
 from megatron_vlm.models.layers import fused_towers
 from megatron_vlm.models.layers.fused import Fused, compiled_on
 from megatron_vlm.models.layers.fused_towers import gate_rows_backward
@@ -187,3 +188,17 @@ def test_the_check_before_a_run_names_what_differs(monkeypatch):
             Fused, "compiled", property(lambda function: compiled.get(function, function.written))
         )
         assert "gate of a tower of 509 tokens, compiled, differs by" in check()
+
+
+# towers of no family: their rotary functions have the names, and another code or several rows
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("kind", ["dinov3_vit", "mlcd_vision_model"])
+def test_another_towers_rotary_function_stays(kind):
+    torch.manual_seed(0)
+    tower = hf_tower(CONFIG_MAPPING[kind](**SIZES, image_size=32, patch_size=8)).eval()  # DINOv3 jitters
+    tower.apply(lambda m: nn.init.normal_(m.weight, std=0.5) if isinstance(m, nn.Linear) else None)
+    pixels = torch.randn(2, 3, 32, 32)
+    assert torch.equal(tower(pixels)[0], as_transformers(tower)(pixels)[0])
+    assert tower_disagreement(tower, torch.device("cpu"), torch.float32) is None

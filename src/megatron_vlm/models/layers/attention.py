@@ -142,23 +142,24 @@ class RotarySelfAttention(SelfAttention):
     def __init__(self, config: TransformerConfig, submodules, layer_number: int, **kwargs):
         super().__init__(config, submodules, layer_number, **kwargs)
         self.rotary_index = config.layer_rotary[layer_number - 1] if config.layer_rotary else 0
-
-    def make_heads(self, hidden_states: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
-        """(S, B, H, K) each, H of this rank: queries and keys, turned by their positions, and values; with
-        `attention_output_gate` the queries' gates (S, B, H*K) follow."""
-        rows, _ = self.linear_qkv(hidden_states)
-        sizes = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
-        config, weights = self.config, (None, None)
-        if config.qk_layernorm:
-            weights = self.q_layernorm.weight, self.k_layernorm.weight
-        settings = HeadSettings(
+        self.head_settings = HeadSettings(
             config.layernorm_epsilon,
             config.layernorm_zero_centered_gamma,
             config.wide_norms,
             config.rotary_interleaved,
             bool(config.attention_output_gate),
         )
-        return turned_heads(rows.unflatten(-1, sizes), weights, plan.turns[self.rotary_index], settings)
+
+    def make_heads(self, hidden_states: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
+        """(S, B, H, K) each, H of this rank: queries and keys, turned by their positions, and values; with
+        `attention_output_gate` the queries' gates (S, B, H*K) follow."""
+        rows, _ = self.linear_qkv(hidden_states)
+        sizes = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+        weights = (None, None)
+        if self.config.qk_layernorm:
+            weights = self.q_layernorm.weight, self.k_layernorm.weight
+        turns = plan.turns[self.rotary_index]
+        return turned_heads(rows.unflatten(-1, sizes), weights, turns, self.head_settings)
 
     def forward(self, hidden_states: Tensor, *_, packed_seq_params: AttentionPlan, **__):
         query, key, value, *gates = self.make_heads(hidden_states, packed_seq_params)

@@ -518,7 +518,7 @@ class TurnedHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None):
         query, key, value, gate = (x if x is None else x.flatten(0, 1) for x in (query, key, value, gate))
-        trained = ctx.needs_input_grad[1]
+        trained = any(ctx.needs_input_grad[1:3])
         of_rows, of_query_weight, of_key_weight = _turned_heads_backward(
             query, key, value, gate, *ctx.saved_tensors, ctx.settings, trained
         )

@@ -15,25 +15,39 @@ from torch.nn.functional import gelu, silu
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb
+from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
 from megatron_vlm.models.layers.fused import DERIVATIVES, Activation, Fused, norm
 
 VISION_ROTARY = "apply_rotary_pos_emb_vision"
 ROTARY = {VISION_ROTARY, "apply_rotary_pos_emb"}  # names in an attention: in fp32; as Pixtral's
+# the function of that name in Qwen's towers and in Pixtral
+KNOWN_ROTARY = [apply_rotary_pos_emb_vision, apply_rotary_pos_emb]
 
 
 def fuse_pointwise(tower: PreTrainedModel) -> None:
     """Let modules of known code call the functions of this file, with the same weights."""
     for module in tower.modules():
-        code = type(module).forward.__code__
-        forward = FORWARDS.get((code.co_code, code.co_names, code.co_consts))
-        if ROTARY.intersection(code.co_names):
+        forward = FORWARDS.get(_code(type(module).forward))
+        if _has_known_rotary(type(module).forward):
             forward = _rotary_attention
         if forward and (not hasattr(module, "act_fn") or type(module.act_fn) in GATES):
             module.forward = partial(forward, module)
 
 
 # --- rotary embeddings --------------------------------------------------------------------------------------
+
+
+def _code(function: FunctionType) -> tuple[Any, ...]:
+    """What a function does, whatever its variables are called."""
+    code = function.__code__
+    return code.co_code, code.co_names, code.co_consts
+
+
+def _has_known_rotary(forward: FunctionType) -> bool:
+    functions = [forward.__globals__.get(name) for name in ROTARY.intersection(forward.__code__.co_names)]
+    return len(functions) == 1 and _code(functions[0]) in map(_code, KNOWN_ROTARY)
 
 
 def _rotary_attention(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -44,8 +58,11 @@ def _rotary_attention(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _with_fused_rotary(forward: FunctionType) -> FunctionType:
     """A copy of an attention's `forward` that calls `rotate_both` in its rotary function's place."""
     [name] = ROTARY.intersection(forward.__code__.co_names)
-    names = {**forward.__globals__, name: partial(rotate_both, fused_rotary(forward))}
-    return FunctionType(forward.__code__, names, name, forward.__defaults__, forward.__closure__)
+    theirs = forward.__globals__[name]
+    names = {**forward.__globals__, name: partial(rotate_both, theirs, fused_rotary(forward))}
+    copy = FunctionType(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 @cache
@@ -57,9 +74,21 @@ def fused_rotary(forward: FunctionType) -> Fused:
 
 
 def rotate_both(
-    function: Fused, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None
+    theirs: Callable,
+    function: Fused,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Rotate heads (P, H, K) or (1, P, H, K), or (1, H, P, K) if `unsqueeze_dim` is 0, by tables (P, K)."""
+    """Rotate heads (P, H, K) or (1, P, H, K), or (1, H, P, K) if `unsqueeze_dim` is 0, by tables (P, K).
+
+    Several rows, or a table for each, are left to `theirs`, Transformers' function.
+    """
+    if cos.dim() > 2 or (q.dim() > 3 and len(q) > 1):
+        axis = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim}
+        return theirs(q, k, cos, sin, **axis)
     heads = [x.flatten(0, -3) for x in (q, k)]  # the compiler would begin again for an axis of one
     if unsqueeze_dim is None:
         return tuple(x.view(q.shape) for x in RotateBoth.apply(heads[0], heads[1], cos, sin, function))
@@ -150,7 +179,7 @@ SAME_CODE = (  # functions of Transformers, whatever their variables are called
     (lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)), _gated_mlp),
     (type(ACT2FN["quick_gelu"]).forward, _quick_gelu),
 )
-FORWARDS = {(f.__code__.co_code, f.__code__.co_names, f.__code__.co_consts): own for f, own in SAME_CODE}
+FORWARDS = {_code(theirs): own for theirs, own in SAME_CODE}
 
 
 # --- the check before a run ---------------------------------------------------------------------------------
@@ -175,11 +204,12 @@ def fused_tower_cases(vision: nn.Module, tokens: int, random: Callable[..., Tens
         forward = type(module).forward
         angles = random(tokens, module.head_dim // 2).repeat(1, 2)
         angles = angles.float() if VISION_ROTARY in forward.__code__.co_names else angles
-        heads = random(tokens, 2, module.num_heads, module.head_dim)  # as they lie in one product
+        number = getattr(module, "num_heads", None) or module.config.num_attention_heads
+        heads = random(tokens, 2, number, module.head_dim)  # as they lie in one product
         cases["rotary embedding of a tower"] = (
             lambda q, k: torch.stack(
                 RotateBoth.apply(q, k, angles.cos(), angles.sin(), fused_rotary(forward))
             ),
-            [heads[:, 0], heads[:, 1], random(2, tokens, module.num_heads, module.head_dim)],
+            [heads[:, 0], heads[:, 1], random(2, tokens, number, module.head_dim)],
         )
     return cases
