@@ -40,7 +40,7 @@ def fuse_pointwise(tower: PreTrainedModel) -> None:
 
 
 def _code(function: FunctionType) -> tuple[Any, ...]:
-    """What a function does, whatever its variables are called."""
+    """Return the operations of a function, whatever its variables are called."""
     code = function.__code__
     return code.co_code, code.co_names, code.co_consts
 
