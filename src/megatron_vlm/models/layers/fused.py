@@ -583,6 +583,6 @@ def _turned_heads_backward(
         of_key, of_key_weight = _norm_backward.written(
             of_key, key, key_weight, key_rms, zero_centered, trained
         )
-    if gate is not None:
+    if gate is not None:  # it lies beside its query in the rows
         of_query = torch.stack((of_query, gate.view_as(of_query)), dim=-2).flatten(-3, -2)
     return torch.cat((of_query, of_key, value_TGK[:, :, None]), dim=2), of_query_weight, of_key_weight

@@ -58,8 +58,8 @@ def _rotary_attention(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _with_fused_rotary(forward: FunctionType) -> FunctionType:
     """A copy of an attention's `forward` that calls `rotate_both` in its rotary function's place."""
     [name] = ROTARY.intersection(forward.__code__.co_names)
-    theirs = forward.__globals__[name]
-    names = {**forward.__globals__, name: partial(rotate_both, theirs, fused_rotary(forward))}
+    original = forward.__globals__[name]
+    names = {**forward.__globals__, name: partial(rotate_both, original, fused_rotary(forward))}
     copy = FunctionType(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
@@ -74,7 +74,7 @@ def fused_rotary(forward: FunctionType) -> Fused:
 
 
 def rotate_both(
-    theirs: Callable,
+    original: Callable,
     function: Fused,
     q: Tensor,
     k: Tensor,
@@ -84,11 +84,11 @@ def rotate_both(
 ) -> tuple[Tensor, ...]:
     """Rotate heads (P, H, K) or (1, P, H, K), or (1, H, P, K) if `unsqueeze_dim` is 0, by tables (P, K).
 
-    Several rows, or a table for each, are left to `theirs`, Transformers' function.
+    Several rows, or a table for each, are left to the `original` function of Transformers.
     """
     if cos.dim() > 2 or (q.dim() > 3 and len(q) > 1):
         axis = {} if unsqueeze_dim is None else {"unsqueeze_dim": unsqueeze_dim}
-        return theirs(q, k, cos, sin, **axis)
+        return original(q, k, cos, sin, **axis)
     heads = [x.flatten(0, -3) for x in (q, k)]  # the compiler would begin again for an axis of one
     if unsqueeze_dim is None:
         return tuple(x.view(q.shape) for x in RotateBoth.apply(heads[0], heads[1], cos, sin, function))
@@ -179,7 +179,7 @@ SAME_CODE = (  # functions of Transformers, whatever their variables are called
     (lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)), _gated_mlp),
     (type(ACT2FN["quick_gelu"]).forward, _quick_gelu),
 )
-FORWARDS = {_code(theirs): own for theirs, own in SAME_CODE}
+FORWARDS = {_code(original): fused for original, fused in SAME_CODE}
 
 
 # --- the check before a run ---------------------------------------------------------------------------------
